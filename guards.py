@@ -1,0 +1,613 @@
+"""
+Guards: see a non-finite number on the device, and keep it out of the weights.
+
+A NaN in the loss is the last symptom. The inf that made it was born several modules upstream, and it leaves by doors
+that no gradient check watches: one overflowing forward writes inf into BatchNorm's running variance, the optimizer
+skips the step, the training loss looks fine, and every evaluation from then on is NaN. A label of 1000 for a 10-way
+head is no NaN at all: on CUDA it is a device assert, and the process is gone before anything can be saved.
+
+So one small vector of flags lives on the device. Every check only raises a flag; nothing is read by the host:
+
+    guard.open(step)                                flags down, buffers copied aside (kilobytes)
+    labels = guard.see_batch(images, labels)        inputs finite? labels in range? -> labels that are safe to use
+    guard.see_loss(loss)                            every micro-batch: one NaN of eight poisons the sum all the same
+    bad = guard.decide()                            buffers looked at; the ranks agree: ONE all-reduce, of flags
+    result = optimizer.step(skip=bad)               the gradient's own verdict joins here: result.found_inf
+    guard.close(result.found_inf, loss=loss, ...)   rejected? the buffers go back, by a select on the device
+    verdict = guard.verdict()                       on the host, one step late: nobody waited for it
+
+Three rules are behind it. (1) Flags travel between ranks, never values: an all-reduce MAX may lose a NaN. (2) A
+rejection is a select (`where`), never a product: 0 * NaN is NaN, and `lerp` with weight 0 is no better. (3) Compare so
+that NaN fails: `not (x <= limit)`; `x > limit` is False for NaN. And "finite" means below 1.8e19 (see LIMIT).
+
+Also here: SpikeDetector, check_state (before a save), first_step_checks, Probes (headroom before anything overflows)
+and Injector, which plants faults, because a guard that was never seen to bark is no guard. What this file does not do:
+it does not find the operation that made the number, and it does not cure. To copy it: it needs torch, nothing else.
+`python guards.py` plants an inf in a small network and shows that nothing of it stays.
+"""
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+# All but the last reject the step. "veto" is the caller's own; "signal" carries the number of a stop request.
+FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SLOTS = 4  # numbers on their way to the host; two are in use when verdict() is called once a step
+
+
+def beyond(x: Tensor) -> Tensor:
+    """0-dim bool on x's device, no sync: does `x` (any float dtype, not empty) hold NaN, inf or more than LIMIT?"""
+    low, high = torch.aminmax(x.detach())  # one read, NaN propagates; .float(): LIMIT itself would be inf in fp16
+    return ((low.float() >= -LIMIT) & (high.float() <= LIMIT)).logical_not()
+
+
+def largest(tensors: list[Tensor]) -> Tensor:
+    """Largest magnitude of each tensor as 1-D fp32; NaN and inf stay. Same device and dtype: one pass, no sync."""
+    if tensors[0].is_cpu:  # where the norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1
+        ends = [torch.aminmax(t.detach()) for t in tensors]
+        return torch.stack([torch.maximum(low.neg(), high).float() for low, high in ends])
+    return torch.stack([norm.float() for norm in torch._foreach_norm([t.detach() for t in tensors], math.inf)])
+
+
+def named_floats(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every non-empty float tensor in nested dicts and lists."""
+    if isinstance(tree, Tensor):
+        if tree.dtype in CHECKED and tree.numel():
+            yield prefix, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
+            yield from named_floats(value, ".".join(filter(None, (prefix, key))))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one step, on the host. `rank` is the (highest) guilty rank, -1 if no flag tells."""
+
+    step: int
+    accepted: bool
+    reasons: tuple[str, ...]  # names of FLAGS; () when accepted
+    stats: dict[str, float]  # what close() was given
+    signal: int = 0
+    rank: int = -1
+    spikes: tuple[str, ...] = ()  # sentences of the SpikeDetector; a spike never rejects by itself
+
+
+class SpikeDetector:
+    """z-score of log(value), against a moving mean and variance that nothing non-finite or spiking can drag along.
+
+    `see(name, value)` returns the number of standard deviations above the mean (inf for a non-finite value, 0.0 while
+    warming up). A spike enters the statistics cut down to the threshold, so a lasting new level is learnt in time.
+    """
+
+    def __init__(self, threshold: float = 6.0, warmup: int = 50, momentum: float = 0.02):
+        self.threshold, self.warmup, self.momentum = threshold, warmup, momentum
+        self.seen: dict[str, list[float]] = {}  # name: [count, mean, variance] of the log
+
+    def see(self, name: str, value: float) -> float:
+        if not math.isfinite(value):
+            return math.inf
+        x = math.log(max(value, 1e-30))
+        count, mean, variance = self.seen.get(name, [0, x, 0.0])
+        std = max(math.sqrt(variance), 0.05)  # a loss that moves by less than 5% spikes at nothing
+        z = (x - mean) / std if count >= self.warmup else 0.0
+        x = min(x, mean + self.threshold * std) if count >= self.warmup else x
+        rate = max(self.momentum, 1.0 / (count + 1))
+        variance = (1 - rate) * (variance + rate * (x - mean) ** 2)
+        self.seen[name] = [count + 1, mean + rate * (x - mean), variance]
+        return z
+
+
+class _Kept(NamedTuple):
+    """Buffers of one dtype: the live ones, and two flat copies of them (before the step, after it) seen as views."""
+
+    live: list[Tensor]
+    saved: Tensor
+    saved_views: list[Tensor]
+    now: Tensor
+    now_views: list[Tensor]
+    checked: bool
+
+
+class Guard:
+    """The flags, the buffers and the verdict of a step. One object a process; see the top of the file for its order.
+
+    `net`: the bare module (no DDP or compile wrapper, so that names are its own). `num_classes`: labels must be in
+    [0, num_classes) or equal `ignore_index`; None when labels are no classes. `lag=True`: verdict() tells of the step
+    before and never stalls the device; `lag=False` (hunting): of this step, and waits. Before changing `lag`: flush().
+    """
+
+    def __init__(self, net: nn.Module, *, num_classes: int | None = None, device: torch.device | str = "cpu",
+                 lag: bool = True, ignore_index: int = -100, spikes: SpikeDetector | None = None):
+        self.device, self.lag = torch.device(device), lag
+        self.num_classes, self.ignore_index = num_classes, ignore_index
+        self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.together else 0
+        self.spikes = spikes or SpikeDetector()
+        self.steps = self.skipped = self.skipped_in_a_row = 0
+        self.step = 0
+        self._flags = torch.zeros(len(FLAGS), device=self.device)
+        self._flag = dict(zip(FLAGS, self._flags.unbind(), strict=True))
+        self._pending: deque[tuple[int, int, dict[str, float]]] = deque()
+        self._keys: tuple[str, ...] | None = None
+        self.watch(net)
+
+    def watch(self, net: nn.Module) -> None:
+        """Take `net`'s buffers into care; again after a module was exchanged. Syncs once.
+
+        `lawful` collects float buffers that are infinite from the start and hold no NaN: masks. They are put back
+        like the others, but their infinities are no news. Running statistics are never lawful.
+        """
+        groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        self.lawful: set[str] = set()
+        for name, b in net.named_buffers():
+            if not b.numel() or b.device.type != self.device.type or \
+                    any(s == 0 and n > 1 for s, n in zip(b.stride(), b.shape, strict=True)):  # expanded: cannot change
+                continue
+            if b.dtype in CHECKED and "running_" not in name and bool(beyond(b)) and not bool(b.isnan().any()):
+                self.lawful.add(name)
+            groups.setdefault((b.dtype, b.dtype in CHECKED and name not in self.lawful), []).append(b)
+        self._kept: list[_Kept] = []
+        for (dtype, checked), live in groups.items():
+            flat = [torch.zeros(sum(b.numel() for b in live), dtype=dtype, device=self.device) for _ in range(2)]
+            views = [[v.view(b.shape) for v, b in zip(f.split([b.numel() for b in live]), live, strict=True)]
+                     for f in flat]
+            self._kept.append(_Kept(live, flat[0], views[0], flat[1], views[1], checked))
+
+    @torch.no_grad()
+    def open(self, step: int) -> None:
+        """Begin a step (attempted, not update): flags down, buffers aside."""
+        self.step = step
+        self._flags.zero_()
+        for kept in self._kept:
+            torch._foreach_copy_(kept.saved_views, kept.live)
+
+    @torch.no_grad()
+    def see_batch(self, images: Any, labels: Any) -> Any:
+        """Look at one micro-batch (tensors, or nests of them); returns labels safe to run with: out of range becomes 0.
+
+        The step is rejected all the same. But it must *run*: an index out of range is a device assert on CUDA.
+        """
+        for x in tree_leaves(images):
+            if isinstance(x, Tensor) and x.dtype in CHECKED and x.numel():
+                self._flag["input"].add_(beyond(x))
+        return tree_map(self._safe_labels, labels)
+
+    def _safe_labels(self, y: Any) -> Any:
+        if not isinstance(y, Tensor) or not y.numel() or y.dtype == torch.bool:
+            return y
+        if y.dtype in CHECKED:  # soft labels, regression targets
+            self._flag["label"].add_(beyond(y))
+            return y
+        if self.num_classes is None:
+            return y
+        wrong = ((y < 0) | (y >= self.num_classes)) & (y != self.ignore_index)
+        self._flag["label"].add_(wrong.any())
+        return y.masked_fill(wrong, 0)
+
+    @torch.no_grad()
+    def see_loss(self, loss: Tensor) -> None:
+        """0-dim loss of one micro-batch, before the loss scale."""
+        self._flag["loss"].add_(beyond(loss))
+
+    @torch.no_grad()
+    def see_state(self, **trees: Any) -> None:
+        """On steps of your choice, before decide(): `see_state(param=dict(net.named_parameters()), optstate=...)`.
+
+        One foreach read of the tensors on this device; no sync. It keeps a poisoned moment from reaching a weight.
+        """
+        for flag, tree in trees.items():
+            for tensors in _alike(t for _, t in named_floats(tree) if t.device.type == self.device.type):
+                self._flag[flag].add_((largest(tensors) <= LIMIT).all().logical_not())
+
+    def raise_flag(self, name: str, value: float | Tensor = 1.0) -> None:
+        """Raise a flag (highest value wins, over calls and ranks): a veto, a probe's finding, a signal's number."""
+        flag = self._flag[name]
+        if isinstance(value, Tensor):
+            flag.copy_(torch.maximum(flag, value.to(flag)))
+        else:
+            flag.clamp_(min=float(value))
+
+    @torch.no_grad()
+    def decide(self) -> Tensor:
+        """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank. A signal is no fault."""
+        for kept in self._kept:
+            torch._foreach_copy_(kept.now_views, kept.live)
+            if kept.checked:
+                self._flag["buffer"].add_(beyond(kept.now))
+        faults = self._flags[:-1]
+        faults.copy_(faults.gt(0) * (self.rank + 1.0))  # MAX then also says on whose machine to look
+        if self.together:
+            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
+        return faults.gt(0).any().float()
+
+    @torch.no_grad()
+    def close(self, found_inf: Tensor, **stats: Tensor | float) -> None:
+        """End the step. `found_inf`: 1.0 = rejected (0-dim, device). `stats`: 0-dim device tensors, or numbers."""
+        rejected = found_inf.reshape(()) > 0
+        for kept in self._kept:
+            torch.where(rejected, kept.saved, kept.now, out=kept.now)
+            torch._foreach_copy_(kept.live, kept.now_views)
+        on_device = {k: v.detach().reshape(()) for k, v in stats.items() if isinstance(v, Tensor)}
+        if tuple(on_device) != self._keys:
+            self._make_room(tuple(on_device))
+        self._row[0].copy_(rejected)
+        self._row[1 : 1 + len(FLAGS)].copy_(self._flags)
+        torch._foreach_copy_(self._cells, list(on_device.values())) if on_device else None
+        if len(self._pending) == SLOTS:
+            self._read()  # nobody asked for so long that the oldest must make room: it still counts
+        slot = self._slot = (self._slot + 1) % SLOTS
+        self._host[slot].copy_(self._row, non_blocking=True)
+        if self._events:
+            self._events[slot].record()
+        self._pending.append((self.step, slot, {k: float(v) for k, v in stats.items() if not isinstance(v, Tensor)}))
+
+    def _make_room(self, keys: tuple[str, ...]) -> None:
+        while self._pending:  # the old layout's numbers are read before its memory goes
+            self._read()
+        cuda, width = self.device.type == "cuda", 1 + len(FLAGS) + len(keys)
+        self._keys, self._slot = keys, -1
+        self._row = torch.zeros(width, dtype=torch.float64, device=self.device)  # fp64 counts updates exactly
+        self._cells = list(self._row[1 + len(FLAGS) :].unbind())
+        self._host = torch.zeros(SLOTS, width, dtype=torch.float64, pin_memory=cuda)
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
+
+    def verdict(self) -> Verdict | None:
+        """Call once after each close(). The oldest verdict not told yet; None if it is still too young (lag)."""
+        return self._read() if len(self._pending) > (1 if self.lag else 0) else None
+
+    def flush(self) -> Verdict | None:
+        """Wait for everything under way; the last verdict, or None."""
+        last = None
+        while self._pending:
+            last = self._read()
+        return last
+
+    def _read(self) -> Verdict:
+        step, slot, stats = self._pending.popleft()
+        if self._events:
+            self._events[slot].synchronize()  # waits for that step's numbers, not for the device
+        rejected, *row = self._host[slot].tolist()
+        flags = dict(zip(FLAGS, row[: len(FLAGS)], strict=True))
+        stats.update(zip(self._keys or (), row[len(FLAGS) :], strict=True))
+        reasons = tuple(name for name in FLAGS[:-1] if flags[name] > 0) if rejected else ()
+        if rejected and "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
+            reasons += ("grad",)
+        self.steps += 1
+        self.skipped += bool(rejected)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
+        spikes = [(name, self.spikes.see(name, stats[name])) for name in ("loss", "grad_norm")
+                  if name in stats and not rejected]
+        return Verdict(step, not rejected, reasons, stats, int(flags["signal"]),
+                       int(max(row[: len(FLAGS) - 1])) - 1,
+                       tuple(f"{name} {stats[name]:.4g} is {z:.1f} standard deviations above its recent mean"
+                             for name, z in spikes if not z <= self.spikes.threshold))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and spike statistics: plain numbers. Pending verdicts are read (waited for) first."""
+        self.flush()
+        return {"steps": self.steps, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
+                "spikes": {name: list(row) for name, row in self.spikes.seen.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Grouped by device and dtype: foreach kernels are one launch only for lists of a kind."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device, t.dtype), []).append(t)
+    return groups.values()
+
+
+def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
+                lawful: Collection[str] = ()) -> list[str]:
+    """Names of tensors beyond LIMIT in parameters, buffers (but `lawful` ones, see Guard.watch), optimizer state, EMA.
+
+    For every N-th step and before every save. `optimizer_state`, `ema`: nests of tensors (a state_dict will do), or a
+    module. One read of everything in foreach kernels, one sync a device and dtype.
+    """
+    ema = ema.state_dict() if isinstance(ema, nn.Module) else ema
+    named = dict(named_floats({"param": dict(net.named_parameters()), "optimizer": optimizer_state, "ema": ema,
+                               "buffer": {k: b for k, b in net.named_buffers() if k not in lawful}}))
+    bad: set[int] = set()
+    for group in _alike(named.values()):
+        bad.update(id(t) for t, top in zip(group, largest(group).tolist(), strict=True) if not top <= LIMIT)
+    return [name.replace(".", " ", 1) for name, t in named.items() if id(t) in bad]
+
+
+def first_step_checks(net: nn.Module, num_classes: int | None = None, head: str | None = None) -> list[str]:
+    """Sentences about what will go wrong, after the first backward and before zero_grad. [] = nothing found. Syncs.
+
+    `head`: name of the classifying layer; default: the last Linear or Conv2d of `net`. Pass num_classes=None for a net
+    that does not classify.
+    """
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
+    learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
+    said = []
+    if unused := [n for n, p in named if p.grad is None]:
+        said.append(f"{len(unused)} parameter(s) got no gradient (unused, or detached on the way): "
+                    + ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else ""))
+    for n, p in named:
+        top = float(p.detach().abs().max())
+        if not top <= 1e4 or 0 < top < 1e-30:  # what memory held before: no initialiser gives such numbers
+            said.append(f"{n} looks uninitialised: its largest magnitude is {top:.3g}")
+        elif top == 0 and p.dim() > 1 and n not in learns and len(learns) > len(named) / 2:  # not adaLN-zero's start
+            said.append(f"{n} is all zero and its gradient is zero too: it will never learn")
+    layers = {n: m for n, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    name = head or next(reversed(layers), None)
+    if num_classes is not None and name is not None and layers[name].weight.shape[0] != num_classes:
+        said.append(f"{name} has {layers[name].weight.shape[0]} outputs but the data has {num_classes} classes")
+    return said
+
+
+class Reading(NamedTuple):
+    """One module at a probed step. `headroom`: largest activation / the dtype's maximum (overflow at 1.0, NaN and inf
+    stay). `underflow`: share of the non-zero gradients at its output that are below the dtype's smallest normal."""
+
+    name: str
+    dtype: torch.dtype
+    amax: float
+    headroom: float
+    underflow: float
+
+
+class Probes:
+    """How near are activations to overflow, and gradients to underflow? On sampled steps (`--probe-every`).
+
+        with probes: one forward and backward                   # attach, sample, detach
+        for line in probes.warnings(loss_scale): print(line)    # the one sync
+
+    Hooks only write device rows. torch.compile ignores hooks that come after it: attach() before compiling (they then
+    stay, 0 graph breaks, activations only), or run the sampled step under torch.compiler.set_stance("force_eager").
+    """
+
+    def __init__(self, net: nn.Module, device: torch.device | str = "cpu"):
+        self.modules = {n: m for n, m in net.named_modules() if n and not any(m.children())}
+        self._rows = torch.zeros(len(self.modules), 2, device=device)
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        self._rows.zero_()
+        self._handles = [m.register_forward_hook(self._hook(n, *row.unbind()))
+                         for (n, m), row in zip(self.modules.items(), self._rows, strict=True)]
+
+    def detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> Probes:
+        self.attach()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _hook(self, name: str, amax: Tensor, underflow: Tensor):
+        def on_gradient(g: Tensor) -> None:
+            size, tiny = g.abs(), torch.finfo(g.dtype).tiny
+            some = size > 0
+            underflow.copy_(torch.maximum(underflow, (some & (size < tiny)).sum() / some.sum().clamp(min=1)))
+
+        def on_output(module: nn.Module, args: Any, out: Any) -> None:
+            for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+                if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
+                    low, high = torch.aminmax(t.detach())
+                    amax.copy_(torch.maximum(amax, torch.maximum(-low, high)))  # maximum propagates NaN
+                    self._dtypes[name] = t.dtype
+                    if t.requires_grad and not torch.compiler.is_compiling():
+                        t.register_hook(on_gradient)
+        return on_output
+
+    def read(self) -> list[Reading]:
+        """Readings of the last sampled step, the least headroom left first. One sync."""
+        rows = [Reading(n, self._dtypes[n], a, a / torch.finfo(self._dtypes[n]).max, u) for n, (a, u) in
+                zip(self.modules, self._rows.tolist(), strict=True) if n in self._dtypes]
+        return sorted(rows, key=lambda r: math.inf if math.isnan(r.headroom) else r.headroom, reverse=True)
+
+    def warnings(self, loss_scale: float = 1.0, headroom: float = 0.5, underflow: float = 0.5) -> list[str]:
+        """Sentences for modules over half of the dtype's maximum, or with more than half of their gradients tiny."""
+        said = []
+        for r in self.read():
+            half = str(r.dtype).removeprefix("torch.")
+            if not r.headroom <= headroom:
+                said.append(f"{r.name}: activations reach {r.amax:.4g}, {r.headroom:.0%} of {half}'s maximum; "
+                            f"try --keep-fp32 '{r.name}' before it overflows")
+            if not r.underflow <= underflow:
+                said.append(f"{r.name}: {r.underflow:.0%} of its gradients are below {half}'s smallest normal at loss "
+                            f"scale {loss_scale:g}; more scale, or fp32 there")
+        return said
+
+
+# ---- planting faults: everything below stands by itself ----
+
+KINDS = ("nan", "inf", "big")
+PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
+
+
+class Fault(NamedTuple):
+    """One fault to plant in steps first..last, on one rank or (None) on all."""
+
+    kind: str
+    where: str
+    name: str | None
+    first: int
+    last: int
+    rank: int | None = None
+
+
+def parse_inject(spec: str) -> tuple[Fault, ...]:
+    """`KIND:WHERE[:NAME]@step=N[..M][,rank=R]`, joined by ';' if several. ValueError, one sentence, for all else."""
+    faults = []
+    for part in filter(None, (p.strip() for p in (spec or "").split(";"))):
+        m = re.fullmatch(r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?", part)
+        if not m:
+            raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R], "
+                             "e.g. nan:grad:head.weight@step=5,rank=1")
+        kind, where, name, first, last, rank = m.groups()
+        if kind not in KINDS or where not in PLACES:
+            raise ValueError(f"--inject {part!r}: KIND is one of {', '.join(KINDS)}; WHERE one of {', '.join(PLACES)}")
+        if int(last or first) < int(first):
+            raise ValueError(f"--inject {part!r}: the last step comes before the first")
+        faults.append(Fault(kind, where, name, int(first), int(last or first), None if rank is None else int(rank)))
+    return tuple(faults)
+
+
+def fault_value(kind: str, dtype: torch.dtype) -> float | int:
+    """What is planted. An integer cannot be NaN or inf: it gets what a cast of one leaves behind. 6e4: fp16 holds it
+    and no sum of two; 1e30: fp32 and bf16 hold it and not its square."""
+    if dtype.is_floating_point:
+        return {"nan": math.nan, "inf": math.inf, "big": 6e4 if dtype == torch.float16 else 1e30}[kind]
+    if dtype in (torch.uint8, torch.bool):
+        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion to float")
+    info = torch.iinfo(dtype)
+    return {"nan": info.min, "inf": info.max, "big": min(10**9, info.max)}[kind]
+
+
+def pick(fault: Fault, names: Iterable[str]) -> str:
+    """The first name that fits the fault's NAME (exact, then pattern); the first of all if it has none."""
+    names = list(names)
+    fits = names if fault.name is None else [n for n in names if n == fault.name] or fnmatch.filter(names, fault.name)
+    if not fits:
+        raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {', '.join(names) or 'none'}")
+    return fits[0]
+
+
+def spoil(t: Tensor, kind: str, gate: Tensor) -> Tensor:
+    """`t` with its first element replaced where `gate` (0-dim bool) is set: no branch, no sync, no recompiling."""
+    where = torch.zeros_like(t, dtype=torch.bool)
+    where[(0,) * t.dim()] = gate
+    return t.masked_fill(where, fault_value(kind, t.dtype))
+
+
+class Injector:
+    """Plants faults where the loop calls it; without faults every method is a pass-through.
+
+    begin(step) first. input(x, micro), label(y, micro), loss(loss, micro) plant in micro-batch 0, sample 0, and return.
+    params(), optstate(tree), scale(tensor) write in place, before the forward; buffers() after it, before decide().
+    "act" (a module's output) and "grad" (a parameter's gradient, before DDP reduces it) are hooks: create the injector
+    before torch.compile. They are armed by a device flag, so a re-run of the same step meets the same fault.
+    """
+
+    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0):
+        self.net, self.step = net, -1
+        self.faults = [f for f in faults if f.rank in (None, rank)]
+        self._gates: list[tuple[Fault, Tensor]] = []
+        modules = {n: m for n, m in net.named_modules() if n}
+        leaves = {n: m for n, m in modules.items() if not any(m.children())}
+        params = {n: p for n, p in net.named_parameters() if p.requires_grad}
+        for f in self.faults:
+            gate = torch.zeros((), dtype=torch.bool, device=next(net.parameters()).device)
+            if f.where == "act":
+                module = modules[pick(f, modules if f.name else leaves)]
+                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: _first(
+                    out, lambda t: spoil(t, f.kind, gate)))
+            elif f.where == "grad":
+                params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
+            self._gates.append((f, gate))
+
+    def begin(self, step: int) -> None:
+        self.step = step
+        for f, gate in self._gates:
+            gate.fill_(f.first <= step <= f.last)
+
+    def _due(self, where: str) -> list[Fault]:
+        return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
+
+    def _plant(self, where: str, tree: Any, micro: int) -> Any:
+        for f in self._due(where) if micro == 0 else ():
+            tree = _first(tree, lambda t, f=f: spoil(t, f.kind, torch.ones((), dtype=torch.bool, device=t.device)))
+        return tree
+
+    def input(self, x: Any, micro: int = 0) -> Any:
+        return self._plant("input", x, micro)
+
+    def label(self, y: Any, micro: int = 0) -> Any:
+        return self._plant("label", y, micro)
+
+    def loss(self, loss: Tensor, micro: int = 0) -> Tensor:
+        for f in self._due("loss") if micro == 0 else ():
+            loss = loss * fault_value(f.kind, loss.dtype)  # a product, so that the backward is hit as well
+        return loss
+
+    @torch.no_grad()
+    def _write(self, where: str, named: Mapping[str, Tensor]) -> list[str]:
+        hit = [(pick(f, named), f) for f in self._due(where)]
+        for name, f in hit:
+            named[name][(0,) * named[name].dim()] = fault_value(f.kind, named[name].dtype)
+        return [name for name, _ in hit]
+
+    def params(self) -> list[str]:
+        return self._write("param", dict(self.net.named_parameters())) if self._due("param") else []
+
+    def buffers(self) -> list[str]:
+        return self._write("buffer", dict(named_floats(dict(self.net.named_buffers())))) if self._due("buffer") else []
+
+    def optstate(self, tree: Any) -> list[str]:
+        """`tree`: a nest that holds the optimizer's own tensors (not copies), e.g. dict(optimizer.state)."""
+        due = self._due("optstate")
+        return self._write("optstate", {n: t for n, t in named_floats(tree) if t.dim()}) if due else []
+
+    def scale(self, scale: Tensor) -> list[str]:
+        return self._write("scale", {"scale": scale})
+
+
+def _first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    leaves, shape = tree_flatten(tree)
+    i = next(i for i, t in enumerate(leaves) if isinstance(t, Tensor))
+    return tree_unflatten([*leaves[:i], change(leaves[i]), *leaves[i + 1 :]], shape)
+
+
+def demo() -> None:
+    """A BatchNorm network under fused AdamW; an inf in its second layer at step 3."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    optimizer.grad_scale = None
+    injector = Injector(net, parse_inject("inf:act:0@step=3"))
+    guard = Guard(net, num_classes=10, lag=False)
+    images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,))
+    for step in range(6):
+        injector.begin(step)
+        before = [t.clone() for t in (*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values())]
+        guard.open(step)
+        loss = nn.functional.cross_entropy(net(images), guard.see_batch(images, labels))
+        guard.see_loss(loss)
+        loss.backward()
+        norm = torch.stack(torch._foreach_norm([p.grad for p in net.parameters()])).norm()
+        found_inf = torch.maximum(guard.decide(), (norm <= LIMIT).logical_not().float())
+        inside = [n for n in check_state(net) if n.startswith("buffer")]
+        optimizer.found_inf = found_inf  # the fused kernel itself skips: no branch, no sync
+        optimizer.step()
+        guard.close(found_inf, loss=loss, grad_norm=norm)
+        optimizer.zero_grad()
+        v = guard.verdict()
+        if v.accepted:
+            print(f"step {v.step}: loss {v.stats['loss']:.4f}, grad norm {v.stats['grad_norm']:.3f}")
+            continue
+        after = [*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        print(f"step {v.step}: rejected, because of {' and '.join(v.reasons)} (loss {v.stats['loss']})\n"
+              f"  after the forward these were bad: {', '.join(inside)}\n"
+              f"  now {len(after)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
+    print(f"{guard.steps} steps, {guard.skipped} skipped; bad tensors now: {check_state(net) or 'none'}")
+
+
+if __name__ == "__main__":
+    demo()

@@ -1,0 +1,1 @@
+"""Models: one self-contained file each. `train.py` calls all of them alike: loss, metrics = model(images, labels)."""

@@ -1,0 +1,95 @@
+"""
+Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png drawn from it.
+
+A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged, in a format
+that needs no library to read; NaN and inf are written as the strings "nan" and "inf" (JSON has no word for them, and
+leaving them out would hide the one thing a reader looks for); and a resumed run cuts away what was logged after its
+checkpoint, so that the file reads as if the run had never died.
+
+    {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}       the first line
+    {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, "updates": 10, "skipped": 0}
+    {"step": 195, "epoch": 1.0, "train_loss": 1.60, "val_loss": 0.98, "val_acc1": 68.2}
+    {"event": "skip", "step": 12, "reasons": ["input"], ...}                                events as they happen
+
+    python report.py runs/x          draws runs/x/curves.png again
+
+Copy this file alone: it needs the standard library, and matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """metrics.jsonl in `folder`, opened afresh with `header` as its first line, or cut back to `step` and continued."""
+
+    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0):
+        self.path = Path(folder) / "metrics.jsonl"
+        lines = [json.dumps(header, default=str)]
+        if step and self.path.exists():
+            lines = [line for line in self.path.read_text().splitlines() if written_by(line, step)]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in lines))
+        os.replace(temporary, self.path)
+
+    def write(self, **fields: Any) -> None:
+        """Append one line and hand it to the operating system: it survives the death of this process."""
+        fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
+def written_by(line: str, step: int) -> bool:
+    """Whether a line belongs to the first `step` steps. A half-written last line belongs to nobody."""
+    try:
+        return json.loads(line).get("step", 0) <= step
+    except json.JSONDecodeError:
+        return False
+
+
+def draw_curves(path: Path) -> Path | None:
+    """Loss, accuracy, gradient norm and loss scale over steps, with a red line at each skipped step, beside `path`.
+
+    Returns the picture's path, or None where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained")
+    panels = (("loss", "val_loss"), ("acc1", "val_acc1"), ("grad_norm",), ("scale",))
+    for axis, names in zip(axes.flat, panels, strict=True):
+        for name in names:
+            points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line]
+            points = [(step, value) for step, value in points if math.isfinite(value)]  # a gap is marked in red below
+            style = dict(marker="o", linewidth=2) if name.startswith("val_") else dict(linewidth=1)
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, **style)
+        for line in lines:
+            if line.get("event") == "skip":
+                axis.axvline(line["step"], color="tab:red", linewidth=0.5)
+        if names[0] in ("grad_norm", "scale") and axis.lines:
+            axis.set_yscale("log")
+        axis.set(xlabel="step", title=" and ".join(names))
+        if len(names) > 1 and axis.lines:
+            axis.legend()
+    picture = Path(path).with_name("curves.png")
+    figure.savefig(picture, dpi=100)
+    pyplot.close(figure)
+    return picture
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python report.py RUN_FOLDER")
+    print(draw_curves(Path(sys.argv[1]) / "metrics.jsonl") or "matplotlib is not installed: pip install matplotlib")

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# bash run.sh [ARGUMENTS]   sets up what is missing and trains: the arguments are train.py's (bash run.sh --help)
+# bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests: the arguments are pytest's
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import?
+can() {
+  "$1" -c "
+import sys; assert sys.version_info >= (3, 10)
+import torch, torchvision, tqdm, $2
+assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 9)" >/dev/null 2>&1
+}
+
+# set_up MODULES REQUIREMENTS: leaves in $python the first Python that has all modules; makes .venv when none has
+set_up() {
+  for python in "${PYTHON:-python3}" "$here/.venv/bin/python"; do can "$python" "$1" && return; done
+  local base=${PYTHON:-python3}
+  "$base" -c 'import sys; assert sys.version_info >= (3, 10)' 2>/dev/null ||
+    { echo "run.sh: needs Python 3.10 or newer; '$base' is not (set PYTHON=/path/to/python3.10)" >&2; exit 2; }
+  echo "run.sh: setting up $here/.venv (once; torch is a download of about 1 GB, with CUDA 3 GB)" >&2
+  # --system-site-packages: a torch that is already there is used, not downloaded again
+  [[ -x $here/.venv/bin/python ]] || "$base" -m venv --system-site-packages "$here/.venv" ||
+    { echo "run.sh: '$base -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+  python=$here/.venv/bin/python
+  "$python" -m pip install --quiet --disable-pip-version-check -r "$here/$2"
+  can "$python" "$1" || { echo "run.sh: $2 is installed but does not import; delete $here/.venv and try again" >&2; exit 2; }
+}
+
+case ${1:-} in
+  test)
+    shift
+    set_up "pytest, ruff, matplotlib" requirements-dev.txt
+    cd "$here"
+    "$python" -m ruff check .
+    exec "$python" -m pytest -q "$@"
+    ;;
+  failures | bench | gpu)
+    echo "run.sh: '$1' is not built yet" >&2
+    exit 2
+    ;;
+  *)
+    set_up tqdm requirements.txt
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    if ((gpus > 1)); then
+      exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" "$here/train.py" "$@"
+    fi
+    exec "$python" "$here/train.py" "$@"
+    ;;
+esac

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+import torch
+from torchvision.transforms.v2.functional import to_pil_image
+
+import report
+import train
+from data import synthetic
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """A miniature of CIFAR-10's folder layout: ten classes, 400 training and 100 test images, written as PNG."""
+    folder = tmp_path_factory.mktemp("images")
+    images, labels = synthetic.draw(0, 500, seed=3)
+    for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        target = folder / ("train" if i < 400 else "test") / f"class{label}" / f"{i:03d}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(image).save(target)
+    return folder
+
+
+@pytest.fixture
+def run(image_folder, tmp_path, capsys, monkeypatch):
+    """Runs train.main in this process: (exit code, the JSON of the last line, standard error, metrics lines)."""
+
+    monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
+
+    def go(*flags, out="run"):
+        folder = tmp_path / out
+        flags = [str(flag) for flag in flags]
+        for flag, value in {"--model": "cifarnet-tiny", "--dataset": "cifar10", "--data-dir": str(image_folder),
+                            "--batch-size": "40", "--max-steps": "12", "--log-every": "1", "--precision": "fp32",
+                            "--device": "cpu", "--out-dir": str(folder)}.items():
+            if flag not in flags:
+                flags += [flag, value]
+        try:
+            code = train.main(flags)
+        except SystemExit as exit:
+            code = exit.code
+        printed = capsys.readouterr()
+        last = printed.out.strip().splitlines()[-1] if printed.out.strip() else ""
+        metrics = folder / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return code, json.loads(last) if last.startswith("{") else None, printed.err, lines
+
+    go.folder = tmp_path / "run"
+    return go
+
+
+@pytest.fixture
+def mlp(monkeypatch):
+    """A network without BatchNorm, whose gradient does not depend on how the batch is cut; its instances are listed."""
+    nets = []
+
+    def build(classes):
+        nets.append(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU(),
+                                        torch.nn.Linear(32, classes)))
+        return nets[-1]
+
+    recipe = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 40, "label_smoothing": 0.0}
+    monkeypatch.setitem(train.MODELS, "mlp", (build, recipe))
+    return nets

@@ -1,0 +1,911 @@
+"""The policy does what it says: each level is measured in a real step, each fault is planted and seen caught."""
+
+import copy
+import math
+import warnings
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import amp_policy
+from amp_policy import (
+    POLICIES,
+    Capabilities,
+    LossScaler,
+    capabilities,
+    choose_policy,
+    disagreement,
+    fp32_eval,
+    keep_fp32,
+    pinned,
+    refuse,
+    self_test,
+    set_tf32,
+)
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+both_devices = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+def policy_for(name, device="cpu"):
+    return choose_policy(name, Capabilities(device))
+
+
+@pytest.fixture(autouse=True)
+def clean_switches():
+    torch.manual_seed(0)
+    yield
+    set_tf32(False)
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
+
+
+class Softmax(nn.Module):
+    def forward(self, x):
+        return F.softmax(x.float(), -1).to(x.dtype)  # an explicit island
+
+
+class Net(nn.Module):
+    """conv, BatchNorm, LayerNorm, softmax, linear; the call that the check of disagreement expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.ln = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LayerNorm(8)
+        self.softmax, self.fc = Softmax(), nn.Linear(8, 4)
+
+    def forward(self, images, labels):
+        self.label_dtype = labels.dtype
+        x = F.relu(self.bn(self.conv(images))).flatten(2).mean(-1)
+        logits = self.fc(self.softmax(self.ln(x)))
+        rows = F.cross_entropy(logits.float(), labels, reduction="none")
+        hard = labels if labels.ndim == 1 else labels.argmax(-1)
+        return rows.mean(), {"loss": rows.detach(), "acc1": (logits.argmax(-1) == hard).float()}
+
+
+def batch(device="cpu"):
+    return torch.randn(6, 3, 6, 6, device=device), torch.arange(6, device=device) % 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# choosing
+
+
+def never(device, dtype):
+    raise AssertionError("the self-test was not needed here")
+
+
+@pytest.mark.parametrize(
+    ("caps", "fault", "name", "word"),
+    [
+        (Capabilities("cuda", "NVIDIA H200", (9, 0)), None, "bf16", "sm_90"),
+        (Capabilities("cuda", "NVIDIA A100-SXM4-80GB", (8, 0)), None, "bf16", "sm_80"),
+        (Capabilities("cuda", "Tesla T4", (7, 5)), "", "fp16", "self-test"),
+        (Capabilities("cuda", "Tesla V100-SXM2-16GB", (7, 0)), "", "fp16", "loss scaling"),
+        (Capabilities("cuda", "NVIDIA GeForce GTX 1660", (7, 5)), "the loss is off by nan", "fp32", "nan"),
+        (Capabilities("cuda", "NVIDIA GeForce GTX 1080", (6, 1)), None, "fp32", "sm_61"),
+        (Capabilities("cuda", "gfx942", hip=True), None, "bf16", "gfx942"),
+        (Capabilities("cuda", "gfx1030", hip=True), None, "fp32", "gfx1030"),
+        (Capabilities("mps", "arm64"), None, "fp32", "mps"),
+        (Capabilities("cpu", "x86_64", cpu_bf16=True), None, "bf16", "natively"),
+        (Capabilities("cpu", "x86_64"), None, "fp32", "cpu"),
+    ],
+    ids=lambda v: v.name if isinstance(v, Capabilities) else None,
+)
+def test_auto_is_a_pure_function_of_the_capabilities(monkeypatch, caps, fault, name, word):
+    # the trap: with emulation this says True on a T4 and a V100, and auto must not have asked
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: pytest.fail("asked the driver"))
+    policy = choose_policy("auto", caps, never if fault is None else lambda device, dtype: fault)
+    assert policy.name == name
+    assert policy.device == caps.device
+    assert word in str(policy) and str(policy).startswith(f"{name}: ")
+
+
+def test_the_levels_are_frozen_data_with_six_different_meanings():
+    rows = [POLICIES[n] for n in ("fp32", "tf32", "bf16", "fp16", "O2", "O3")]
+    keys = ("dtype", "param_dtype", "autocasts", "scales", "tf32", "masters", "norms_fp32")
+    assert len({tuple(getattr(p, k) for k in keys) for p in rows}) == 6
+    assert POLICIES["O0"] is POLICIES["fp32"] and POLICIES["O1"] is POLICIES["fp16"]
+    assert "experiment" in str(choose_policy("O3", Capabilities("cuda", "x", (9, 0))))
+    with pytest.raises(AttributeError):
+        rows[0].tf32 = True
+
+
+def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
+    t4 = Capabilities("cuda", "Tesla T4", (7, 5))
+    assert "emulates" in str(choose_policy("bf16", t4, never))
+    assert "no TF32" in str(choose_policy("tf32", t4, never))
+    assert "emulates" not in str(choose_policy("bf16", Capabilities("cuda", "A100", (8, 0)), never))
+    assert choose_policy("O1", t4, never).name == "fp16"
+    with pytest.raises(ValueError, match=r"unknown precision 'half': choose from auto, fp32, tf32, bf16, fp16, O2, O3"):
+        choose_policy("half", t4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "mkldnn", "native"),
+    [
+        ("x86_64", {"avx512_bf16": True}, True, True),
+        ("x86_64", {"amx_bf16": True}, True, True),
+        ("x86_64", {"avx512_f": True}, True, False),  # Skylake: oneDNN says True, by emulation
+        ("aarch64", {}, True, True),  # Graviton 3
+        ("aarch64", {}, False, False),
+        ("arm64", {}, None, False),  # a build without the operator
+    ],
+)
+def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, flags, mkldnn, native):
+    class Ops:
+        if mkldnn is not None:
+            _is_mkldnn_bf16_supported = staticmethod(lambda: mkldnn)
+
+    monkeypatch.setattr(amp_policy.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: MappingProxyType(flags), raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: flags.get("avx512_bf16", False), raising=False)
+    monkeypatch.setattr(torch.ops, "mkldnn", Ops, raising=False)
+    assert capabilities("cpu").cpu_bf16 is native
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    if machine == "x86_64":
+        assert capabilities("cpu").cpu_bf16 is False  # attributes that a torch lacks are not an error
+
+
+@both_devices
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_the_self_test_passes_sound_hardware(device, dtype):
+    state = torch.get_rng_state()
+    assert self_test(device, dtype) == ""
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5])
+def test_the_self_test_catches_a_chip_whose_half_convolutions_are_wrong(monkeypatch, value):
+    conv2d = F.conv2d
+
+    def broken(x, *args, **kwargs):
+        y = conv2d(x, *args, **kwargs)
+        return y * value if y.dtype is F16 else y
+
+    monkeypatch.setattr(amp_policy.F, "conv2d", broken)
+    assert "off by" in self_test("cpu", F16)
+    gtx = Capabilities("cuda", "GTX 1660", (7, 5))
+    policy = choose_policy("auto", gtx, lambda device, dtype: self_test("cpu", dtype))
+    assert policy.name == "fp32" and "off by" in policy.reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the level table, measured
+
+TABLE = {
+    # level  conv   norm   gradient Adam  conv  linear island norm stats
+    #        weight weight          state out   out    math
+    "fp32": (F32, F32, F32, F32, F32, F32, F32, F32),
+    "tf32": (F32, F32, F32, F32, F32, F32, F32, F32),
+    "bf16": (F32, F32, F32, F32, BF16, BF16, F32, F32),
+    "fp16": (F32, F32, F32, F32, F16, F16, F32, F32),
+    "O2": (F16, F32, F16, F32, F16, F16, F32, F32),
+    "O3": (F16, F16, F16, F16, F16, F16, F32, F16),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("name", TABLE)
+def test_every_level_has_in_a_real_step_the_dtypes_it_promises(monkeypatch, device, name):
+    policy, seen = policy_for(name, device), {}
+    net = policy.prepare(Net().to(device))
+    for part in ("conv", "fc"):
+        getattr(net, part).register_forward_hook(lambda m, a, out, part=part: seen.update({part: out.dtype}))
+    softmax, layer_norm = F.softmax, F.layer_norm
+    monkeypatch.setattr(F, "softmax", lambda x, *a: seen.update(softmax=x.dtype) or softmax(x, *a))
+    monkeypatch.setattr(F, "layer_norm", lambda x, *a: seen.update(ln=x.dtype) or layer_norm(x, *a))
+    before = {n: p.detach().float().clone() for n, p in net.named_parameters()}
+    scaler = LossScaler(device, init_scale=128.0, enabled=policy.scales)
+    with policy.autocast():
+        loss, _ = net(*batch(device))
+    scaler.scale(loss).backward()
+    params = list(net.parameters())
+    targets = [p.detach().float() if policy.masters else p for p in params]
+    if policy.masters:
+        for t, p in zip(targets, params, strict=True):
+            t.grad = p.grad.float() / scaler.scale_tensor
+    optimizer = torch.optim.AdamW(targets, lr=1e-2, eps=1e-4)
+    optimizer.step() if policy.masters else scaler.step(optimizer)
+    with torch.no_grad():
+        for p, t in zip(params, targets, strict=True):
+            p.copy_(t)
+    measured = (
+        net.conv.weight.dtype, net.ln.weight.dtype, net.conv.weight.grad.dtype,
+        optimizer.state[targets[0]]["exp_avg_sq"].dtype,
+        seen["conv"], seen["fc"], seen["softmax"], net.bn.running_mean.dtype,
+    )  # fmt: skip
+    assert measured == TABLE[name]
+    assert loss.dtype is F32 and net.label_dtype is torch.int64
+    assert (net.bn.weight.dtype, net.bn.bias.dtype) == (net.ln.weight.dtype,) * 2
+    if policy.norms_fp32 and not policy.autocasts:
+        assert seen["ln"] is F32  # under autocast it depends on the device: see the table in the module's docstring
+    assert all(p.isfinite().all() for p in params)
+    assert any(not torch.equal(before[n], p.float()) for n, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "O2", "O3"])
+@pytest.mark.parametrize("labels", [torch.full((6,), 3), torch.full((6, 4), 0.2501)], ids=["class", "soft"])
+def test_labels_are_never_cast(name, labels):
+    policy = policy_for(name)
+    net = policy.prepare(Net())
+    net.pos = nn.Parameter(torch.zeros(1))  # a root that owns parameters itself, like a ViT's class token
+    policy.prepare(net)
+    with policy.autocast():
+        net(batch()[0], labels)
+    assert net.label_dtype is labels.dtype
+
+
+def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone():
+    class PreNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fn = nn.LayerNorm(4), nn.Linear(4, 4)
+            self.register_buffer("table", torch.arange(3000.0))
+
+        def forward(self, x):
+            return self.fn(self.norm(x)) + self.table[2049]
+
+    net = policy_for("O2").prepare(nn.Sequential(PreNorm(), nn.Linear(4, 4)))
+    assert [net[0].norm.weight.dtype, net[0].fn.weight.dtype] == [F32, F16]
+    assert pinned(net) == []  # the level pins its norms by itself: nothing to store for a resume at another level
+    assert net[0].table.dtype is F32
+    assert net(torch.randn(2, 4)).dtype is F16  # the fp32 sum is cast again at the door of the next layer
+    assert policy_for("O3").prepare(PreNorm()).table.dtype is F16
+
+
+@pytest.mark.parametrize(("name", "on"), [("fp32", False), ("tf32", True), ("bf16", False), ("O2", False)])
+def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name, on):
+    set_tf32(not on)
+    policy_for(name).prepare(nn.Linear(1, 1))
+    assert torch.backends.cuda.matmul.allow_tf32 is on and torch.backends.cudnn.allow_tf32 is on
+    for switch in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        assert (switch.fp32_precision == "tf32") is on
+
+
+def test_tf32_off_is_off_under_a_global_tf32():
+    torch.backends.fp32_precision = "tf32"
+    try:
+        set_tf32(False)
+        assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+OPS = {  # the docstring's table: operation -> (on CUDA, on CPU) from half inputs; None is "as it comes"
+    "linear": (lambda x: F.linear(x.float(), x.float()), "half", "half"),
+    "matmul": (lambda x: x.float() @ x.float(), "half", "half"),
+    "conv": (lambda x: F.conv1d(x.float()[None], x.float()[None]), "half", "half"),
+    "sdpa": (lambda x: F.scaled_dot_product_attention(*[x.float()[None, None]] * 3), "half", "half"),
+    "softmax": (lambda x: F.softmax(x, -1), "fp32", "half"),
+    "log_softmax": (lambda x: F.log_softmax(x, -1), "fp32", "half"),
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), "fp32", "half"),
+    "group_norm": (lambda x: F.group_norm(x, 2), "fp32", "half"),
+    "rms_norm": (lambda x: F.rms_norm(x, (4,)), "fp32", "half"),
+    "exp": (torch.exp, "fp32", "half"),
+    "pow": (lambda x: x.pow(3), "fp32", "half"),
+    "sum": (torch.sum, "fp32", "half"),
+    "norm": (torch.norm, "fp32", "half"),
+    "logsumexp": (lambda x: torch.logsumexp(x, -1), "fp32", "half"),
+    "cumsum": (lambda x: x.cumsum(-1), "fp32", "half"),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long, device=x.device)), "fp32", "fp32"),
+    "mse": (lambda x: F.mse_loss(x, x), "fp32", "fp32"),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), "half", "half"),
+    "mean": (torch.mean, "half", "half"),
+    "gelu": (F.gelu, "half", "half"),
+    "max_pool2d": (lambda x: F.max_pool2d(x[None, None], 2), "half", "half"),
+    "cat": (lambda x: torch.cat([x, x.float()]), "fp32", "fp32"),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_the_table_of_operations_in_the_docstring_is_true(device, dtype):
+    x = torch.rand(4, 4, device=device, dtype=dtype)
+    wrong = []
+    with torch.autocast(device, dtype=dtype):
+        for name, (op, on_cuda, on_cpu) in OPS.items():
+            want = {"half": dtype, "fp32": F32}[on_cuda if device == "cuda" else on_cpu]
+            wrong += [(name, op(x).dtype)] if op(x).dtype is not want else []
+    assert wrong == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fp32 islands
+
+
+class Hot(nn.Module):
+    """Leaves fp16 (and only fp16) on the way: a sum of squares of about 1e6, brought back by a square root."""
+
+    def __init__(self, features=8):
+        super().__init__()
+        self.fc = nn.Linear(features, features)
+        nn.init.constant_(self.fc.weight, 100.0)
+
+    def forward(self, x, scale=1.0):
+        self.inside = self.fc(x)
+        return (self.inside * self.inside).clamp(min=1e-3).sqrt() * scale / 100.0
+
+
+@both_devices
+def test_an_island_heals_an_overflow_and_returns_what_the_caller_would_have_had(device):
+    net = nn.Sequential(nn.Linear(8, 8), Hot()).to(device)
+    x = 4 + torch.rand(2, 8, device=device)
+    nn.init.ones_(net[0].weight)
+    with torch.autocast(device, dtype=F16):
+        assert net(x).isinf().any()
+        assert keep_fp32(net, ["1"]) == ["1"]
+        out = net(x)
+    assert net[1].inside.dtype is F32
+    assert out.dtype is F16 and out.isfinite().all()
+    torch.testing.assert_close(out.float(), net(x), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "wanted"),
+    [
+        (nn.Linear(4, 4), F32, BF16),  # autocast would have returned half whatever came in
+        (nn.Conv1d(2, 2, 1), F32, BF16),
+        (nn.LayerNorm(4), BF16, BF16),
+        (nn.LayerNorm(4), F32, F32),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU()), F32, F32),  # a block on an fp32 residual stream
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU()), BF16, BF16),
+        (nn.BatchNorm1d(2), BF16, BF16),
+        (nn.LSTM(4, 4), BF16, BF16),  # nested outputs
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else None,
+)
+def test_the_output_dtype_of_an_island(module, given, wanted):
+    net = nn.ModuleList([module])
+    keep_fp32(net, ["0"])
+    with torch.autocast("cpu", dtype=BF16):
+        out = net[0](torch.randn(2, 2, 4).to(given))
+    leaves = torch.utils._pytree.tree_leaves(out)
+    assert {t.dtype for t in leaves} == {wanted}
+
+
+def test_a_pinned_loss_is_not_lowered_and_integers_and_keywords_pass():
+    loss = nn.CrossEntropyLoss(reduction="none")
+    keep_fp32(loss, ["CrossEntropyLoss"])
+    assert loss(torch.randn(3, 4).half(), torch.tensor([0, 1, 3])).dtype is F32
+    embedding = nn.Embedding(1000, 4)
+    keep_fp32(embedding, ["*"])
+    assert torch.equal(embedding(torch.tensor([999]))[0], embedding.weight[999])
+    hot = Hot()
+    keep_fp32(hot, ["Hot"])
+    assert hot(x=torch.ones(1, 8).half(), scale=2.0).dtype is F16
+
+
+def test_pinning_is_by_name_or_type_idempotent_and_survives_a_checkpoint():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    keys = list(net.state_dict())
+    assert keep_fp32(net, ["LayerNorm", "1.0"]) == ["1.1", "1.0"]
+    assert keep_fp32(net, ["1.*"]) == ["1.0", "1.1"]
+    assert pinned(net) == ["1.0", "1.1"]
+    assert list(net.state_dict()) == keys
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    fresh.load_state_dict(net.state_dict())
+    keep_fp32(fresh, pinned(net))
+    assert pinned(fresh) == pinned(net)
+    with pytest.raises(ValueError, match=r"no module matches 'blocks\.3'; there are 0, 1"):
+        keep_fp32(net, ["blocks.3"])
+    net[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="already been replaced"):
+        keep_fp32(net, ["0"])
+
+
+def test_a_deepcopy_of_an_island_uses_its_own_weights():
+    net = nn.Sequential(nn.Linear(2, 2))
+    keep_fp32(net, ["0"])
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin[0].weight.zero_(), twin[0].bias.zero_()
+    assert pinned(twin) == ["0"]
+    assert not twin(torch.ones(1, 2)).any() and net(torch.ones(1, 2)).any()
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_a_module_pinned_later_with_half_parameters_computes_in_fp32_and_gets_its_gradient(name):
+    net = policy_for(name).prepare(nn.Sequential(nn.Linear(8, 8), Hot(), nn.BatchNorm1d(8)))
+    nn.init.ones_(net[0].weight)
+    params = list(net.parameters())
+    x = 4 + torch.rand(4, 8)
+    assert net[:2](x).isinf().any()
+    keep_fp32(net, ["1", "2"])
+    out = net(x)
+    assert net[1].inside.dtype is F32 and out.dtype is F16 and out.isfinite().all()
+    assert net[2].running_mean.dtype is F32 and net[2].running_mean.any()  # statistics moved, not lost in a copy
+    out.float().square().sum().backward()
+    assert all(a is b for a, b in zip(params, net.parameters(), strict=True))
+    weight = net[1].fc.weight
+    assert weight.dtype is weight.grad.dtype is F16 and weight.grad.isfinite().all()
+
+
+def test_a_module_pinned_before_prepare_keeps_fp32_weights_in_o2():
+    net = nn.Sequential(nn.Linear(8, 8), Hot(), nn.Linear(8, 8))
+    keep_fp32(net, ["1"])
+    policy_for("O2").prepare(net)
+    assert [m.weight.dtype for m in (net[0], net[1].fc, net[2])] == [F16, F32, F16]
+    assert net(torch.rand(2, 8)).dtype is F16
+
+
+@pytest.mark.parametrize("level", ["fp32", "bf16", "fp16", "O2"])
+def test_islands_compile_without_a_graph_break(level):
+    policy = policy_for(level)
+    net = nn.Sequential(nn.Linear(8, 8), Hot(), nn.LayerNorm(8))
+    policy.prepare(net)  # in O2 the island is pinned after the cast: it reads half parameters through copies
+    keep_fp32(net, ["1", "LayerNorm"])
+    x = torch.rand(4, 8)
+    with policy.autocast():
+        want = net(x)
+        report = torch._dynamo.explain(net)(x)
+        assert (report.graph_count, report.graph_break_count) == (1, 0)
+        got = torch.compile(net, backend="eager", fullgraph=True)(x)
+    assert got.dtype is want.dtype and torch.equal(got, want)
+    got.float().sum().backward()
+    assert net[1].fc.weight.grad is not None
+
+
+def test_a_module_pinned_after_compile_counts():
+    net = nn.Sequential(nn.Linear(8, 8), Hot())
+    nn.init.ones_(net[0].weight)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    x = 4 + torch.rand(2, 8)
+    with torch.autocast("cpu", dtype=F16):
+        assert compiled(x).isinf().any()
+        assert keep_fp32(compiled, ["1"]) == ["1"]  # the name has no "_orig_mod."
+        assert compiled(x).isfinite().all()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("level", ["fp16", "O2"])
+def test_islands_in_checkpointed_blocks_have_the_same_gradients(level, use_reentrant):
+    policy, grads = policy_for(level), []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = policy.prepare(nn.Sequential(nn.Linear(8, 8), Hot(), nn.Linear(8, 8)))
+        keep_fp32(net, ["1"])
+        x = torch.rand(2, 8, requires_grad=True)
+        with policy.autocast():
+            y = checkpoint(net, x, use_reentrant=use_reentrant) if recompute else net(x)
+        y.float().sum().backward()
+        grads.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert all(g.isfinite().all() for g in grads[0])
+
+
+@pytest.mark.parametrize("level", ["bf16", "O2"])
+def test_an_island_pinned_inside_ddp_still_synchronises_every_gradient(tmp_path, level):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        policy, sent = policy_for(level), []
+        ddp = DistributedDataParallel(policy.prepare(nn.Sequential(nn.Linear(8, 8), Hot())))
+
+        def count(state, bucket):
+            sent.extend(bucket.parameters())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        ddp.register_comm_hook(None, count)
+        for step in range(2):
+            if step == 1:
+                assert keep_fp32(ddp, ["1"]) == ["1"]  # healed after the wrapping; the name has no "module."
+            sent.clear()
+            with policy.autocast():
+                ddp(torch.rand(2, 8)).float().sum().backward()
+            assert {id(p) for p in sent} == {id(p) for p in ddp.parameters()}
+        assert ddp.module[1].inside.dtype is F32
+        with fp32_eval(ddp), torch.no_grad():
+            assert ddp(torch.rand(2, 8)).dtype is F32
+        sent.clear()
+        with policy.autocast():
+            ddp(torch.rand(2, 8)).float().sum().backward()
+        assert {id(p) for p in sent} == {id(p) for p in ddp.parameters()}  # the hooks of DDP outlive the evaluation
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation in fp32
+
+
+class Stubborn(nn.Module):
+    """A model that brings its own autocast, as vendored code does; `ctx` is one context used again and again."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.fc, self.device, self.ctx = nn.Linear(8, 8), device, torch.autocast(device, dtype=BF16)
+
+    def forward(self, x):
+        with torch.autocast(self.device, dtype=BF16, enabled=True):
+            x = self.fc(x)
+        with self.ctx:
+            return self.fc(x.to(self.fc.weight.dtype))
+
+
+@both_devices
+def test_a_nested_autocast_cannot_win_inside_fp32_eval(device):
+    net, x = Stubborn(device).to(device), torch.randn(4, 8, device=device)
+    half = net(x)
+    weight, bias = (p.double() for p in net.fc.parameters())
+    want = F.linear(F.linear(x.double(), weight, bias), weight, bias)
+    with torch.autocast(device, dtype=BF16), fp32_eval(net):  # an outer one neither
+        out = net(x)
+        torch.set_autocast_enabled(device, True)
+        assert not torch.is_autocast_enabled(device)
+    assert half.dtype is BF16 and out.dtype is F32
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(net(x), half)  # and afterwards it is free again
+
+
+def test_a_compiled_model_with_its_own_autocast_cannot_win_either():
+    net, x = Stubborn("cpu"), torch.randn(4, 8)
+    compiled = torch.compile(net, backend="eager")
+    half = compiled(x)
+    with fp32_eval(compiled), torch.no_grad():
+        assert compiled(x).dtype is F32
+    assert half.dtype is BF16 and torch.equal(compiled(x), half)
+
+
+def switches():
+    b = torch.backends
+    new = [s.fp32_precision for s in (b, b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)]
+    try:
+        return [*new, torch.get_float32_matmul_precision(), b.cudnn.allow_tf32, b.cuda.matmul.allow_tf32]
+    except RuntimeError:
+        return [*new, "unreadable"]
+
+
+@pytest.mark.parametrize("how", ["default", "on", "medium", "newer"])
+@pytest.mark.parametrize("crash", [False, True])
+def test_fp32_eval_turns_tf32_off_and_restores_every_switch(how, crash):
+    if how == "on":
+        set_tf32(True)
+    elif how == "medium":
+        torch.set_float32_matmul_precision("medium")
+    elif how == "newer":  # the interface after which the older one cannot be read
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    before, net = switches(), nn.Linear(2, 2)
+    try:
+        with fp32_eval(net), torch.autocast("cpu", dtype=BF16):
+            inside = switches()
+            if crash:
+                raise KeyError("planted")
+    except KeyError:
+        assert crash
+    assert inside[1:5] == ["ieee"] * 4 and inside[5:] == ["highest", False, False]
+    assert switches() == before
+    assert torch.set_autocast_enabled.__name__ != "<lambda>"
+    with torch.autocast("cpu", dtype=BF16):
+        assert net(torch.ones(1, 2)).dtype is BF16
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_half_parameters_are_upcast_for_evaluation_and_left_bit_identical(name):
+    net = policy_for(name).prepare(Net()).eval()
+    x, y = batch()
+    params, before = list(net.parameters()), copy.deepcopy(net.state_dict())
+    reference = Net().eval()
+    reference.load_state_dict({k: v.float() for k, v in before.items()})
+    with fp32_eval(net), torch.no_grad():
+        assert {t.dtype for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()} == {F32}
+        loss, _ = net(x, y)
+    torch.testing.assert_close(loss, reference(x, y)[0], rtol=1e-6, atol=0)
+    assert all(a is b for a, b in zip(params, net.parameters(), strict=True))
+    after = net.state_dict()
+    assert all(after[k].dtype is v.dtype and torch.equal(after[k], v) for k, v in before.items())
+
+
+def test_masters_are_evaluated_where_they_exist_and_a_backward_inside_leaves_the_gradients_alone():
+    net = policy_for("O2").prepare(nn.Sequential(nn.Linear(4, 4)))
+    masters = {p: p.detach().float() + 1e-5 for p in net.parameters()}  # below what fp16 resolves
+    x = torch.randn(2, 4)
+    with fp32_eval(net, masters):
+        out = net(x)
+        out.sum().backward()
+    assert torch.equal(out, F.linear(x, *masters.values()))
+    assert net[0].weight.grad is None and net[0].weight.dtype is F16
+
+
+def test_tied_weights_stay_tied_in_fp32_eval():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).half()
+    net[1].weight = net[0].weight
+    with fp32_eval(net):
+        assert net(torch.randn(1, 4)).dtype is F32
+    assert net[1].weight is net[0].weight and net[0].weight.dtype is F16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# disagreement
+
+
+class Classifier(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(8, 8), body, nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, images, labels):
+        logits = self.head(self.drop(self.body(self.stem(images))))
+        rows = F.cross_entropy(logits.float(), labels, reduction="none")
+        return rows.mean(), {"loss": rows, "acc1": (logits.argmax(-1) == labels).float()}
+
+
+@both_devices
+@pytest.mark.parametrize("name", ["fp16", "O2"])
+def test_the_layer_where_half_and_fp32_part_is_named(device, name):
+    policy = policy_for(name, device)
+    net = policy.prepare(Classifier(Hot()).to(device))
+    nn.init.ones_(net.stem.weight)
+    x, y = 4 + torch.rand(16, 8, device=device), torch.zeros(16, dtype=torch.long, device=device)
+    x[:12] /= 1e3  # only the last four rows overflow
+    verdict = disagreement(net, x, y, policy)
+    assert verdict.parted and verdict.layer == "body"
+    assert verdict.nonfinite == 0.25 and verdict.nonfinite_fp32 == 0.0
+    assert not math.isfinite(verdict.loss) and math.isfinite(verdict.loss_fp32)
+    assert "25.0% of rows non-finite" in str(verdict) and "part at body" in str(verdict)
+    keep_fp32(net, [verdict.layer])
+    assert not disagreement(net, x, y, policy).parted
+    assert net.training and not net.head._forward_hooks
+
+
+def test_a_finite_drift_is_named_too_and_agreement_is_silent():
+    class Cancel(nn.Module):
+        def forward(self, x):
+            return (x + 2048.0) - 2048.0  # fp16 counts to 2048, so the fraction is lost; nothing overflows
+
+    policy = policy_for("O2")
+    net = policy.prepare(Classifier(Cancel()))
+    with torch.no_grad():
+        net.head.weight.mul_(20)
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    state = torch.get_rng_state()
+    verdict = disagreement(net, x, y, policy)
+    assert verdict.parted and verdict.layer == "body" and verdict.nonfinite == 0.0 and verdict.changed > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    calm = disagreement(policy.prepare(Classifier(nn.Identity())), x, y, policy)
+    assert not calm.parted and calm.layer == "" and "part" not in str(calm)
+
+
+def test_bad_weights_are_not_blamed_on_precision():
+    net = Classifier(nn.Identity())
+    with torch.no_grad():
+        net.head.bias[0] = math.nan
+    verdict = disagreement(net, torch.randn(4, 8), torch.zeros(4, dtype=torch.long), policy_for("bf16"))
+    assert not verdict.parted and verdict.nonfinite == verdict.nonfinite_fp32 == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loss scaling
+
+
+def run_steps(scaler, factors, lr=0.1):
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=lr)
+    for factor in factors:
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weight.detach()
+
+
+def test_166_bad_steps_collapse_the_plain_scaler_and_not_ours():
+    plain, ours = torch.amp.GradScaler("cpu"), LossScaler("cpu")
+    run_steps(plain, [math.inf] * 165)
+    assert plain.get_scale() == 2.0**-149
+    factors = [math.inf] * 166 + [1.0]
+    assert run_steps(torch.amp.GradScaler("cpu"), factors).isnan().all()
+    weight = run_steps(ours, factors)
+    assert ours.get_scale() == 1.0
+    torch.testing.assert_close(weight, run_steps(torch.amp.GradScaler("cpu"), [1.0]))  # one clean AdamW step
+
+
+def test_without_limits_it_is_the_plain_scaler():
+    ours = LossScaler("cpu", growth_interval=3, floor=2.0**-100, ceiling=2.0**100)
+    scale, growth = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for flag in (torch.rand(300) < 0.3).float():
+        torch._amp_update_scale_(scale, growth, flag.clone(), 2.0, 0.5, 3)
+        ours.update(flag)
+        assert (ours.get_scale(), ours._get_growth_tracker()) == (scale.item(), growth.item())
+
+
+def test_floor_ceiling_and_hysteresis_table():
+    scaler = LossScaler("cpu", init_scale=8.0, growth_interval=2, floor=2.0, ceiling=16.0, hysteresis=2)
+    table = [(1, 8), (1, 4), (1, 2), (1, 2), (0, 2), (0, 4), (1, 4), (0, 4), (0, 8), (0, 8), (0, 16), (0, 16), (0, 16)]
+    for bad, want in table:
+        scaler.update(torch.tensor(float(bad)))
+        assert scaler.get_scale() == want and scaler.skipped.item() == bad
+    scaler.update(torch.tensor(math.nan))  # a flag that is NaN is a rejection
+    assert scaler.skipped.item() == 1.0
+    for limits in ({"floor": 0.0}, {"floor": 2.0**20}, {"ceiling": math.inf}):
+        with pytest.raises(ValueError, match="needs 0 < floor"):
+            LossScaler("cpu", **limits)
+
+
+def test_a_rejection_at_the_floor_is_read_from_the_flag_and_not_from_the_scale():
+    scaler = LossScaler("cpu", init_scale=1.0)
+    run_steps(scaler, [math.inf])
+    assert scaler.get_scale() == 1.0 and scaler.skipped.item() == 1.0
+    run_steps(scaler, [1.0])
+    assert scaler.skipped.item() == 0.0
+
+
+def test_an_overflow_made_by_unscaling_is_seen():
+    plain = torch.amp.GradScaler("cpu", init_scale=2.0**-10)
+    ours = LossScaler("cpu", init_scale=2.0**-10, floor=2.0**-20)
+    for scaler in (plain, ours):
+        weight = torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum()).backward()
+        weight.grad.fill_(2.0**120)  # finite as it stands, 2^130 once divided by 2^-10
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(weight.isfinite().all()) is (scaler is ours)
+    assert ours.skipped.item() == 1.0
+
+
+def test_the_update_never_syncs():
+    scaler = LossScaler("meta")  # a tensor without data: any .item() raises
+    identity = scaler.scale_tensor
+    for _ in range(3):
+        scaler.update(torch.zeros((), device="meta"))
+    assert scaler.scale_tensor is identity and scaler.skipped.device.type == "meta"
+
+
+def test_a_disabled_scaler_costs_nothing_and_answers_one():
+    scaler = LossScaler("cpu", enabled=False)
+    scaler.update(torch.tensor(1.0))
+    assert scaler.scale_tensor.item() == 1.0 and scaler.scale_tensor is scaler.scale_tensor
+    assert scaler.state_dict() == {} and scaler.skipped.item() == 0.0
+
+
+def test_the_state_round_trips_also_before_the_first_use_and_from_a_plain_scaler():
+    first = LossScaler("cpu", growth_interval=4, hysteresis=3)
+    for bad in (0, 0, 0, 0, 1, 1, 0):
+        first.update(torch.tensor(float(bad)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = LossScaler("cpu", growth_interval=4, hysteresis=3)
+        assert second.load_state_dict(first.state_dict()) == ""
+        used = LossScaler("cpu")
+        used.update(torch.tensor(1.0))
+        assert used.load_state_dict(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()) == ""
+    assert second.state_dict() == first.state_dict() and used.get_scale() == 512.0
+    for bad in (1, 1, 0, 0, 0, 0, 1):
+        first.update(torch.tensor(float(bad)))
+        second.update(torch.tensor(float(bad)))
+        assert first.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("enabled", "state", "note"),
+    [
+        (False, LossScaler("cpu").state_dict(), "dropped: this precision needs none"),  # fp16 resumed as bf16
+        (True, {}, "no loss scale: it starts at 65536"),  # bf16 resumed as fp16
+        (True, {"loss_scale": 3}, "no loss scale"),
+        (True, LossScaler("cpu").state_dict() | {"scale": 0.0}, "0 is dropped: it starts at 65536"),
+        (True, LossScaler("cpu").state_dict() | {"scale": math.nan}, "nan is dropped"),
+    ],
+)
+def test_a_foreign_state_starts_cleanly_with_a_note(enabled, state, note):
+    scaler = LossScaler("cpu", enabled=enabled)
+    with pytest.warns(UserWarning, match=note):
+        assert note in scaler.load_state_dict(state)
+    assert scaler.scale_tensor.item() == (65536.0 if enabled else 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert LossScaler("cpu", enabled=False).load_state_dict({}) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "settings", "sentence"),
+    [
+        ("O3", F16, {"masters": False}, "eps=1e-08 is 0 in torch.float16"),
+        ("bf16", BF16, {"masters": False}, "beta2=0.999 with bfloat16 state"),
+        ("O2", F16, {"masters": False, "eps": 1e-4}, "O2 promises fp32 master weights"),
+        ("fp16", F16, {"masters": False, "eps": 1e-4}, "loss scaling with fp16 gradients"),
+        ("fp32", F32, {"eps": 0.0}, "eps=0 is 0"),
+        ("fp32", F32, {"eps": math.nan}, "eps=nan"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(level, dtype, settings, sentence):
+    params = [torch.zeros(1, dtype=dtype), torch.zeros(1)]
+    with pytest.raises(ValueError, match=sentence) as error:
+        refuse(POLICIES[level], params, **{"eps": 1e-8, "beta2": 0.999, "masters": False} | settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("level", list(TABLE))
+def test_sound_settings_are_not_refused(level):
+    net = policy_for(level).prepare(Net())
+    refuse(POLICIES[level], net.parameters(), eps=1e-4 if level == "O3" else 1e-8, beta2=0.999, masters=level == "O2")
+
+
+@pytest.mark.parametrize(("beta2", "decays"), [(0.996, True), (0.997, False), (0.999, False)])
+def test_the_bound_on_beta2_is_where_bfloat16_stops_decaying(beta2, decays):
+    v = torch.tensor(1.0, dtype=BF16)
+    for _ in range(20000):
+        v.mul_(beta2)
+    assert (v.item() < 0.5) is decays
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CUDA only
+
+
+def matmul_error(net=None):
+    draw = torch.Generator("cuda").manual_seed(0)
+    a, b = torch.randn(2, 512, 512, device="cuda", generator=draw)
+    image, kernel = torch.randn(4, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+    want = (a.double() @ b.double(), F.conv2d(image.double(), kernel.double()))
+    got = (a @ b, F.conv2d(image, kernel))
+    return [float((g - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
+
+
+@needs_cuda
+def test_tf32_on_and_off_are_measurably_different_and_fp32_eval_wins():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this chip has no TF32")
+    net = policy_for("tf32", "cuda").prepare(nn.Linear(1, 1).cuda())
+    assert min(matmul_error()) > 1e-4  # 10-bit mantissas
+    with fp32_eval(net):
+        assert max(matmul_error()) < 1e-5
+    assert min(matmul_error()) > 1e-4
+    policy_for("fp32", "cuda").prepare(net)
+    assert max(matmul_error()) < 1e-5
+
+
+@needs_cuda
+def test_a_faked_t4_on_this_gpu_trains_in_fp16_with_scaling():
+    policy = choose_policy("auto", Capabilities("cuda", "Tesla T4", (7, 5)))
+    assert policy.name == "fp16" and policy.scales
+    net, (x, y) = policy.prepare(Net().cuda()), batch("cuda")
+    optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-2), LossScaler("cuda")
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with policy.autocast():
+            loss, _ = net(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
+
+
+@needs_cuda
+def test_the_scaler_and_the_islands_do_not_sync():
+    scaler, flag = LossScaler("cuda"), torch.zeros((), device="cuda")
+    net, x = nn.Sequential(nn.Linear(8, 8), Hot()).cuda(), torch.rand(2, 8, device="cuda")
+    keep_fp32(net, ["1"])
+    scaler.update(flag)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=F16):
+            net(x)
+        scaler.update(flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+def test_capabilities_of_this_gpu_lead_to_a_policy_that_runs():
+    caps = capabilities("cuda")
+    assert caps.sm == torch.cuda.get_device_capability() or caps.hip
+    policy = choose_policy("auto", caps)
+    with policy.autocast():
+        policy.prepare(Net().cuda())(*batch("cuda"))[0].backward()

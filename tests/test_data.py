@@ -1,0 +1,144 @@
+"""Data: the same everywhere, every image once, dirty folders named."""
+
+import pickle
+import shutil
+import threading
+
+import numpy
+import pytest
+import torch
+from torchvision.transforms.v2.functional import to_pil_image
+
+from data import batches, cifar10, synthetic
+
+
+def test_synthetic_images_are_the_same_on_every_machine():
+    assert synthetic.checksum(*synthetic.draw(0, 100, seed=0)) == synthetic.CHECKSUM
+    images, _ = synthetic.draw(60, 40, seed=0)  # and an image depends on its number alone
+    assert torch.equal(images, synthetic.draw(0, 100, seed=0)[0][60:])
+    assert synthetic.checksum(*synthetic.draw(0, 100, seed=1)) != synthetic.CHECKSUM
+
+
+def test_synthetic_classes_are_balanced_and_a_linear_classifier_stays_below_half():
+    images, labels = synthetic.draw(0, 4000, seed=0)
+    assert labels.bincount(minlength=10).min() > 300
+    x = images.double().flatten(1) / 255 - 0.5
+    targets = torch.nn.functional.one_hot(labels).double()
+    train_x, val_x = x[:3000], x[3000:]
+    ridge = train_x.T @ train_x + 100.0 * torch.eye(3072, dtype=torch.float64)
+    weight = torch.linalg.solve(ridge, train_x.T @ (targets[:3000] - 0.1))
+    accuracy = ((val_x @ weight).argmax(1) == labels[3000:]).double().mean()
+    assert 0.05 < accuracy < 0.5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_every_validation_image_is_seen_exactly_once_over_all_ranks(world_size):
+    images, labels = torch.zeros(101, 3, 4, 4, dtype=torch.uint8), torch.arange(101)
+    normalize = batches.Normalize(images)
+    seen = [y for rank in range(world_size)
+            for _, y in batches.val_batches(images, labels, normalize, batch_size=8, rank=rank, world_size=world_size)]
+    assert torch.cat(seen).sort().values.tolist() == list(range(101))
+
+
+def stream(**kwargs):
+    images = synthetic.draw(0, 96, seed=0)[0]
+    return batches.TrainBatches(images, torch.arange(96), **{"batch_size": 24, "seed": 5, **kwargs})
+
+
+def test_a_batch_is_a_function_of_seed_and_step_alone():
+    forwards, backwards = stream(), stream()
+    first = [forwards.at(step) for step in range(8)]
+    for step in reversed(range(8)):
+        assert all(torch.equal(a, b) for a, b in zip(first[step], backwards.at(step), strict=True))
+    assert not torch.equal(first[0][1], stream(seed=6).at(0)[1])
+    assert not torch.equal(first[0][1], first[4][1]), "the second epoch has another order"
+
+
+def test_an_epoch_shows_every_image_once_and_the_ranks_share_the_batch():
+    whole, halves = stream(), [stream(rank=r, world_size=2) for r in range(2)]
+    labels = torch.cat([whole.at(step)[1] for step in range(4)])
+    assert labels.sort().values.tolist() == list(range(96))
+    for step in range(4):
+        x, y = (torch.cat(parts) for parts in zip(*(half.at(step) for half in halves), strict=True))
+        assert torch.equal(x, whole.at(step)[0]) and torch.equal(y, whole.at(step)[1])
+
+
+def test_augmentation_only_moves_and_mirrors_and_the_mirror_alternates():
+    images = synthetic.draw(0, 8, seed=0)[0]
+    s = batches.TrainBatches(images, torch.arange(8), batch_size=8, pad=0)
+    for step in range(4):
+        x, y = s.at(step)
+        for image, label in zip(x, y, strict=True):
+            plain = s.normalize(images[label][None])[0]
+            mirrored = s.mirrored_first[label] ^ (step % 2 == 1)
+            assert torch.equal(image, plain.flip(2) if mirrored else plain)
+
+
+def test_normalised_images_have_mean_0_and_deviation_1():
+    images = synthetic.draw(0, 1000, seed=0)[0]
+    x = batches.Normalize(images)(images)
+    assert x.mean((0, 2, 3)).abs().max() < 0.05 and (x.std((0, 2, 3)) - 1).abs().max() < 0.05
+    assert x.dtype == torch.float32 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_folders_and_torchvision_files_give_the_same_images(image_folder, tmp_path, monkeypatch):
+    (train_x, train_y), (test_x, test_y), classes = cifar10.load(image_folder)
+    assert train_x.shape == (400, 3, 32, 32) and test_x.shape == (100, 3, 32, 32) and train_x.dtype == torch.uint8
+    assert classes == [f"class{i}" for i in range(10)]
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    rows = {f"data_batch_{i}": slice(80 * i - 80, 80 * i) for i in range(1, 6)}
+    for name, x, y in [*((n, train_x[s], train_y[s]) for n, s in rows.items()), ("test_batch", test_x, test_y)]:
+        entry = {"data": x.flatten(1).numpy().astype(numpy.uint8), "labels": y.tolist()}
+        (base / name).write_bytes(pickle.dumps(entry))
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": classes}))
+    monkeypatch.setattr(cifar10.datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(cifar10.datasets.cifar, "check_integrity", lambda *args: True)
+    again = cifar10.load(tmp_path)
+    assert torch.equal(again[0][0], train_x) and torch.equal(again[1][1], test_y) and again[2] == classes
+
+
+def copied(image_folder, tmp_path):
+    return shutil.copytree(image_folder, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: shutil.rmtree(f / "test"), ["neither test/ nor val/"]),
+        (lambda f: shutil.rmtree(f / "test" / "class3"), ["different classes", "class3"]),
+        (lambda f: next((f / "train" / "class1").iterdir()).write_text("text"), ["not a readable image", "class1"]),
+        (lambda f: to_pil_image(torch.zeros(3, 8, 9)).save(f / "train/class1/odd.png"), ["9x8", "odd.png"]),
+        (lambda f: [p.unlink() for p in (f / "test").glob("*/*")], ["holds no images"]),
+    ],
+)
+def test_a_broken_folder_is_named_with_what_is_wrong(image_folder, tmp_path, damage, words):
+    folder = copied(image_folder, tmp_path)
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        cifar10.load(folder)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_no_data_and_no_network_is_an_error_when_asked_for_and_synthetic_when_not(tmp_path, monkeypatch, run, capsys):
+    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
+    with pytest.raises(FileNotFoundError, match="--dataset synthetic"):
+        cifar10.load(tmp_path)
+    import train
+
+    monkeypatch.chdir(tmp_path)
+    small = synthetic.load(200, 50)
+    monkeypatch.setattr(synthetic, "load", lambda: small)
+    args = ["--model", "cifarnet-tiny", "--max-steps", "2", "--batch-size", "40", "--device", "cpu"]
+    with pytest.raises(SystemExit) as exit:
+        train.main([*args, "--dataset", "cifar10"])
+    assert exit.value.code == 4
+    assert train.main(args) == 0
+    assert "training on the embedded synthetic images" in capsys.readouterr().out
+
+
+def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(cifar10.urllib.request, "urlopen", lambda *args, **kwargs: never.wait())
+    assert not cifar10.reachable("https://example.invalid", seconds=0.2)

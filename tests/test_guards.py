@@ -1,0 +1,440 @@
+"""Plant every fault, see it flagged, and see that nothing of it stays."""
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional as F
+
+import guards
+from guards import Guard, Injector, Probes, SpikeDetector, check_state, first_step_checks, parse_inject
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+
+def data(count=2, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 3, 8, 8, generator=g), torch.randint(0, 10, (8,), generator=g)) for _ in range(count)]
+
+
+def fused(net):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    optimizer.grad_scale = None
+    return optimizer
+
+
+def everything(net, optimizer):
+    state = [t for group in optimizer.state.values() for t in group.values()]
+    return [t.detach().clone() for t in (*net.state_dict().values(), *state)]
+
+
+def same(before, after):
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def step(n, net, optimizer, guard, batches, injector=None, model=None):
+    """train.py's order of calls, with a gradient verdict of its own: the norm's square must be finite."""
+    injector = injector or Injector(net)
+    injector.begin(n)
+    injector.params()
+    injector.optstate(dict(optimizer.state))
+    guard.open(n)
+    for i, (x, y) in enumerate(batches):
+        x = injector.input(x, i)
+        y = guard.see_batch(x, injector.label(y, i))
+        loss = injector.loss(F.cross_entropy((model or net)(x), y), i)
+        guard.see_loss(loss)
+        (loss / len(batches)).backward()
+    injector.buffers()
+    bad = guard.decide()
+    norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+    found_inf = torch.maximum(bad, (norm * norm).isfinite().logical_not().float())
+    optimizer.found_inf = found_inf
+    optimizer.step()
+    guard.close(found_inf, loss=loss, grad_norm=norm)
+    optimizer.zero_grad()
+    return guard.verdict()
+
+
+REJECTED = [(where, kind) for where in ("input", "label", "act", "loss", "grad", "buffer") for kind in guards.KINDS]
+
+
+@pytest.mark.parametrize(("where", "kind"), REJECTED)
+def test_a_fault_in_one_of_two_micro_batches_leaves_everything_bit_identical(where, kind):
+    net = network()
+    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
+    injector = Injector(net, parse_inject(f"{kind}:{where}@step=2"))
+    for n in range(2):
+        assert step(n, net, optimizer, guard, data(), injector).accepted
+    before = everything(net, optimizer)
+    verdict = step(2, net, optimizer, guard, data(), injector)
+    assert not verdict.accepted
+    assert ("buffer" if where == "act" else where) in verdict.reasons  # BatchNorm is what an activation meets next
+    assert same(before, everything(net, optimizer))
+    assert step(3, net, optimizer, guard, data(), injector).accepted
+    assert not same(before, everything(net, optimizer))
+    assert check_state(net, optimizer.state_dict()) == []
+    assert (guard.steps, guard.skipped, guard.skipped_in_a_row) == (4, 1, 0)
+
+
+def test_the_same_steps_without_the_rejected_one_give_the_same_weights():
+    nets = []
+    for steps, spec in ((4, "inf:act@step=2"), (3, "")):
+        net = network()
+        optimizer, guard = fused(net), Guard(net, num_classes=10)
+        injector = Injector(net, parse_inject(spec))
+        for n in range(steps):
+            step(n, net, optimizer, guard, data(), injector)
+        nets.append(everything(net, optimizer))
+    assert same(*nets)
+
+
+def test_a_gradient_fault_alone_is_called_grad():
+    net = network()
+    guard = Guard(net, num_classes=10, lag=False)
+    verdict = step(0, net, fused(net), guard, data(), Injector(net, parse_inject("nan:grad:4.weight@step=0")))
+    assert verdict.reasons == ("grad",)
+    assert math.isnan(verdict.stats["grad_norm"])
+
+
+@pytest.mark.parametrize("where", ["param", "optstate"])
+@pytest.mark.parametrize("kind", guards.KINDS)
+def test_bad_state_is_named_and_a_poisoned_moment_is_kept_from_the_weights(where, kind):
+    net = network()
+    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
+    step(0, net, optimizer, guard, data())
+    injector = Injector(net, parse_inject(f"{kind}:{where}@step=1"))
+    injector.begin(1)
+    planted = injector.params() + injector.optstate(dict(optimizer.state))
+    assert len(planted) == 1
+    named = check_state(net, optimizer.state_dict())
+    assert len(named) == 1
+    assert named[0].split(" ")[0] == {"param": "param", "optstate": "optimizer"}[where]
+    if where == "param":
+        assert named == [f"param {planted[0]}"]
+    weights = [p.detach().clone() for p in net.parameters()]
+    guard.open(1)
+    F.cross_entropy(net(data()[0][0]), data()[0][1]).backward()
+    guard.see_state(param=dict(net.named_parameters()), optstate=optimizer.state_dict())
+    bad = guard.decide()
+    optimizer.found_inf = bad
+    optimizer.step()
+    guard.close(bad)
+    assert where in guard.verdict().reasons
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(weights, net.parameters(), strict=True))
+
+
+def test_check_state_looks_into_the_ema_and_finds_nothing_in_good_state():
+    net = network()
+    assert check_state(net, fused(net).state_dict(), network(3)) == []
+    ema = network(3)
+    ema[1].running_var[2] = math.inf
+    assert check_state(net, None, ema) == ["ema 1.running_var"]
+
+
+@pytest.mark.parametrize("dtype", guards.CHECKED)
+def test_beyond_agrees_with_isfinite_in_every_dtype(dtype):
+    x = torch.linspace(-3, 3, 1000).to(dtype)
+    assert not guards.beyond(x)
+    assert not guards.beyond(torch.full((3,), 65504.0, dtype=dtype))
+    for position in (0, 517, 999):
+        for value in (math.nan, math.inf, -math.inf):
+            y = x.clone()
+            y[position] = value
+            assert guards.beyond(y)
+            assert not float(guards.largest([x, y])[1]) <= guards.LIMIT
+    assert float(guards.largest([x])[0]) == float(x.double().abs().max())
+
+
+def test_a_label_out_of_range_is_made_safe_and_ignored_labels_are_not_touched():
+    guard = Guard(network(), num_classes=10, lag=False)
+    guard.open(0)
+    y = torch.tensor([3, -100, 9, 0])
+    assert torch.equal(guard.see_batch(torch.ones(4), y), y)
+    assert guard.decide() == 0
+    guard.open(1)
+    assert guard.see_batch(torch.ones(4), torch.tensor([3, 10, -1, -100])).tolist() == [3, 0, 0, -100]
+    assert guard.decide() == 1
+    guard.open(2)
+    images = {"pixels": torch.zeros(2, 3, dtype=torch.uint8), "mask": torch.tensor([0.0, math.nan])}
+    soft = torch.rand(2, 10)
+    assert torch.equal(guard.see_batch(images, soft), soft)
+    assert guard.decide() == 1
+
+
+def test_the_verdict_comes_one_step_late_and_flush_brings_the_last():
+    net = network()
+    guard, optimizer = Guard(net, num_classes=10, lag=True), fused(net)
+    injector = Injector(net, parse_inject("nan:loss@step=1..2"))
+    told = [step(n, net, optimizer, guard, data(1), injector) for n in range(4)]
+    assert told[0] is None
+    assert [(v.step, v.accepted) for v in told[1:]] == [(0, True), (1, False), (2, False)]
+    assert guard.skipped_in_a_row == 2
+    last = guard.flush()
+    assert (last.step, last.accepted, guard.skipped_in_a_row, guard.steps) == (3, True, 0, 4)
+    assert guard.flush() is None
+
+
+def test_verdicts_that_nobody_asks_for_are_counted_all_the_same():
+    guard = Guard(network(), num_classes=10)
+    for n in range(20):
+        guard.open(n)
+        guard.close(torch.tensor(float(n % 4 == 0)), loss=torch.tensor(float(n)))
+    guard.flush()
+    assert (guard.steps, guard.skipped) == (20, 5)
+
+
+def test_a_signal_reaches_the_verdict_and_rejects_nothing():
+    guard = Guard(network(), lag=False)
+    guard.open(0)
+    guard.raise_flag("signal", 15)
+    assert guard.decide() == 0
+    guard.close(torch.zeros(()), updates=torch.tensor(2**24 + 1), note=0.5)
+    verdict = guard.verdict()
+    assert (verdict.accepted, verdict.signal, verdict.reasons) == (True, 15, ())
+    assert verdict.stats == {"updates": 2**24 + 1, "note": 0.5}
+    guard.open(1)
+    guard.raise_flag("veto", torch.tensor(1.0))
+    assert guard.decide() == 1
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("coarse", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("one", torch.ones(1).expand(5))
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_a_mask_of_infinities_is_lawful_and_running_statistics_never_are():
+    net = Masked()
+    guard = Guard(net)
+    assert guard.lawful == {"mask"}
+    guard.open(0)
+    assert guard.decide() == 0
+    assert check_state(net, lawful=guard.lawful) == []
+    assert check_state(net) == ["buffer mask"]
+    net.norm.running_var[0] = math.inf
+    guard = Guard(net)
+    assert guard.lawful == {"mask"}
+    guard.open(0)
+    assert guard.decide() == 1
+
+
+def test_integer_and_half_buffers_go_back_too():
+    net = Masked()
+    guard = Guard(net)
+    guard.open(0)
+    net.norm(torch.full((2, 4), math.inf))
+    net.coarse.mul_(math.nan)
+    guard.decide()
+    guard.close(torch.ones(()))
+    assert net.norm.num_batches_tracked == 0
+    assert torch.equal(net.norm.running_var, torch.ones(4))
+    assert torch.equal(net.coarse, torch.ones(3, dtype=torch.bfloat16))
+    guard.open(1)
+    net.norm(torch.randn(2, 4))
+    guard.decide()
+    guard.close(torch.zeros(()))
+    assert net.norm.num_batches_tracked == 1
+
+
+def test_no_nan_enters_the_spike_statistics_and_a_spike_is_seen():
+    torch.manual_seed(0)
+    detector = SpikeDetector(warmup=50)
+    values = torch.exp(0.2 * torch.randn(400)).tolist()
+    scores = [detector.see("loss", v) for v in values]
+    assert max(scores) < 6
+    count, mean, variance = detector.seen["loss"]
+    assert count == 400
+    assert abs(mean) < 0.1  # the moving mean of 50 or so normals of width 0.2
+    assert 0.1 < math.sqrt(variance) < 0.3
+    before = list(detector.seen["loss"])
+    assert [detector.see("loss", v) for v in (math.nan, math.inf)] == [math.inf, math.inf]
+    assert detector.seen["loss"] == before
+    assert detector.see("loss", 100.0) > 6
+    assert detector.see("loss", 1.0) < 2  # one spike has not moved the mean by much
+    for _ in range(300):
+        last = detector.see("loss", 100.0)
+    assert last < 6  # a new level is learnt
+
+
+def test_a_spike_stands_in_the_verdict_without_rejecting():
+    guard = Guard(network(), lag=False, spikes=SpikeDetector(warmup=10))
+    for n in range(20):
+        guard.open(n)
+        guard.close(torch.zeros(()), loss=torch.tensor(1.0 if n < 19 else 50.0))
+        verdict = guard.verdict()
+    assert verdict.accepted
+    assert "loss 50" in verdict.spikes[0]
+
+
+def test_the_state_survives_a_round_trip():
+    guard = Guard(network(), lag=False)
+    for n in range(7):
+        guard.open(n)
+        guard.close(torch.tensor(float(n >= 5)), loss=torch.tensor(1.0 + n))
+    state = guard.state_dict()
+    other = Guard(network())
+    other.load_state_dict(state)
+    assert (other.steps, other.skipped, other.skipped_in_a_row) == (7, 2, 2)
+    assert other.state_dict() == state
+
+
+def test_the_first_step_says_what_will_go_wrong():
+    net = network()
+    net.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
+    F.cross_entropy(net(data()[0][0]), data()[0][1]).backward()
+    assert [s for s in first_step_checks(net, 10) if "no gradient" not in s] == []
+    with torch.no_grad():
+        net[0].weight[0, 0, 0, 0] = 3e7
+        net[4].bias[1] = math.nan
+    said = first_step_checks(net, 7)
+    assert any("forgotten" in s and "no gradient" in s for s in said)
+    assert any("0.weight" in s and "uninitialised" in s for s in said)
+    assert any("4.bias" in s and "uninitialised" in s for s in said)
+    assert "4 has 10 outputs but the data has 7 classes" in said
+
+
+def test_probes_report_headroom_before_anything_overflows():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[200.0, 0.0], [0.0, 1.0]]))
+        net[2].weight.fill_(1e-3)
+    probes = Probes(net)
+    with probes, torch.autocast("cpu", torch.float16):
+        out = net(torch.tensor([[200.0, 1.0], [-2.0, 1.0]]))
+        (out.float() * 1e-3).sum().backward()
+    first = probes.read()[0]
+    assert (first.name, first.dtype) == ("0", torch.float16)
+    assert first.headroom == 40000.0 / 65504
+    assert first.underflow == 1.0  # 1e-3 * 1e-3 = 1e-6 is below 6.1e-5
+    text = "\n".join(probes.warnings(loss_scale=1.0))
+    assert "0: activations reach 4e+04, 61% of float16's maximum; try --keep-fp32 '0'" in text
+    assert "more scale" in text
+    assert not net[0]._forward_hooks
+    with probes, torch.autocast("cpu", torch.float16):
+        net(torch.tensor([[400.0, 1.0]]))
+    assert probes.read()[0].headroom == math.inf
+    with probes:
+        net(torch.tensor([[1.0, 1.0]])).sum().backward()
+    assert probes.warnings() == []
+
+
+@pytest.mark.parametrize("spec", ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
+                                  "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1"])
+def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
+    with pytest.raises(ValueError, match="--inject") as caught:
+        parse_inject(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_inject_specs_mean_what_they_say():
+    a, b = parse_inject("nan:grad:head.weight@step=5,rank=1; inf:act:stages.2@step=5..8")
+    assert a == ("nan", "grad", "head.weight", 5, 5, 1)
+    assert b == ("inf", "act", "stages.2", 5, 8, None)
+    assert parse_inject("") == ()
+    net = network()
+    assert Injector(net, (a,), rank=0).faults == []
+    with pytest.raises(ValueError, match="no grad is named"):
+        Injector(net, (a,), rank=1)
+    injector = Injector(net, parse_inject("big:param:*.bias@step=2"))
+    injector.begin(1)
+    assert injector.params() == []
+    injector.begin(2)
+    assert injector.params() == ["0.bias"]
+    assert net[0].bias[0] == 1e30
+    with pytest.raises(ValueError, match="uint8"):
+        injector = Injector(net, parse_inject("nan:input@step=0"))
+        injector.begin(0)
+        injector.input(torch.zeros(2, dtype=torch.uint8))
+
+
+def test_compile_sees_no_graph_break_and_the_hooks_still_work():
+    net = network()
+    injector, probes = Injector(net, parse_inject("nan:act:0@step=1")), Probes(net)
+    probes.attach()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # fullgraph: a break is an error
+    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
+    assert step(0, net, optimizer, guard, data(1), injector, compiled).accepted
+    assert probes.read()[0].amax > 0
+    before = everything(net, optimizer)
+    assert not step(1, net, optimizer, guard, data(1), injector, compiled).accepted
+    assert same(before, everything(net, optimizer))
+    assert step(2, net, optimizer, guard, data(1), injector, compiled).accepted
+
+
+FAULTS = ("nan:input", "inf:label", "nan:act", "big:loss", "inf:grad", "nan:buffer")
+
+
+def two_ranks(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    net = network()
+    spec = ";".join(f"{fault}@step={2 * i + 1},rank=1" for i, fault in enumerate(FAULTS))
+    injector = Injector(net, parse_inject(spec), rank)
+    model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
+    told = []
+    for n in range(2 * len(FAULTS) + 1):
+        before = everything(net, optimizer)
+        verdict = step(n, net, optimizer, guard, data(1, seed=10 * n + rank), injector, model)
+        kept = same(before, everything(net, optimizer))
+        told.append((verdict.accepted, kept, verdict.reasons, verdict.rank))
+    torch.save((told, [p.detach() for p in net.parameters()], check_state(net)), f"{folder}/rank{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # now and then one of gloo's threads aborts the interpreter at its exit; the results are on disk
+
+
+def test_a_fault_on_rank_1_is_rejected_on_both_and_the_replicas_stay_equal(tmp_path):
+    mp.spawn(two_ranks, (str(tmp_path),), nprocs=2)
+    (told0, weights0, bad0), (told1, weights1, bad1) = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
+    assert [t[:3] for t in told0] == [t[:3] for t in told1]
+    for n, (accepted, kept, reasons, guilty) in enumerate(told0):
+        assert accepted is not kept
+        assert accepted == (n % 2 == 0)
+        if not accepted:
+            where = FAULTS[n // 2].split(":")[1]
+            assert {"act": "loss"}.get(where, where) in reasons
+            assert where == "grad" or guilty == 1
+    assert same(weights0, weights1)
+    assert bad0 == bad1 == []
+
+
+def test_copied_alone_it_demonstrates_itself(tmp_path):
+    shutil.copy(Path(guards.__file__), tmp_path / "guards.py")
+    out = subprocess.run([sys.executable, "guards.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    assert "step 3: rejected" in out.stdout
+    assert "running_var" in out.stdout
+    assert "bit-identical to before: True" in out.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the CPU has no host syncs to forbid")
+def test_a_whole_guarded_step_makes_no_host_sync_on_cuda():
+    net = network().cuda()
+    optimizer, guard = fused(net), Guard(net, num_classes=10, device="cuda")
+    injector = Injector(net, parse_inject("inf:act@step=3;inf:label@step=4"))
+    batches = [(x.cuda(), y.cuda()) for x, y in data()]
+    step(0, net, optimizer, guard, batches, injector)  # allocates, makes the optimizer's state
+    told = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for n in range(1, 6):
+            told.append(step(n, net, optimizer, guard, batches, injector))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    told.append(guard.flush())
+    assert [v.accepted for v in told] == [True, True, True, False, False, True]
+    assert check_state(net, optimizer.state_dict()) == []

@@ -1,0 +1,124 @@
+"""The ladder, end to end through train.py: faults are planted, and the run names them, heals, and goes on."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import guards
+import train
+
+
+class Wide(torch.nn.Module):
+    """A block whose inputs pass 65504 on the way, and whose result is harmless: only fp16 minds."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x * 3e5) / 3e5
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    def build(classes):
+        net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU())
+        net.add_module("block", Wide(32))
+        net.extend([torch.nn.LayerNorm(32), torch.nn.Linear(32, classes)])
+        return net
+
+    recipe = {"lr": 3e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 40, "label_smoothing": 0.0}
+    monkeypatch.setitem(train.MODELS, "wide", (build, recipe))
+
+
+def events(lines, kind):
+    return [line for line in lines if line.get("event") == kind]
+
+
+def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp32(run, wide):
+    flags = ("--model", "wide", "--max-steps", 60)
+    precise = run(*flags, out="fp32")[1]
+    code, healed, _, lines = run(*flags, "--precision", "O1")
+    assert code == 0 and healed["healed"] == ["block"]
+    assert healed["skipped"] <= 4 and healed["updates"] == 60 - healed["skipped"]
+    assert healed["val_loss"] == pytest.approx(precise["val_loss"], abs=0.1)
+    cure = events(lines, "cure")[0]
+    assert (cure["verdict"], cure["module"]) == ("precision", "block")
+    assert torch.load(run.folder / "last.pt", weights_only=True)["pinned"] == ["block"]
+
+    code, stalled, _, _ = run(*flags, "--precision", "O1", "--on-nonfinite", "skip", out="skip")
+    assert (code, stalled["status"], stalled["updates"]) == (3, "diverged", 0)
+
+
+def test_a_pinned_module_stays_pinned_after_a_resume(run, wide):
+    flags = ("--model", "wide", "--precision", "fp16")
+    run(*flags, "--max-steps", 20)
+    code, last, _, lines = run(*flags, "--max-steps", 30, "--resume", "auto")
+    assert code == 0 and last["healed"] == ["block"]
+    assert not [line for line in events(lines, "skip") if line["step"] > 20]
+
+
+def test_poisoned_weights_go_back_to_the_last_good_ones(run):
+    code, last, _, lines = run("--inject", "nan:param:head.weight@step=15", "--max-steps", 20, "--ckpt-every", 5)
+    assert code == 0 and last["status"] == "done"
+    assert [cure["verdict"] for cure in events(lines, "cure")] == ["weights"]
+    assert "back to the weights of step 15" in events(lines, "cure")[0]["action"] or "step 10" in events(
+        lines, "cure")[0]["action"]
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state))
+
+
+def test_bad_labels_are_named_with_their_samples_and_end_the_run_when_they_are_many(run):
+    code, last, _, lines = run("--inject", "big:label@step=3..5", "--max-steps", 12)
+    assert code == 0 and last["skipped"] == 3
+    named = events(lines, "cure")
+    assert named and all(cure["verdict"] == "data" and len(cure["samples"]) == 1 for cure in named)
+    code, last, _, _ = run("--inject", "nan:input@step=3..20", "--max-steps", 20, out="many")
+    assert (code, last["status"]) == (4, "bad data")
+
+
+def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
+    code, last, _, lines = run("--inject", "nan:act:groups.1@step=6..8", "--precision", "bf16", "--ckpt-every", 5)
+    assert code == 0 and last["skipped"] == 3
+    cure = events(lines, "cure")[0]
+    assert (cure["verdict"], cure["step"]) == ("divergence", 8) and "learning rate x 0.5" in cure["action"]
+
+
+def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run):
+    code, last, _, lines = run("--inject", "inf:act:groups.1@step=3..400", "--max-steps", 200, "--max-cures", 3)
+    assert (code, last["status"]) == (3, "diverged") and len(events(lines, "cure")) == 4
+    assert math.isfinite(torch.load(run.folder / "last.pt", weights_only=True)["model"]["head.weight"].sum())
+
+
+def test_a_capsule_replays_the_verdict(run, wide, capsys):
+    run("--model", "wide", "--precision", "fp16", "--max-steps", 8)
+    capsule = next(run.folder.glob("bad_step_*.pt"))
+    capsys.readouterr()
+    assert train.main(["--replay", str(capsule)]) == 0
+    printed = capsys.readouterr().out
+    assert "in block (forward" in printed and "recorded verdict: precision, replayed on the CPU: precision" in printed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The campaign
+
+PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
+FLAG = {"input": "input", "label": "label", "act": "loss", "loss": "loss", "param": "loss", "buffer": "buffer",
+        "optstate": "optstate"}
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "precision"),
+    list(itertools.product(PLACES, ("nan", "inf", "big"), ("fp32", "bf16", "O1", "O2"))),
+)
+def test_campaign(run, monkeypatch, where, kind, precision):
+    """One planted fault in step 6 of 10: survived, and nothing of it in what is saved."""
+    monkeypatch.setattr(train, "CHECK_EVERY", 1)
+    code, last, _, lines = run("--inject", f"{kind}:{where}@step=6", "--precision", precision, "--max-steps", 10,
+                               "--ckpt-every", 5)
+    assert (code, last["status"], last["steps"]) == (0, "done", 10), lines[-3:]
+    for name in ("last.pt", "last_good.pt", "best.pt"):
+        state = torch.load(run.folder / name, weights_only=True)
+        assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state)), name

@@ -1,0 +1,324 @@
+"""train.py from outside: what it does, in which order, and how it says no."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_policy
+import guards
+import optim
+import train
+from data import batches
+
+ROOT = Path(train.__file__).parent
+
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def steps_of(lines):
+    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines if "step" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
+    calls = []
+
+    def spy(owner, name):
+        original = getattr(owner, name)
+
+        def wrapper(self, *args, **kwargs):
+            calls.append(f"{owner.__name__}.{name}")
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    for owner, names in ((guards.Guard, ("open", "see_batch", "see_loss", "decide", "close", "verdict")),
+                         (amp_policy.LossScaler, ("scale", "update")), (optim.ClippedAdamW, ("step", "zero_grad")),
+                         (optim.EMA, ("update",))):
+        for name in names:
+            spy(owner, name)
+    assert run("--max-steps", 1, "--accum-steps", 2, "--ema", 0.9)[0] == 0
+    micro = ["Guard.see_batch", "Guard.see_loss", "LossScaler.scale"]
+    assert calls == ["Guard.open", *micro, *micro, "Guard.decide", "ClippedAdamW.step", "Guard.close",
+                     "LossScaler.update", "EMA.update", "ClippedAdamW.zero_grad", "Guard.verdict"]
+
+
+def test_the_norm_is_measured_after_unscaling_so_fp16_logs_the_same_norm_as_fp32(run):
+    norms = [[line["grad_norm"] for line in run("--precision", p, "--max-steps", 3, out=p)[3] if "grad_norm" in line]
+             for p in ("fp32", "fp16")]
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)  # clipping before unscaling would log 65536 times as much
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_accumulation_gives_the_update_of_the_big_batch(run, mlp, monkeypatch, uneven):
+    if uneven:  # 40 images arrive as 35: three micro-batches of 12, 12 and 11
+        whole = batches.TrainBatches.at
+        monkeypatch.setattr(batches.TrainBatches, "at", lambda self, step: tuple(t[:35] for t in whole(self, step)))
+    for accum in (1, 3):
+        flags = ("--model", "mlp", "--batch-size", 42, "--accum-steps", accum, "--max-steps", 5, "--adam-eps", 1e-2)
+        assert run(*flags, out=str(accum))[0] == 0  # a large eps: rounding near g = 0 stays rounding, not +lr or -lr
+    torch.testing.assert_close(weights(mlp[1]), weights(mlp[0]), rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_does_not(run):
+    once, twice, other = (steps_of(run("--seed", seed, "--precision", "bf16", out=f"{i}")[3]) for i, seed in
+                          enumerate((0, 0, 1)))
+    assert once == twice
+    assert [line.get("loss") for line in once] != [line.get("loss") for line in other]
+
+
+def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
+    seen = {True: set(), False: set()}
+    build, recipe = train.MODELS["cifarnet-tiny"]
+
+    def watched(classes):
+        net = build(classes)
+        for module in net.modules():
+            module.register_forward_hook(lambda module, args, out: seen[module.training].add(out.dtype))
+        return net
+
+    monkeypatch.setitem(train.MODELS, "cifarnet-tiny", (watched, recipe))
+    run("--precision", "bf16", "--max-steps", 2)
+    assert torch.bfloat16 in seen[True]
+    assert seen[False] == {torch.float32}
+    run("--precision", "bf16", "--max-steps", 2, "--eval-precision", "same", out="same")
+    assert torch.bfloat16 in seen[False]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O2"])
+def test_a_bad_step_is_skipped_counted_and_leaves_no_trace(run, monkeypatch, precision):
+    healthy = batches.TrainBatches.at
+
+    def poisoned(self, step):
+        images, labels = healthy(self, step)
+        return (images * torch.inf if step == 4 else images), labels
+
+    monkeypatch.setattr(batches.TrainBatches, "at", poisoned)
+    code, last, _, lines = run("--precision", precision)
+    assert (code, last["status"], last["steps"], last["updates"], last["skipped"]) == (0, "done", 12, 11, 1)
+    skip = next(line for line in lines if line.get("event") == "skip")
+    assert skip["step"] == 5 and "input" in skip["reasons"]
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state))
+    by_step = {line["step"]: line for line in lines if "lr" in line and "event" not in line}
+    assert by_step[5]["lr"] == by_step[6]["lr"]  # the schedule counts updates, not steps
+
+
+def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monkeypatch):
+    healthy = batches.TrainBatches.at
+
+    def poisoned(self, step):
+        images, labels = healthy(self, step)
+        return (images * torch.nan if step >= 6 else images), labels
+
+    monkeypatch.setattr(batches.TrainBatches, "at", poisoned)
+    code, last, _, _ = run("--max-skips", 3, "--ckpt-every", 5)
+    assert (code, last["status"], last["updates"]) == (3, "diverged", 6)
+    assert last["skipped"] >= 3
+    assert torch.load(run.folder / "last.pt", weights_only=True)["step"] == 5
+    assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stop and go on
+
+
+@pytest.mark.parametrize("flags", [("--precision", "fp16", "--accum-steps", 2, "--ema", 0.9), ("--precision", "bf16")])
+def test_a_stopped_and_resumed_run_equals_the_run_that_was_never_stopped(run, monkeypatch, flags):
+    whole = run(*flags, out="whole")
+    healthy = batches.TrainBatches.at
+
+    def interrupted(self, step):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return healthy(self, step)
+
+    monkeypatch.setattr(batches.TrainBatches, "at", interrupted)
+    code, last, _, _ = run(*flags)
+    assert code == 128 + signal.SIGTERM and last["status"] == f"stopped by signal {int(signal.SIGTERM)}"
+    assert last["steps"] < 12
+    monkeypatch.setattr(batches.TrainBatches, "at", healthy)
+    resumed = run(*flags, "--resume", "auto")
+    assert (resumed[0], resumed[1]["updates"]) == (0, 12)
+    assert steps_of(resumed[3]) == steps_of(whole[3])
+    states = [torch.load(run.folder.with_name(name) / "last.pt", weights_only=True) for name in ("whole", "run")]
+    for part in ("model", "optimizer", "average"):
+        a, b = (dict(guards.named_floats(state[part] or {})) for state in states)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), part
+
+
+def test_resuming_another_model_is_refused_by_name_and_another_precision_is_not(run):
+    run("--max-steps", 4)
+    code, _, error, _ = run("--model", "resnet18", "--resume", "auto")
+    assert code == 2 and "model: cifarnet-tiny -> resnet18" in error
+    code, last, _, _ = run("--precision", "fp16", "--resume", "auto")
+    assert (code, last["precision"], last["steps"]) == (0, "fp16", 12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+DRIVER = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+import train
+from data import batches
+
+nets = []
+def build(classes):
+    nets.append(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU(),
+                                    torch.nn.Linear(32, classes)))
+    return nets[-1]
+train.MODELS["mlp"] = build, dict(lr=1e-3, lr_scale={{}}, weight_decay=0.05, batch_size=40, label_smoothing=0.0)
+healthy = batches.TrainBatches.at
+def at(self, step):
+    images, labels = healthy(self, step)
+    bad = os.environ.get("BAD_RANK") == os.environ.get("RANK") and step == 4
+    return (images * torch.nan if bad else images), labels
+batches.TrainBatches.at = at
+code = train.main(sys.argv[2:])
+state = {{name: t.clone() for name, t in nets[0].state_dict().items()}} if nets else {{}}
+torch.save(state, os.path.join(sys.argv[1], "rank" + os.environ.get("RANK", "0") + ".pt"))
+sys.exit(code)
+"""
+
+
+def two_ranks(tmp_path, image_folder, *flags, **environment):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.format(root=str(ROOT)))
+    out = tmp_path / "ranks"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(driver),
+               str(tmp_path), "--model", "mlp", "--dataset", "cifar10", "--data-dir", str(image_folder),
+               "--device", "cpu", "--batch-size", "40", "--precision", "fp32", "--log-every", "1",
+               "--out-dir", str(out), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done, [torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(2)]
+
+
+def test_two_ranks_equal_one_process_on_the_same_global_batch(run, mlp, tmp_path, image_folder):
+    flags = ("--max-steps", 8, "--accum-steps", 2, "--adam-eps", 1e-2)
+    one = run("--model", "mlp", *flags)
+    done, replicas = two_ranks(tmp_path, image_folder, *flags)
+    for name, tensor in mlp[0].state_dict().items():
+        assert torch.equal(replicas[0][name], replicas[1][name]), f"the replicas differ in {name}"
+        torch.testing.assert_close(replicas[0][name], tensor, rtol=1e-4, atol=1e-6)
+    summaries = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(summaries) == 1, "rank 0 alone prints"
+    two = train.json.loads(summaries[0])
+    assert two["val_acc1"] == one[1]["val_acc1"]  # 100 images over two ranks, each counted once
+    assert two["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-3)
+
+
+def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identical(tmp_path, image_folder):
+    done, replicas = two_ranks(tmp_path, image_folder, "--max-steps", 8, BAD_RANK="1")
+    summary = train.json.loads(done.stdout.strip().splitlines()[-1])
+    assert (summary["steps"], summary["updates"], summary["skipped"]) == (8, 7, 1)
+    for name, tensor in replicas[0].items():
+        assert torch.isfinite(tensor).all() and torch.equal(tensor, replicas[1][name]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saying no
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--model", "resnet9000"], 2, ["--model resnet9000", "cifarnet"]),
+        (["--dataset", "mnist"], 2, ["--dataset mnist", "cifar10"]),
+        (["--precision", "fp8"], 2, ["fp8", "bf16"]),
+        (["--precision", "bf16", "--disable-amp"], 2, ["--disable-amp", "one of them"]),
+        (["--data-dir", "/nowhere/at/all"], 4, ["/nowhere/at/all", "not a folder"]),
+        (["--num-classes", "1000"], 2, ["--num-classes 1000", "10 classes"]),
+        (["--batch-size", "40", "--accum-steps", "3"], 2, ["--batch-size 40", "multiple of 3"]),
+        (["--batch-size", "4000"], 2, ["4000", "400", "--batch-size"]),
+        (["--batch-size", "0"], 2, ["--batch-size", "0 is not at least 1"]),
+        (["--lr", "-1"], 2, ["--lr", "-1 is not above 0"]),
+        (["--lr", "nan"], 2, ["--lr", "nan"]),
+        (["--max-steps", "-5"], 2, ["--max-steps", "at least 1"]),
+        (["--epochs", "1", "--max-steps", "5"], 2, ["--max-steps", "not allowed with"]),
+        (["--no-such-flag"], 2, ["--no-such-flag", "--help"]),
+        (["--device", "tpu"], 2, ["--device tpu", "cuda"]),
+        (["--keep-fp32", "nothing.like.it"], 2, ["nothing.like.it"]),
+        (["--precision", "O2", "--resume", "/nowhere.pt"], 2, ["/nowhere.pt"]),
+    ],
+)
+def test_bad_input_ends_with_one_sentence_and_writes_nothing(run, flags, code, words):
+    got, _, error, lines = run(*flags)
+    assert got == code
+    for word in words:
+        assert word in error
+    assert "Traceback" not in error and len(error.strip().splitlines()) == 1
+    assert not lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so asking for one is right")
+def test_cuda_asked_for_and_absent_is_refused(run):
+    code, _, error, _ = run("--device", "cuda")
+    assert code == 2 and "sees no GPU" in error
+
+
+def test_a_folder_that_holds_another_run_is_not_overwritten(run):
+    run("--max-steps", 2)
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    code, _, error, _ = run("--max-steps", 2)
+    assert code == 2 and "holds another run" in error and "--resume auto" in error
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_bf16_where_it_is_only_emulated_is_warned_about_and_goes_on(run, monkeypatch, capsys):
+    monkeypatch.setattr(amp_policy, "capabilities", lambda device: amp_policy.Capabilities("cpu", "old"))
+    policy = amp_policy.choose_policy("bf16", amp_policy.capabilities("cpu"))
+    assert "emulates bfloat16" in str(policy)
+    assert run("--precision", "bf16", "--max-steps", 2)[1]["precision"] == "bf16"
+    assert amp_policy.choose_policy("auto", amp_policy.capabilities("cpu")).name == "fp32"
+
+
+def test_boolean_flags_work_both_ways_and_abbreviations_do_not():
+    assert train.parse(["--amsgrad"]).amsgrad and not train.parse(["--no-amsgrad"]).amsgrad
+    with pytest.raises(SystemExit):
+        train.parse(["--ams"])
+
+
+def test_swin_spellings_of_the_precision_mean_the_same():
+    assert train.parse(["--amp-opt-level", "O1"]).precision == "O1"
+    assert train.parse(["--disable-amp"]).precision == "fp32"
+
+
+@pytest.mark.parametrize("command", ["failures", "bench", "gpu"])
+def test_commands_of_run_sh_that_do_not_exist_yet_say_so(command):
+    done = subprocess.run(["bash", str(ROOT / "run.sh"), command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "not built yet" in done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "O2"])
+def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(run, monkeypatch, precision):
+    opened, closed = guards.Guard.open, guards.Guard.verdict
+
+    def open_(self, step):
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        return opened(self, step)
+
+    def verdict(self):
+        result = closed(self)
+        torch.cuda.set_sync_debug_mode("default")
+        return result
+
+    monkeypatch.setattr(guards.Guard, "open", open_)
+    monkeypatch.setattr(guards.Guard, "verdict", verdict)
+    code, last, _, _ = run("--device", "cuda", "--precision", precision)
+    assert (code, last["status"]) == (0, "done")

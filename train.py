@@ -1,0 +1,601 @@
+"""
+finite: train an image model in low precision, and keep every non-finite number out of its weights.
+
+    python train.py                                         CIFAR-10, best precision this machine has
+    python train.py --precision fp16 --epochs 8 --out-dir runs/a
+    python train.py --epochs 8 --out-dir runs/a --resume auto       goes on where runs/a was killed
+    torchrun --standalone --nproc_per_node=2 train.py       one process a GPU; the same batch, split
+
+The last line of standard output is one JSON object:
+
+    {"status": "done", "model": "cifarnet", ..., "updates": 300, "skipped": 0, "val_acc1": 80.1, ...}
+
+Exit codes: 0 done, 2 bad arguments, 3 diverged, 4 bad data, 5 suspected hardware, 128+n stopped by signal n with a
+checkpoint on disk.
+
+Written to be read from top to bottom and changed: no trainer class, no callbacks, no config files.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import inspect
+import json
+import math
+import os
+import pickle
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import amp_policy
+import autopsy
+import checkpoint
+import guards
+import optim
+import report
+from data import batches, cifar10, synthetic
+from models import cifarnet
+from models.classifier import Classifier
+
+CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
+
+MODELS = {  # name: (network from the number of classes, defaults of the recipe)
+    **{
+        name: (
+            lambda classes, preset=preset: cifarnet.CifarNet(num_classes=classes, **preset),
+            {"lr": 5e-3, "lr_scale": {"*.bias": 8.0}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.2},
+        )
+        for name, preset in cifarnet.PRESETS.items()
+    },
+    "resnet18": (
+        lambda classes: torchvision.models.resnet18(num_classes=classes),
+        {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.1},
+    ),
+}
+
+
+def parse(argv):
+    """The command line. Every default that depends on the model or the device is None here and printed once chosen."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists every flag)")
+
+    def number(kind, low, above=False):
+        def convert(text):
+            value = kind(text)
+            if not math.isfinite(value) or value < low or (above and value == low):
+                raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low}")
+            return value
+
+        convert.__name__ = kind.__name__
+        return convert
+
+    count, positive, share = number(int, 1), number(float, 0, above=True), number(float, 0)
+    switch = argparse.BooleanOptionalAction
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--model", default="cifarnet", help=f"one of {', '.join(MODELS)}")
+    what.add_argument("--num-classes", type=count, help="default: the data's; anything else is refused")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help="cifar10 or synthetic; default: cifar10, or synthetic where that can't be had")
+    data.add_argument("--data-dir", type=Path, help="folder with CIFAR-10 (torchvision's files, or image folders)")
+    precision = parser.add_argument_group("precision")
+    precision.add_argument("--precision", default="auto", help="auto, fp32, tf32, bf16, fp16, O0, O1, O2 or O3")
+    precision.add_argument("--amp-opt-level", metavar="LEVEL", help="the same as --precision, as Swin spells it")
+    precision.add_argument("--disable-amp", action="store_true", help="the same as --precision fp32")
+    precision.add_argument("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
+    precision.add_argument("--eval-precision", default="fp32", choices=["fp32", "same"])
+    optimizer = parser.add_argument_group("optimizer (defaults: the model's recipe)")
+    optimizer.add_argument("--lr", type=positive, help="peak learning rate for the whole batch; never scaled silently")
+    optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: a fifth of the run")
+    optimizer.add_argument("--weight-decay", type=share)
+    optimizer.add_argument("--adam-eps", type=share, default=1e-8)
+    optimizer.add_argument("--amsgrad", action=switch, default=False)
+    optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
+    optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
+    optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
+    optimizer.add_argument("--ema", type=share, default=0.0, metavar="DECAY", help="average the weights; 0: off")
+    length = parser.add_argument_group("length (default: 8 epochs on a GPU, minutes on a CPU)")
+    length = length.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive)
+    length.add_argument("--max-steps", type=count)
+    guard = parser.add_argument_group("guards")
+    guard.add_argument("--on-nonfinite", default="heal", choices=["heal", "skip", "stop"])
+    guard.add_argument("--max-skips", type=count, default=25, help="rejected steps in a row before giving up")
+    guard.add_argument("--max-cures", type=count, default=8, help="healings before giving up")
+    guard.add_argument("--probe-every", type=count, metavar="STEPS", help="warn of activations near the dtype's limit")
+    guard.add_argument("--detect-anomaly", action=switch, default=False, help="autograd's own anomaly mode; slow")
+    guard.add_argument("--inject", default="", metavar="SPEC", help="plant a fault: nan:grad:head.weight@step=5,rank=1")
+    guard.add_argument("--replay", type=Path, metavar="FILE", help="examine a recorded bad step again and leave")
+    run = parser.add_argument_group("run")
+    run.add_argument("--out-dir", type=Path, help="default: runs/MODEL-DATASET-PRECISION-TIME")
+    run.add_argument("--ckpt-every", type=count, metavar="STEPS", help="default: every epoch")
+    run.add_argument("--resume", default="none", metavar="auto|PATH|none")
+    run.add_argument("--seed", type=number(int, 0), default=0)
+    run.add_argument("--deterministic", action=switch, default=False, help="bit-identical reruns on CUDA too")
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    run.add_argument("--log-every", type=count, default=10, metavar="STEPS")
+    args = parser.parse_args(argv)
+    if args.model not in MODELS:
+        refuse(2, f"--model {args.model} is unknown: choose from {', '.join(MODELS)}")
+    if args.dataset not in (None, "cifar10", "synthetic"):
+        refuse(2, f"--dataset {args.dataset} is unknown: choose cifar10 or synthetic")
+    if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
+        refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
+    args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
+    for name, value in MODELS[args.model][1].items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    return args
+
+
+@contextlib.contextmanager
+def refusing(*errors):
+    """What these errors say becomes the sentence."""
+    try:
+        yield
+    except errors as error:
+        refuse(2, error)
+
+
+def quiet():
+    """No progress bars but on rank 0's terminal: in a log file they are noise."""
+    return os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+
+
+def refuse(code, sentence):
+    """Leave with one sentence on standard error instead of a traceback."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train.py: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def open_ranks(args):
+    """Device of this rank, its number, and how many there are; joins the process group under torchrun."""
+    rank, local_rank, world_size = (
+        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    kind = args.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind not in ("cpu", "cuda", "mps"):
+        refuse(2, f"--device {kind} is unknown: choose auto, cpu, cuda or mps")
+    if kind == "cuda" and not torch.cuda.is_available():
+        refuse(2, "--device cuda, but torch sees no GPU here: leave the flag out to train on the CPU")
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        refuse(2, f"{local_rank + 1} ranks on this machine, but only {torch.cuda.device_count()} GPUs")
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return device, rank, local_rank, world_size
+
+
+def load_data(args, local_rank):
+    """(train split, val split, class names, name). The first rank of a machine downloads, the others wait."""
+    if dist.is_initialized() and local_rank:
+        dist.barrier()
+    try:
+        if args.data_dir and not args.data_dir.is_dir():
+            raise FileNotFoundError(f"--data-dir {args.data_dir} is not a folder")
+        if args.dataset == "synthetic":
+            data = (*synthetic.load(), "synthetic")
+        else:
+            bar = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
+            data = (*cifar10.load(args.data_dir or Path(".cache"), bar), "cifar10")
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError) or args.dataset or args.data_dir:
+            refuse(4, error)
+        if os.environ.get("RANK", "0") == "0":
+            print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images", flush=True)
+        data = (*synthetic.load(), "synthetic")
+    if dist.is_initialized() and not local_rank:
+        dist.barrier()
+    return data
+
+
+
+@torch.no_grad()
+def evaluate(model, split, context):
+    """Mean of every metric over all validation images, each counted once on any number of ranks."""
+    model.eval()
+    total = 0.0
+    with context:
+        for x, y in split:
+            _, metrics = model(x, y)
+            total += torch.stack([torch.ones_like(y), *metrics.values()]).cpu().double().sum(1)
+    model.train()
+    if dist.is_initialized():
+        total = total.to(next(model.parameters()).device)
+        dist.all_reduce(total)
+    return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
+
+
+def share_buffers(net):
+    """BatchNorm's statistics differ by rank: rank 0's are used for evaluation, and so they are all that is saved."""
+    if dist.is_initialized():
+        for buffer in net.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def rerun(model, net, policy, injector, record):
+    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, without loss scale.
+
+    Without, because a gradient that overflows at scale 65536 only and not at 1 is calibration, not a fault.
+    """
+    def run_step(batch, fp32):
+        micro = next(i for i, kept in enumerate(record.batches) if kept is batch)
+        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+            loss, _ = model(*batch)
+            loss = injector.loss(loss, micro)
+            loss.backward()
+            return loss, {name: p.grad for name, p in net.named_parameters()}
+
+    return run_step
+
+
+def replay(path):
+    """Examine the bad step in a capsule again, on this machine. 0 if the verdict is the recorded one."""
+    with refusing(ValueError, OSError, pickle.UnpicklingError):
+        capsule = autopsy.load_capsule(path)
+    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
+    net = MODELS[capsule["model_name"]][0](capsule["num_classes"])
+    amp_policy.keep_fp32(net, capsule["pinned"])
+    net = policy.prepare(net)
+    record = autopsy.unpack(capsule, net)
+    injector = guards.Injector(net, guards.parse_inject(capsule["inject"]), capsule["rank"])
+    injector.begin(capsule["step"])
+    run_step = rerun(Classifier(net, label_smoothing=capsule["label_smoothing"]), net, policy, injector, record)
+    report = autopsy.examine(run_step, record, net, state=capsule["optimizer"], num_classes=capsule["num_classes"],
+                             precision=policy.name)
+    print(f"{report}\nrecorded verdict: {capsule['report']['verdict']}, replayed on the CPU: {report.verdict}")
+    return int(report.verdict != capsule["report"]["verdict"])
+
+
+def main(argv=None):
+    args, began = parse(argv), time.time()
+    if args.replay:
+        return replay(args.replay)
+    device, rank, local_rank, world_size = open_ranks(args)
+    cuda = device.type == "cuda"
+    hardware = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {os.cpu_count()} cores"
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    torch.autograd.set_detect_anomaly(args.detect_anomaly)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    # Data and precision. Whatever cannot work is refused here, before anything is written.
+    train, val, classes, dataset = load_data(args, local_rank)
+    if args.num_classes not in (None, len(classes)):
+        refuse(2, f"--num-classes {args.num_classes}, but {dataset} has {len(classes)} classes: leave the flag out")
+    pieces = world_size * args.accum_steps
+    if args.batch_size % pieces:
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {world_size} rank(s) and "
+                  f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+    with refusing(ValueError):
+        policy = amp_policy.choose_policy(args.precision, amp_policy.capabilities(device))
+        stream = batches.TrainBatches(
+            *(t.to(device) for t in train), batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed
+        )
+    val = [t.to(device) for t in val]
+
+    # Model
+    net = MODELS[args.model][0](len(classes))
+    if hasattr(net, "init_from_data"):
+        net.init_from_data(stream.normalize(train[0][::10]))
+    net = net.to(device, memory_format=torch.channels_last)
+    with refusing(ValueError):
+        amp_policy.keep_fp32(net, args.keep_fp32)
+        net = policy.prepare(net)
+        injector = guards.Injector(net, guards.parse_inject(args.inject), rank)
+    model = Classifier(net, label_smoothing=args.label_smoothing)
+
+    # Length: a GPU gets the whole recipe, a CPU a run of minutes.
+    epoch_steps, why = stream.steps_per_epoch, "as asked"
+    total_steps = max(1, round(args.epochs * epoch_steps)) if args.epochs else args.max_steps
+    if not total_steps and device.type == "cpu":
+        total_steps = 300 if policy.name == "bf16" else 150
+        why = "about 3 minutes on 2 cores; --epochs 8 is the whole recipe"
+    elif not total_steps:
+        total_steps, why = 8 * epoch_steps, "the whole recipe"
+    warmup = total_steps // 5 if args.warmup_updates is None else args.warmup_updates
+
+    # Optimizer, loss scale, guard: with the model, all that a checkpoint has to carry
+    with refusing(ValueError):
+        optimizer = optim.ClippedAdamW(
+            optim.param_groups(net, args.weight_decay, lr_scale=args.lr_scale),
+            lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad, clip=args.clip_grad or None,
+            schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
+            masters=None if policy.param_dtype is torch.float32 else policy.masters,
+        )
+    scaler = amp_policy.LossScaler(device.type, enabled=policy.scales)
+    guard = guards.Guard(net, num_classes=len(classes), device=device)
+    average = optim.EMA(optimizer.params, args.ema) if args.ema else None
+    masters = dict(zip(optimizer.model_params, optimizer.params, strict=True))
+    parts = {"model": net, "optimizer": optimizer, "scaler": scaler, "guard": guard, "average": average}
+    ranks = model
+    if world_size > 1:  # buffers are averaged when they are used: DDP would put rank 0's in their place at each step
+        known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        ranks = DistributedDataParallel(model, [device] if cuda else None, **{sync: False})
+
+    # Where to write, and what to go on from
+    out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if args.resume == "none" and (out_dir / "metrics.jsonl").exists():
+        refuse(2, f"--out-dir {out_dir} holds another run: name a new folder, or go on with --resume auto")
+    if args.resume == "auto" and not args.out_dir:
+        refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
+    facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "precision": policy.name,
+             "world_size": world_size, "batch_size": args.batch_size, "seed": args.seed,
+             "torch": str(torch.__version__)}
+    step, best, losses, healed, note = 0, -1.0, [0.0, 0], [], ""
+    with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
+        out_dir.mkdir(parents=True, exist_ok=True)
+        checkpoints = checkpoint.Checkpoints(out_dir)
+        found = checkpoints.newest() if args.resume == "auto" else None
+        if args.resume not in ("auto", "none"):
+            found = args.resume, checkpoint.load(args.resume)
+        if found:
+            path, state = found
+            changes = checkpoint.describe_changes(state["facts"], facts)
+            amp_policy.keep_fp32(net, state["pinned"])
+            if state["facts"]["precision"] == facts["precision"] != state["policy"]:  # demoted by healing
+                policy = amp_policy.choose_policy(state["policy"], amp_policy.capabilities(device))
+                scaler = parts["scaler"] = amp_policy.LossScaler(device.type, enabled=policy.scales)
+            for name, part in parts.items():
+                if part and state[name] is not None:
+                    part.load_state_dict(state[name])
+            step, best, losses, healed = state["step"], state["best"], state["losses"], state["healed"]
+            if rank < len(state["rng"]):
+                checkpoint.set_rng_state(state["rng"][rank], device)
+            note = "; ".join([f", resumed from {path} after step {step}", *changes])
+    log = report.MetricsFile(out_dir, {"args": vars(args), **facts, "hardware": hardware}, step) if rank == 0 else None
+
+    def say(text):
+        if rank == 0:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def record(**fields):
+        if rank == 0:
+            log.write(**fields)
+
+    # The card: every decision with its reason
+    micro, pinned = args.batch_size // pieces, [name for name in amp_policy.pinned(net) if policy.autocasts]
+    for name, decision in {
+        "device": f"{hardware}, torch {torch.__version__}",
+        "precision": f"{policy}{'; fp32 islands: ' * bool(pinned) + ', '.join(pinned)}",
+        "evaluation": "fp32, whatever the training precision" if args.eval_precision == "fp32" else "as in training",
+        "data": f"{dataset}: {len(train[1]):,} training and {len(val[1]):,} validation images, {len(classes)} classes",
+        "model": f"{args.model}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f} million parameters",
+        "optimizer": f"{optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
+        "batch": f"{args.batch_size} images = {micro} a micro-batch x {args.accum_steps} x {world_size} rank(s)",
+        "length": f"{total_steps} steps = {total_steps / epoch_steps:.1f} epochs: {why}",
+        "output": f"{out_dir}{note}",
+    }.items():
+        say(f"{name:<11} {decision}")
+
+    def save():
+        """Every rank brings its RNG; rank 0 writes. A state that holds a non-finite number is refused, not written."""
+        share_buffers(net)
+        rng = [checkpoint.rng_state(device)] * world_size
+        if world_size > 1:
+            dist.all_gather_object(rng, rng[0])
+        if rank == 0:
+            state = {name: part and part.state_dict() for name, part in parts.items()}
+            state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
+                      "best": best, "losses": losses, "healed": healed}
+            bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
+            if bad:
+                record(event="save refused", step=step, tensors=bad)
+
+    def digest(verdict):
+        """The host's side of a step: counts it, logs it, and decides whether to go on. The same on every rank."""
+        nonlocal status, code, hunt_until
+        if verdict is None:
+            return
+        stats = {**verdict.stats, "updates": int(verdict.stats["updates"])}
+        if verdict.accepted:
+            losses[0], losses[1] = losses[0] + stats["loss"], losses[1] + 1
+        else:
+            record(event="skip", step=verdict.step, reasons=verdict.reasons, rank=verdict.rank, **stats)
+            hunt_until = verdict.step + 50
+            if args.on_nonfinite == "stop" or guard.skipped_in_a_row >= args.max_skips:
+                status, code = "diverged", 3
+        if verdict.signal:
+            status, code = f"stopped by signal {verdict.signal}", 128 + verdict.signal
+        if verdict.step % args.log_every == 0:
+            record(step=verdict.step, **stats, skipped=guard.skipped)
+            bar.set_postfix(loss=f"{stats['loss']:.3f}", acc1=f"{stats['acc1']:.1f}", lr=f"{stats['lr']:.1e}",
+                            grad=f"{stats['grad_norm']:.2f}", scale=f"{stats['scale']:g}", skipped=guard.skipped)
+
+    def cure(finding):
+        """One rung of the ladder, the same on every rank, for a bad step that has been examined."""
+        nonlocal policy, scaler, status, code
+        counts[finding.verdict] += 1
+        if finding.verdict == "not reproducible":
+            if policy.scales and float(scaler.scale_tensor) > scaler.floor:
+                return  # finite without the loss scale: calibration
+            action = "passed over"
+            if counts[finding.verdict] >= 5:
+                status, code = "suspected hardware", 5
+        elif finding.verdict == "data":
+            action = "passed over"
+            if counts["data"] > max(3, 0.01 * step):
+                status, code = "bad data", 4
+        elif sum(counts.values()) - counts["data"] > args.max_cures:
+            action, status, code = "given up", "diverged", 3
+        elif finding.verdict == "precision" and finding.module and finding.module not in amp_policy.pinned(net):
+            amp_policy.keep_fp32(net, [finding.module])
+            guard.watch(net)
+            healed.append(finding.module)
+            action = f"{finding.module} is kept in fp32 from now on"
+        elif finding.verdict == "precision" and policy.autocasts:
+            caps = amp_policy.capabilities(device)
+            native = policy.name == "fp16" and amp_policy.choose_policy("auto", caps).name == "bf16"
+            policy = amp_policy.choose_policy("bf16" if native else "fp32", caps)
+            scaler = parts["scaler"] = amp_policy.LossScaler(device.type, enabled=policy.scales)
+            healed.append(policy.name)
+            action = f"no single module to keep in fp32: {policy.name} from now on"
+        else:
+            checkpoints.wait()
+            if world_size > 1:
+                dist.barrier()
+            state = checkpoint.load(checkpoints.last_good)
+            for name in ("model", "optimizer", "average"):
+                if parts[name]:
+                    parts[name].load_state_dict(state[name])
+            if finding.verdict == "divergence":
+                optimizer.lr_factor.mul_(0.5 ** counts["divergence"])
+            action = f"back to the weights of step {state['step']}, learning rate x {float(optimizer.lr_factor):g}"
+        record(event="cure", step=step, verdict=finding.verdict, module=finding.module, op=finding.op, action=action,
+               samples=finding.indices)
+        say(f"{finding}\n  -> {action}")
+
+    status, code, scores, trained, busy = "done", 0, {}, 0, 0.0
+    counts, hunt_until = collections.Counter(), 0
+    if step == 0:
+        save()  # so that there always is a last_good to go back to
+    bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
+    model.train()
+    tick = time.time()
+    with checkpoint.StopSignals() as stop, bar:
+        while step < total_steps and status == "done":
+            step += 1
+            images, labels = stream.at(step - 1)
+            evidence = None
+            if args.on_nonfinite == "heal":  # after a bad step record the next ones, and read their verdicts at once
+                if guard.lag != (step > hunt_until):
+                    digest(guard.flush())
+                    guard.lag = step > hunt_until
+                evidence = None if guard.lag else autopsy.StepRecord(step, net, rank=rank)
+            probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
+            injector.begin(step)
+            injector.params()
+            injector.optstate(optimizer.adamw.state)
+            injector.scale(scaler.scale_tensor)
+            guard.open(step)
+            guard.raise_flag("signal", stop.number)
+
+            # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
+            #    on the device and nothing else: leaving early would make the ranks average different steps.
+            sums = dict.fromkeys(("loss", "acc1"), 0.0)
+            pieces = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
+            for i, (x, y) in enumerate(pieces):
+                x, y = injector.input(x, i), injector.label(y, i)
+                if evidence:
+                    evidence.keep(x, y, indices=stream.indices(step - 1).chunk(args.accum_steps)[i].tolist())
+                y = guard.see_batch(x, y)
+                share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
+                wait = world_size > 1 and i + 1 < len(pieces)
+                with ranks.no_sync() if wait else contextlib.nullcontext(), probes or contextlib.nullcontext():
+                    with policy.autocast():
+                        loss, metrics = ranks(x, y)
+                    loss = injector.loss(loss, i)
+                    guard.see_loss(loss)
+                    scaler.scale(loss * share).backward()
+                sums["loss"] += loss.detach() * share
+                sums["acc1"] += metrics["acc1"].mean() * share
+            injector.buffers()
+            if step % CHECK_EVERY == 0:
+                guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
+            # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
+            #    them equal.
+            bad = guard.decide()
+            # 3. Unscale, measure, clip, skip and AdamW in one pass. Clipping before the verdict would turn one NaN
+            #    into a model of NaNs; clipping before unscaling would compare the norm with 65536 times the limit.
+            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
+            # 4. Rejected: BatchNorm's statistics go back too. Accepted: the average moves. The schedule counts accepted
+            #    updates only, the loss scale learns from both.
+            guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
+                        updates=optimizer.updates)
+            scaler.update(result.found_inf)
+            if average:
+                average.update(optimizer.params, result.found_inf)
+            optimizer.zero_grad()
+            # 5. What happened reaches the host one step late: the device never waits for a question.
+            verdict = guard.verdict()
+            digest(verdict)
+            if evidence and not verdict.accepted and status == "done":
+                finding = autopsy.agree(autopsy.examine(
+                    rerun(model, net, policy, injector, evidence), evidence, net, state=dict(optimizer.adamw.state),
+                    num_classes=len(classes), precision=policy.name, scale=verdict.stats["scale"],
+                ))
+                if finding.rank == rank and not any(out_dir.glob(f"bad_step_*_rank{rank}.pt")):
+                    autopsy.save_capsule(
+                        out_dir / f"bad_step_{step}_rank{rank}.pt", evidence, finding, precision=policy.name,
+                        model_name=args.model, num_classes=len(classes), label_smoothing=args.label_smoothing,
+                        inject=args.inject, pinned=amp_policy.pinned(net), optimizer=optimizer.state_dict(),
+                    )
+                cure(finding)
+
+            trained += args.batch_size
+            bar.update()
+            end_of_epoch = step % epoch_steps == 0 or step == total_steps
+            time_to_save = step % (args.ckpt_every or epoch_steps) == 0 or step == total_steps
+            if end_of_epoch or time_to_save or status != "done":
+                digest(guard.flush())
+            if end_of_epoch and status == "done":
+                busy += time.time() - tick
+                share_buffers(net)
+                precise = amp_policy.fp32_eval(net, masters) if args.eval_precision == "fp32" else policy.autocast()
+                with average.swap(optimizer.model_params) if average else contextlib.nullcontext():
+                    split = batches.val_batches(
+                        *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
+                    )
+                    scores = evaluate(model, split, precise)
+                    if scores["val_acc1"] > best:
+                        best = scores["val_acc1"]
+                        if rank == 0:
+                            weights = average.average if average else optimizer.params  # fp32, where net's may be half
+                            fp32 = {id(p): w for p, w in zip(optimizer.model_params, weights, strict=True)}
+                            state = net.state_dict(keep_vars=True)
+                            checkpoints.save_best({name: fp32.get(id(p), p).detach() for name, p in state.items()})
+                mean = losses[0] / losses[1] if losses[1] else math.nan
+                record(step=step, epoch=step / epoch_steps, train_loss=mean, **scores)
+                say(
+                    f"epoch {step / epoch_steps:.2f}  step {step}  loss {mean:.4f}  val_loss {scores['val_loss']:.4f}  "
+                    f"val_acc1 {scores['val_acc1']:.2f}  skipped {guard.skipped}  {trained / busy:.0f} images/s"
+                )
+                losses, tick = [0.0, 0], time.time()
+            if (time_to_save and status == "done") or status.startswith("stopped"):
+                save()
+        checkpoints.wait()
+
+    # The verdict
+    if cuda:
+        memory = torch.cuda.max_memory_allocated(device) / 2**20
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    busy += time.time() - tick
+    summary = {
+        "status": status, "model": args.model, "dataset": dataset, "precision": policy.name, "steps": step,
+        "updates": int(optimizer.updates), "skipped": guard.skipped, "healed": healed,
+        **{name: round(value, 4) for name, value in scores.items()},
+        "seconds": round(time.time() - began, 1), "images_per_second": round(trained / max(busy, 1e-9), 1),
+        "peak_memory_mb": round(memory),
+    }
+    if rank == 0:
+        curves = report.draw_curves(log.path)
+        written = [log.path, *sorted(out_dir.glob("*.pt")), *([curves] if curves else [])]
+        print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, written)]))
+        print(json.dumps(summary))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
