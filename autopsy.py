@@ -294,7 +294,7 @@ class Report:
     samples: tuple[int, ...] = ()  # positions in the micro-batch
     indices: tuple[int, ...] = ()  # the same in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
-    norms: tuple[tuple[str, float], ...] = ()  # largest gradients, unscaled
+    norms: tuple[tuple[str, float], ...] = ()  # largest gradients of the re-run, as run_step left them
     unused: tuple[str, ...] = ()  # parameters without a gradient
     suggestion: str = ""
 
@@ -337,8 +337,9 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
     `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP, no compile), no
     optimizer; returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no
     loss scale; if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). `state`: nest of
-    optimizer tensors. Labels are integer tensors after the first item of a batch, checked if `num_classes` is given.
-    Gradients are None afterwards, RNG untouched, buffers as before the step.
+    optimizer tensors. `scale`, the step's loss scale, is only told in the report. Labels are integer tensors after the
+    first item of a batch, checked if `num_classes` is given. Gradients are None afterwards, RNG untouched, buffers as
+    before the step.
     """
     told = {"step": record.step, "rank": record.rank, "precision": precision, "scale": float(scale)}
     if names := _sick(net, state):
@@ -358,7 +359,7 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
             micro += 1
             birth, symptom = _probe(run_step, record.batches[micro], net)
         unused = tuple(n for n, p in net.named_parameters() if p.requires_grad and p.grad is None)
-        norms = {n: float(p.grad.float().norm()) / scale for n, p in net.named_parameters() if p.grad is not None}
+        norms = {n: float(p.grad.float().norm()) for n, p in net.named_parameters() if p.grad is not None}
         top = sorted(norms.items(), key=lambda kv: (kv[1] == kv[1] and kv[1] <= LIMIT, -kv[1]))[:5]
         told |= {"symptom": symptom, "micro_batch": micro, "unused": unused, "norms": tuple(top)}
         verdict = "not reproducible"
@@ -492,7 +493,7 @@ def demo() -> None:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
             logits = net(batch[0])
         loss = nn.functional.cross_entropy(logits.float(), batch[1])
-        (loss * (1.0 if fp32 else 128.0)).backward()
+        loss.backward()
         return loss
 
     for step in range(8):
@@ -501,12 +502,11 @@ def demo() -> None:
         record = StepRecord(step, net)
         record.keep(x, y)
         loss = run_step((x, y), False)
-        grads = [p.grad.div_(128.0) for p in net.parameters()]
-        if all(not is_bad(extent(t)) for t in (loss, *grads)):
+        if not any(is_bad(extent(t)) for t in (loss, *(p.grad for p in net.parameters()))):
             optimizer.step()
             print(f"step {step}: loss {loss.item():.4f}")
         else:
-            report = examine(run_step, record, net, num_classes=4, precision="fp16", scale=128.0)
+            report = examine(run_step, record, net, num_classes=4, precision="fp16")
             print(report)
             island, inner = net.get_submodule(report.module), net.get_submodule(report.module).forward
 

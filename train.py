@@ -17,7 +17,6 @@ Written to be read from top to bottom and changed: no trainer class, no callback
 """
 
 import argparse
-import collections
 import contextlib
 import functools
 import inspect
@@ -40,11 +39,13 @@ import amp_policy
 import autopsy
 import checkpoint
 import guards
+import heal
 import optim
 import report
-from data import batches, cifar10, synthetic
+from data import NAMES, batches, load
 from models import cifarnet
 from models.classifier import Classifier
+from ranks import first_on_each_machine, join, quiet, refuse, refusing, share_buffers
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 
@@ -102,6 +103,7 @@ def parse(argv):
     optimizer.add_argument("--adam-eps", type=share, default=1e-8)
     optimizer.add_argument("--amsgrad", action=switch, default=False)
     optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
+    optimizer.add_argument("--zclip", type=positive, metavar="Z", help="clip norms Z deviations above their history")
     optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
     optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
     optimizer.add_argument("--ema", type=share, default=0.0, metavar="DECAY", help="average the weights; 0: off")
@@ -128,8 +130,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     if args.model not in MODELS:
         refuse(2, f"--model {args.model} is unknown: choose from {', '.join(MODELS)}")
-    if args.dataset not in (None, "cifar10", "synthetic"):
-        refuse(2, f"--dataset {args.dataset} is unknown: choose cifar10 or synthetic")
+    if args.dataset not in (None, *NAMES):
+        refuse(2, f"--dataset {args.dataset} is unknown: choose from {', '.join(NAMES)}")
     if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
         refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
     args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
@@ -137,73 +139,6 @@ def parse(argv):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     return args
-
-
-@contextlib.contextmanager
-def refusing(*errors):
-    """What these errors say becomes the sentence."""
-    try:
-        yield
-    except errors as error:
-        refuse(2, error)
-
-
-def quiet():
-    """No progress bars but on rank 0's terminal: in a log file they are noise."""
-    return os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
-
-
-def refuse(code, sentence):
-    """Leave with one sentence on standard error instead of a traceback."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train.py: {sentence}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def open_ranks(args):
-    """Device of this rank, its number, and how many there are; joins the process group under torchrun."""
-    rank, local_rank, world_size = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    kind = args.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if kind not in ("cpu", "cuda", "mps"):
-        refuse(2, f"--device {kind} is unknown: choose auto, cpu, cuda or mps")
-    if kind == "cuda" and not torch.cuda.is_available():
-        refuse(2, "--device cuda, but torch sees no GPU here: leave the flag out to train on the CPU")
-    if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        refuse(2, f"{local_rank + 1} ranks on this machine, but only {torch.cuda.device_count()} GPUs")
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    return device, rank, local_rank, world_size
-
-
-def load_data(args, local_rank):
-    """(train split, val split, class names, name). The first rank of a machine downloads, the others wait."""
-    if dist.is_initialized() and local_rank:
-        dist.barrier()
-    try:
-        if args.data_dir and not args.data_dir.is_dir():
-            raise FileNotFoundError(f"--data-dir {args.data_dir} is not a folder")
-        if args.dataset == "synthetic":
-            data = (*synthetic.load(), "synthetic")
-        else:
-            bar = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
-            data = (*cifar10.load(args.data_dir or Path(".cache"), bar), "cifar10")
-    except (OSError, ValueError) as error:
-        if not isinstance(error, FileNotFoundError) or args.dataset or args.data_dir:
-            refuse(4, error)
-        if os.environ.get("RANK", "0") == "0":
-            print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images", flush=True)
-        data = (*synthetic.load(), "synthetic")
-    if dist.is_initialized() and not local_rank:
-        dist.barrier()
-    return data
-
 
 
 @torch.no_grad()
@@ -222,52 +157,13 @@ def evaluate(model, split, context):
     return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
 
 
-def share_buffers(net):
-    """BatchNorm's statistics differ by rank: rank 0's are used for evaluation, and so they are all that is saved."""
-    if dist.is_initialized():
-        for buffer in net.buffers():
-            dist.broadcast(buffer, 0)
-
-
-def rerun(model, net, policy, injector, record):
-    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, without loss scale.
-
-    Without, because a gradient that overflows at scale 65536 only and not at 1 is calibration, not a fault.
-    """
-    def run_step(batch, fp32):
-        micro = next(i for i, kept in enumerate(record.batches) if kept is batch)
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
-            loss, _ = model(*batch)
-            loss = injector.loss(loss, micro)
-            loss.backward()
-            return loss, {name: p.grad for name, p in net.named_parameters()}
-
-    return run_step
-
-
-def replay(path):
-    """Examine the bad step in a capsule again, on this machine. 0 if the verdict is the recorded one."""
-    with refusing(ValueError, OSError, pickle.UnpicklingError):
-        capsule = autopsy.load_capsule(path)
-    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
-    net = MODELS[capsule["model_name"]][0](capsule["num_classes"])
-    amp_policy.keep_fp32(net, capsule["pinned"])
-    net = policy.prepare(net)
-    record = autopsy.unpack(capsule, net)
-    injector = guards.Injector(net, guards.parse_inject(capsule["inject"]), capsule["rank"])
-    injector.begin(capsule["step"])
-    run_step = rerun(Classifier(net, label_smoothing=capsule["label_smoothing"]), net, policy, injector, record)
-    report = autopsy.examine(run_step, record, net, state=capsule["optimizer"], num_classes=capsule["num_classes"],
-                             precision=policy.name)
-    print(f"{report}\nrecorded verdict: {capsule['report']['verdict']}, replayed on the CPU: {report.verdict}")
-    return int(report.verdict != capsule["report"]["verdict"])
-
-
 def main(argv=None):
     args, began = parse(argv), time.time()
     if args.replay:
-        return replay(args.replay)
-    device, rank, local_rank, world_size = open_ranks(args)
+        with refusing(ValueError, OSError, pickle.UnpicklingError):
+            return heal.replay(args.replay, MODELS, Classifier)
+    with refusing(ValueError):
+        device, rank, local_rank, world_size = join(args.device)
     cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {os.cpu_count()} cores"
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -277,7 +173,11 @@ def main(argv=None):
         torch.use_deterministic_algorithms(True)
 
     # Data and precision. Whatever cannot work is refused here, before anything is written.
-    train, val, classes, dataset = load_data(args, local_rank)
+    with refusing(OSError, ValueError, code=4), first_on_each_machine(local_rank):
+        progress = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
+        train, val, classes, dataset = load(args.dataset, args.data_dir, progress)
+    if dataset == "synthetic" != args.dataset and rank == 0:
+        print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images instead", flush=True)
     if args.num_classes not in (None, len(classes)):
         refuse(2, f"--num-classes {args.num_classes}, but {dataset} has {len(classes)} classes: leave the flag out")
     pieces = world_size * args.accum_steps
@@ -300,6 +200,8 @@ def main(argv=None):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
         injector = guards.Injector(net, guards.parse_inject(args.inject), rank)
+        if any(fault.where == "scale" for fault in injector.faults) and not policy.scales:
+            raise ValueError(f"--inject {args.inject}: there is no loss scale in {policy.name}")
     model = Classifier(net, label_smoothing=args.label_smoothing)
 
     # Length: a GPU gets the whole recipe, a CPU a run of minutes.
@@ -316,7 +218,8 @@ def main(argv=None):
     with refusing(ValueError):
         optimizer = optim.ClippedAdamW(
             optim.param_groups(net, args.weight_decay, lr_scale=args.lr_scale),
-            lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad, clip=args.clip_grad or None,
+            lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad,
+            clip=args.clip_grad or None, zclip=args.zclip,
             schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
             masters=None if policy.param_dtype is torch.float32 else policy.masters,
         )
@@ -340,10 +243,12 @@ def main(argv=None):
     facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "precision": policy.name,
              "world_size": world_size, "batch_size": args.batch_size, "seed": args.seed,
              "torch": str(torch.__version__)}
-    step, best, losses, healed, note = 0, -1.0, [0.0, 0], [], ""
+    step, best, losses, note = 0, -1.0, [0.0, 0], ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoint.Checkpoints(out_dir)
+        healer = heal.Healer(model, net, parts, guard, injector, checkpoints, device=device, rank=rank,
+                             num_classes=len(classes), max_cures=args.max_cures)
         found = checkpoints.newest() if args.resume == "auto" else None
         if args.resume not in ("auto", "none"):
             found = args.resume, checkpoint.load(args.resume)
@@ -357,7 +262,7 @@ def main(argv=None):
             for name, part in parts.items():
                 if part and state[name] is not None:
                     part.load_state_dict(state[name])
-            step, best, losses, healed = state["step"], state["best"], state["losses"], state["healed"]
+            step, best, losses, healer.healed = state["step"], state["best"], state["losses"], state["healed"]
             if rank < len(state["rng"]):
                 checkpoint.set_rng_state(state["rng"][rank], device)
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
@@ -393,13 +298,16 @@ def main(argv=None):
         rng = [checkpoint.rng_state(device)] * world_size
         if world_size > 1:
             dist.all_gather_object(rng, rng[0])
+        doubt = False
         if rank == 0:
             state = {name: part and part.state_dict() for name, part in parts.items()}
             state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
-                      "best": best, "losses": losses, "healed": healed}
+                      "best": best, "losses": losses, "healed": healer.healed}
             bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
             if bad:
+                doubt = True  # the next step will be rejected on every rank, and examined
                 record(event="save refused", step=step, tensors=bad)
+        return doubt
 
     def digest(verdict):
         """The host's side of a step: counts it, logs it, and decides whether to go on. The same on every rank."""
@@ -410,10 +318,13 @@ def main(argv=None):
         if verdict.accepted:
             losses[0], losses[1] = losses[0] + stats["loss"], losses[1] + 1
         else:
-            record(event="skip", step=verdict.step, reasons=verdict.reasons, rank=verdict.rank, **stats)
+            reasons = verdict.reasons or ("grad",)  # no flag was up: it was the gradient's norm
+            record(event="skip", step=verdict.step, reasons=reasons, rank=verdict.rank, **stats)
             hunt_until = verdict.step + 50
             if args.on_nonfinite == "stop" or guard.skipped_in_a_row >= args.max_skips:
                 status, code = "diverged", 3
+        for sentence in verdict.spikes:
+            record(event="spike", step=verdict.step, text=sentence)
         if verdict.signal:
             status, code = f"stopped by signal {verdict.signal}", 128 + verdict.signal
         if verdict.step % args.log_every == 0:
@@ -421,57 +332,12 @@ def main(argv=None):
             bar.set_postfix(loss=f"{stats['loss']:.3f}", acc1=f"{stats['acc1']:.1f}", lr=f"{stats['lr']:.1e}",
                             grad=f"{stats['grad_norm']:.2f}", scale=f"{stats['scale']:g}", skipped=guard.skipped)
 
-    def cure(finding):
-        """One rung of the ladder, the same on every rank, for a bad step that has been examined."""
-        nonlocal policy, scaler, status, code
-        counts[finding.verdict] += 1
-        if finding.verdict == "not reproducible":
-            if policy.scales and float(scaler.scale_tensor) > scaler.floor:
-                return  # finite without the loss scale: calibration
-            action = "passed over"
-            if counts[finding.verdict] >= 5:
-                status, code = "suspected hardware", 5
-        elif finding.verdict == "data":
-            action = "passed over"
-            if counts["data"] > max(3, 0.01 * step):
-                status, code = "bad data", 4
-        elif sum(counts.values()) - counts["data"] > args.max_cures:
-            action, status, code = "given up", "diverged", 3
-        elif finding.verdict == "precision" and finding.module and finding.module not in amp_policy.pinned(net):
-            amp_policy.keep_fp32(net, [finding.module])
-            guard.watch(net)
-            healed.append(finding.module)
-            action = f"{finding.module} is kept in fp32 from now on"
-        elif finding.verdict == "precision" and policy.autocasts:
-            caps = amp_policy.capabilities(device)
-            native = policy.name == "fp16" and amp_policy.choose_policy("auto", caps).name == "bf16"
-            policy = amp_policy.choose_policy("bf16" if native else "fp32", caps)
-            scaler = parts["scaler"] = amp_policy.LossScaler(device.type, enabled=policy.scales)
-            healed.append(policy.name)
-            action = f"no single module to keep in fp32: {policy.name} from now on"
-        else:
-            checkpoints.wait()
-            if world_size > 1:
-                dist.barrier()
-            state = checkpoint.load(checkpoints.last_good)
-            for name in ("model", "optimizer", "average"):
-                if parts[name]:
-                    parts[name].load_state_dict(state[name])
-            if finding.verdict == "divergence":
-                optimizer.lr_factor.mul_(0.5 ** counts["divergence"])
-            action = f"back to the weights of step {state['step']}, learning rate x {float(optimizer.lr_factor):g}"
-        record(event="cure", step=step, verdict=finding.verdict, module=finding.module, op=finding.op, action=action,
-               samples=finding.indices)
-        say(f"{finding}\n  -> {action}")
-
     status, code, scores, trained, busy = "done", 0, {}, 0, 0.0
-    counts, hunt_until = collections.Counter(), 0
-    if step == 0:
-        save()  # so that there always is a last_good to go back to
+    hunt_until, doubt = 0, step == 0 and save()  # the first save: there always is a last_good to go back to
     bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
     model.train()
     tick = time.time()
-    with checkpoint.StopSignals() as stop, bar:
+    with refusing(checkpoint.CheckpointError, code=1), checkpoint.StopSignals() as stop, bar:
         while step < total_steps and status == "done":
             step += 1
             images, labels = stream.at(step - 1)
@@ -488,18 +354,19 @@ def main(argv=None):
             injector.scale(scaler.scale_tensor)
             guard.open(step)
             guard.raise_flag("signal", stop.number)
+            guard.raise_flag("param", doubt)
 
             # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
             #    on the device and nothing else: leaving early would make the ranks average different steps.
             sums = dict.fromkeys(("loss", "acc1"), 0.0)
-            pieces = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
-            for i, (x, y) in enumerate(pieces):
+            micro_batches = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
+            for i, (x, y) in enumerate(micro_batches):
                 x, y = injector.input(x, i), injector.label(y, i)
                 if evidence:
                     evidence.keep(x, y, indices=stream.indices(step - 1).chunk(args.accum_steps)[i].tolist())
                 y = guard.see_batch(x, y)
                 share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
-                wait = world_size > 1 and i + 1 < len(pieces)
+                wait = world_size > 1 and i + 1 < len(micro_batches)
                 with ranks.no_sync() if wait else contextlib.nullcontext(), probes or contextlib.nullcontext():
                     with policy.autocast():
                         loss, metrics = ranks(x, y)
@@ -509,14 +376,19 @@ def main(argv=None):
                 sums["loss"] += loss.detach() * share
                 sums["acc1"] += metrics["acc1"].mean() * share
             injector.buffers()
-            if step % CHECK_EVERY == 0:
+            look = step % CHECK_EVERY == 0
+            if look:
                 guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
+            warnings = probes.warnings(float(scaler.scale_tensor)) if probes else []
+            for warning in warnings + (guards.first_step_checks(net, len(classes)) if step == 1 else []):
+                record(event="warning", step=step, text=warning)
+                say(f"step {step}: {warning}")
             # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
             #    them equal.
             bad = guard.decide()
             # 3. Unscale, measure, clip, skip and AdamW in one pass. Clipping before the verdict would turn one NaN
             #    into a model of NaNs; clipping before unscaling would compare the norm with 65536 times the limit.
-            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
+            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad, measure=look)
             # 4. Rejected: BatchNorm's statistics go back too. Accepted: the average moves. The schedule counts accepted
             #    updates only, the loss scale learns from both.
             guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
@@ -528,18 +400,17 @@ def main(argv=None):
             # 5. What happened reaches the host one step late: the device never waits for a question.
             verdict = guard.verdict()
             digest(verdict)
+            if look:
+                record(step=step, **{name: value for name, value in optimizer.statistics().items() if "/" in name})
             if evidence and not verdict.accepted and status == "done":
-                finding = autopsy.agree(autopsy.examine(
-                    rerun(model, net, policy, injector, evidence), evidence, net, state=dict(optimizer.adamw.state),
-                    num_classes=len(classes), precision=policy.name, scale=verdict.stats["scale"],
-                ))
-                if finding.rank == rank and not any(out_dir.glob(f"bad_step_*_rank{rank}.pt")):
-                    autopsy.save_capsule(
-                        out_dir / f"bad_step_{step}_rank{rank}.pt", evidence, finding, precision=policy.name,
-                        model_name=args.model, num_classes=len(classes), label_smoothing=args.label_smoothing,
-                        inject=args.inject, pinned=amp_policy.pinned(net), optimizer=optimizer.state_dict(),
-                    )
-                cure(finding)
+                finding = healer.examine(evidence, policy, model_name=args.model, inject=args.inject,
+                                        label_smoothing=args.label_smoothing)
+                policy, action, status, code = healer.cure(finding, policy)
+                scaler, doubt = parts["scaler"], False
+                if action:
+                    record(event="cure", step=step, verdict=finding.verdict, module=finding.module, op=finding.op,
+                           samples=finding.indices, action=action)
+                    say(f"{finding}\n  -> {action}")
 
             trained += args.batch_size
             bar.update()
@@ -571,7 +442,8 @@ def main(argv=None):
                 )
                 losses, tick = [0.0, 0], time.time()
             if (time_to_save and status == "done") or status.startswith("stopped"):
-                save()
+                doubt = save()
+            checkpoints.poll()
         checkpoints.wait()
 
     # The verdict
@@ -582,7 +454,7 @@ def main(argv=None):
     busy += time.time() - tick
     summary = {
         "status": status, "model": args.model, "dataset": dataset, "precision": policy.name, "steps": step,
-        "updates": int(optimizer.updates), "skipped": guard.skipped, "healed": healed,
+        "updates": int(optimizer.updates), "skipped": guard.skipped, "healed": healer.healed,
         **{name: round(value, 4) for name, value in scores.items()},
         "seconds": round(time.time() - began, 1), "images_per_second": round(trained / max(busy, 1e-9), 1),
         "peak_memory_mb": round(memory),
@@ -598,4 +470,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if "RANK" in os.environ:
+        os._exit(code)  # gloo's threads sometimes abort a process that has ended well
+    sys.exit(code)

@@ -1,6 +1,5 @@
 """The ladder, end to end through train.py: faults are planted, and the run names them, heals, and goes on."""
 
-import itertools
 import math
 
 import pytest
@@ -99,26 +98,3 @@ def test_a_capsule_replays_the_verdict(run, wide, capsys):
     assert train.main(["--replay", str(capsule)]) == 0
     printed = capsys.readouterr().out
     assert "in block (forward" in printed and "recorded verdict: precision, replayed on the CPU: precision" in printed
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The campaign
-
-PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
-FLAG = {"input": "input", "label": "label", "act": "loss", "loss": "loss", "param": "loss", "buffer": "buffer",
-        "optstate": "optstate"}
-
-
-@pytest.mark.parametrize(
-    ("where", "kind", "precision"),
-    list(itertools.product(PLACES, ("nan", "inf", "big"), ("fp32", "bf16", "O1", "O2"))),
-)
-def test_campaign(run, monkeypatch, where, kind, precision):
-    """One planted fault in step 6 of 10: survived, and nothing of it in what is saved."""
-    monkeypatch.setattr(train, "CHECK_EVERY", 1)
-    code, last, _, lines = run("--inject", f"{kind}:{where}@step=6", "--precision", precision, "--max-steps", 10,
-                               "--ckpt-every", 5)
-    assert (code, last["status"], last["steps"]) == (0, "done", 10), lines[-3:]
-    for name in ("last.pt", "last_good.pt", "best.pt"):
-        state = torch.load(run.folder / name, weights_only=True)
-        assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state)), name

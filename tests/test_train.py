@@ -190,7 +190,8 @@ batches.TrainBatches.at = at
 code = train.main(sys.argv[2:])
 state = {{name: t.clone() for name, t in nets[0].state_dict().items()}} if nets else {{}}
 torch.save(state, os.path.join(sys.argv[1], "rank" + os.environ.get("RANK", "0") + ".pt"))
-sys.exit(code)
+sys.stdout.flush()
+os._exit(code)
 """
 
 

@@ -1,0 +1,147 @@
+"""
+Heal: what to do about a bad step that keeps coming back. The ladder of responses, each rung bounded.
+
+A guard that only skips is a guard that stalls: when one module overflows in fp16 at every step, every step is skipped,
+the loss scale falls to its floor, and the run stands still without an error. So after a bad step the next bad one is
+examined (autopsy.py), and what is done depends on what it was:
+
+    precision          finite in fp32           that module runs in fp32 from now on; if there is no such module, or it
+                                                is in fp32 already: the run goes fp16 -> bf16 (native only) -> fp32
+    data               a bad input or label     the samples are named and passed over; over 1 % of the steps: exit 4
+    weights            bad before the step      back to last_good, past these batches
+    divergence         bad in fp32 too          the same, with half the learning rate
+    not reproducible   finite the second time   passed over; the fifth time: exit 5, suspect the hardware
+
+Finite at loss scale 1 and bad at 65536 is calibration, not a fault: nothing is done, the scale falls by itself.
+
+Every rank holds the same report (autopsy.agree) and takes the same turn. Like train.py this file is wiring: it knows
+the core files, and only train.py knows it. It is apart because the loop should be readable at one sitting.
+"""
+
+import collections
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+import amp_policy
+import autopsy
+import checkpoint
+import guards
+
+
+def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: guards.Injector,
+          evidence: autopsy.StepRecord):
+    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1."""
+
+    def run_step(batch, fp32):
+        micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
+        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+            loss, _ = model(*batch)
+            loss = injector.loss(loss, micro)
+            loss.backward()
+            return loss, {name: p.grad for name, p in net.named_parameters()}
+
+    return run_step
+
+
+class Healer:
+    """Examines bad steps and applies the cure. `parts`: what train.py trains, model, optimizer, scaler and average."""
+
+    def __init__(self, model: nn.Module, net: nn.Module, parts: dict, guard: guards.Guard, injector: guards.Injector,
+                 checkpoints: checkpoint.Checkpoints, *, device, rank: int, num_classes: int, max_cures: int):
+        self.model, self.net, self.parts, self.guard, self.injector = model, net, parts, guard, injector
+        self.checkpoints, self.device, self.rank = checkpoints, device, rank
+        self.num_classes, self.max_cures = num_classes, max_cures
+        self.healed: list[str] = []
+        self.counts: collections.Counter = collections.Counter()
+
+    def examine(self, evidence: autopsy.StepRecord, policy: amp_policy.Policy, **about) -> autopsy.Report:
+        """What was wrong with the recorded step; the first time on the guilty rank, a capsule of it is written too."""
+        optimizer, scaler = self.parts["optimizer"], self.parts["scaler"]
+        report = autopsy.agree(autopsy.examine(
+            rerun(self.model, self.net, policy, self.injector, evidence), evidence, self.net,
+            state=dict(optimizer.adamw.state), num_classes=self.num_classes, precision=policy.name,
+            scale=float(scaler.scale_tensor),
+        ))
+        folder = Path(self.checkpoints.last).parent
+        if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
+            autopsy.save_capsule(
+                folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, precision=policy.name,
+                num_classes=self.num_classes, pinned=amp_policy.pinned(self.net), optimizer=optimizer.state_dict(),
+                **about,
+            )
+        return report
+
+    def calibrates(self, report: autopsy.Report) -> bool:
+        scaler = self.parts["scaler"]
+        return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
+
+    def cure(self, report: autopsy.Report, policy: amp_policy.Policy) -> tuple[amp_policy.Policy, str, str, int]:
+        """(the policy from now on, what was done, status, exit code); a demotion also puts a new scaler into parts."""
+        verdict, module = report.verdict, report.module
+        if self.calibrates(report):
+            return policy, "", "done", 0
+        self.counts[verdict] += 1
+        if verdict == "not reproducible":
+            return policy, "passed over", *(("suspected hardware", 5) if self.counts[verdict] >= 5 else ("done", 0))
+        if verdict == "data":
+            many = self.counts[verdict] > max(3, 0.01 * report.step)
+            return policy, "passed over", *(("bad data", 4) if many else ("done", 0))
+        if self.counts.total() - self.counts["data"] > self.max_cures:
+            return policy, f"given up after {self.max_cures} cures", "diverged", 3
+        if verdict == "precision" and module and module not in amp_policy.pinned(self.net):
+            amp_policy.keep_fp32(self.net, [module])
+            self.guard.watch(self.net)
+            self.healed.append(module)
+            return policy, f"{module} is kept in fp32 from now on", "done", 0
+        if verdict == "precision" and policy.autocasts:
+            return *self.demote(policy), "done", 0
+        return policy, self.rewind(0.5 if verdict == "divergence" else 1.0), "done", 0
+
+    def demote(self, policy: amp_policy.Policy) -> tuple[amp_policy.Policy, str]:
+        """fp16 -> bf16 where the chip has it -> fp32."""
+        capabilities = amp_policy.capabilities(self.device)
+        native = policy.name == "fp16" and amp_policy.choose_policy("auto", capabilities).name == "bf16"
+        policy = amp_policy.choose_policy("bf16" if native else "fp32", capabilities)
+        self.parts["scaler"] = amp_policy.LossScaler(self.device.type, enabled=policy.scales)
+        self.healed.append(policy.name)
+        return policy, f"no single module is left to keep in fp32: the run goes on in {policy.name}"
+
+    def rewind(self, factor: float) -> str:
+        """Weights, moments and average of last_good; the data goes on where it is."""
+        self.checkpoints.wait()
+        if dist.is_initialized():
+            dist.barrier()
+        state = checkpoint.load(self.checkpoints.last_good)
+        optimizer = self.parts["optimizer"]
+        factor *= float(optimizer.lr_factor)
+        for name in ("model", "optimizer", "average"):
+            if self.parts[name]:
+                self.parts[name].load_state_dict(state[name])
+        optimizer.lr_factor.fill_(factor)
+        return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
+
+
+def replay(path: str | Path, models: dict, classifier) -> int:
+    """Examine the step in a capsule again, on the CPU, and print both verdicts; 0 if they agree.
+
+    `models`: name -> (builder, ...) as in train.py; `classifier`: wraps the network, called with label_smoothing.
+    """
+    capsule = autopsy.load_capsule(path)
+    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
+    net = models[capsule["model_name"]][0](capsule["num_classes"])
+    if capsule["pinned"]:
+        amp_policy.keep_fp32(net, capsule["pinned"])
+    net = policy.prepare(net)
+    evidence = autopsy.unpack(capsule, net)
+    injector = guards.Injector(net, guards.parse_inject(capsule["inject"]), capsule["rank"])
+    injector.begin(evidence.step)
+    model = classifier(net, label_smoothing=capsule["label_smoothing"])
+    report = autopsy.examine(
+        rerun(model, net, policy, injector, evidence), evidence, net,
+        state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name,
+    )
+    recorded = capsule["report"]["verdict"]
+    print(f"{report}\nrecorded verdict: {recorded}, replayed on the CPU: {report.verdict}")
+    return int(report.verdict != recorded)

@@ -1,0 +1,140 @@
+"""
+The fault campaign: every place x every kind x every precision, one fault a run, in one process and on one rank of two.
+
+    python tests/campaign.py            one process; prints the table and writes bench/results/campaign-1.json
+    torchrun --standalone --nproc_per_node=2 tests/campaign.py          the fault on rank 1 only; campaign-2.json
+
+A cell holds when the step with the fault was rejected for the right reason (or the fault provably did no harm), nothing
+non-finite is in any file, and the run went on to its end. tests/test_campaign.py asserts it of every cell.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import guards  # noqa: E402
+import train  # noqa: E402
+from data import cifar10, synthetic  # noqa: E402
+
+PLACES, KINDS, PRECISIONS = guards.PLACES, guards.KINDS, ("fp32", "bf16", "O1", "O2")
+CELLS = list(itertools.product(PLACES, KINDS, PRECISIONS))
+STEP, STEPS = 6, 12
+# Where each fault first shows. A parameter's and an activation's are seen through what they do to the loss or gradient.
+SEEN_AS = {
+    "input": {"input"}, "label": {"label"}, "act": {"loss", "grad", "buffer"}, "loss": {"loss"}, "grad": {"grad"},
+    "param": {"param"}, "buffer": {"buffer"}, "optstate": {"optstate"}, "scale": {"grad"},
+}
+
+
+def build(classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(),
+                               torch.nn.Linear(16, classes))
+
+
+def prepare():
+    """A small network and few images; all state is looked at in every step, as a bad moment must not reach a weight."""
+    recipe = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 32, "label_smoothing": 0.0}
+    train.MODELS["campaign"] = build, recipe
+    train.CHECK_EVERY = 1
+    images, labels = synthetic.draw(0, 240, seed=1)
+    data = (images[:200], labels[:200]), (images[200:], labels[200:]), list(range(10))
+    cifar10.load = lambda *args: data
+    train.report.draw_curves = lambda path: None
+    dist.destroy_process_group = lambda: None
+
+
+def run_cell(where, kind, precision, folder, rank=None):
+    """One run; on rank 0 the outcome as a dict, elsewhere {}."""
+    spec = f"{kind}:{where}@step={STEP}" + ("" if rank is None else f",rank={rank}")
+    out, err = io.StringIO(), io.StringIO()
+    arguments = ["--model", "campaign", "--dataset", "cifar10", "--precision", precision, "--inject", spec, "--device",
+                 "cpu", "--max-steps", str(STEPS), "--ckpt-every", "5", "--log-every", "1", "--out-dir", str(folder)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = train.main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+    if int(os.environ.get("RANK", "0")):
+        return {}
+    cell = {"where": where, "kind": kind, "precision": precision, "code": code, "error": err.getvalue().strip()}
+    if code == 2:
+        return cell
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    skips = [line for line in lines if line.get("event") == "skip"]
+    files = [path for path in folder.glob("*.pt") if "bad_step" not in path.name]
+    states = {path.name: torch.load(path, weights_only=True) for path in files}
+    return cell | {
+        "summary": json.loads(out.getvalue().strip().splitlines()[-1]),
+        "skipped": [line["step"] for line in skips],
+        "reasons": sorted({reason for line in skips for reason in line["reasons"]}),
+        "rank": skips[0]["rank"] if skips else None,
+        "cures": [line["verdict"] for line in lines if line.get("event") == "cure"],
+        "bad_files": [name for name, state in states.items()
+                      if not all(torch.isfinite(t).all() for _, t in guards.named_floats(state))],
+    }
+
+
+def judge(cell):
+    """"" if the cell holds, "n/a: why" if it cannot exist, else what is wrong."""
+    where, kind, precision = cell["where"], cell["kind"], cell["precision"]
+    if where == "scale" and precision in ("fp32", "bf16"):
+        return "n/a: no loss scale" if cell["code"] == 2 and "no loss scale" in cell["error"] else "not refused"
+    if cell["code"] != 0:
+        return f"exit code {cell['code']}"
+    if cell["bad_files"]:
+        return f"non-finite numbers in {cell['bad_files']}"
+    if cell["summary"]["updates"] + len(cell["skipped"]) < STEPS and not cell["cures"]:
+        return "updates are missing"
+    if not cell["skipped"]:  # the fault did no harm: every number it led to was finite, in the files too
+        return "" if kind == "big" else "not caught"
+    if cell["skipped"][0] != STEP:
+        return f"caught at step {cell['skipped'][0]}, planted at {STEP}"
+    half_big = (where, kind, precision) == ("param", "big", "O2")  # 6e4 is a lawful fp16 weight: its effect is seen
+    if not set(cell["reasons"]) & SEEN_AS["act" if half_big else where]:
+        return f"named {cell['reasons']}, expected one of {sorted(SEEN_AS[where])}"
+    healed_by_masters = where == "param" and precision == "O2" and not cell["cures"]  # the half copy is rewritten
+    if where in ("param", "optstate") and cell["cures"] != ["weights"] and not healed_by_masters:
+        return f"attributed as {cell['cures']}, expected weights"
+    if len(cell["skipped"]) > 3:
+        return f"{len(cell['skipped'])} steps lost"
+    return ""
+
+
+def main():
+    prepare()
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with tempfile.TemporaryDirectory() as folder:
+        cells = [run_cell(*cell, Path(folder) / f"{rank * (ranks > 1)}-{i}" if rank else Path(folder) / str(i),
+                          rank=1 if ranks > 1 else None) for i, cell in enumerate(CELLS)]
+    if rank == 0:
+        print(f"{'fault':<16}" + "".join(f"{p:>14}" for p in PRECISIONS))
+        outcome = {(c["where"], c["kind"], c["precision"]): judge(c) for c in cells}
+        for where, kind in itertools.product(PLACES, KINDS):
+            words = [outcome[where, kind, p] for p in PRECISIONS]
+            print(f"{kind + ' ' + where:<16}" + "".join(f"{w.split(':')[0] or 'holds':>14}" for w in words))
+        broken = {" ".join(key): why for key, why in outcome.items() if why and not why.startswith("n/a")}
+        target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / f"campaign-{ranks}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{**c, "holds": judge(c)} for c in cells]
+        target.write_text(json.dumps({"ranks": ranks, "torch": str(torch.__version__), "cells": rows}, indent=0))
+        print(json.dumps({"ranks": ranks, "cells": len(cells), "holds": sum(not w for w in outcome.values()),
+                          "cannot exist": sum(w.startswith("n/a") for w in outcome.values()), "broken": broken}))
+        return int(bool(broken))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # gloo sometimes aborts a process that has ended well
