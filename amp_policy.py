@@ -17,7 +17,8 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
 
     operation                                                    CUDA      CPU
     linear matmul bmm conv scaled_dot_product_attention          half      half
-    softmax log_softmax layer_norm group_norm rms_norm           fp32      as it comes
+    softmax log_softmax layer_norm group_norm                    fp32      as it comes
+    rms_norm, of which torch 2.9's CUDA list knows nothing       fp32      as it comes
     exp log pow rsqrt sum norm logsumexp cumsum interpolate      fp32      as it comes
     cross_entropy nll mse l1 smooth_l1 huber kl_div              fp32      fp32
     batch_norm mean gelu relu sigmoid add mul, 2-D pooling       as it comes, on both
@@ -69,7 +70,6 @@ HALF = (F16, BF16)
 
 # --- The levels, as data
 
-
 @dataclass(frozen=True)
 class Policy:
     """One level, bound to a device type. `str(policy)` is its name and the reason for choosing it."""
@@ -106,7 +106,7 @@ class Policy:
             return net
         for module in net.modules() if self.norms_fp32 else ():
             if "Norm" in type(module).__name__ and not any(module.children()):  # a `PreNorm` with children is no norm
-                _pin(module)
+                _pin(module, by_name=False)
         kept = {id(t) for m in net.modules() if _is_pinned(m) for t in (*m.parameters(), *m.buffers())}
         for module in net.modules():
             own = list(module.parameters(recurse=False))
@@ -173,7 +173,6 @@ def _tf32_off() -> Iterator[None]:
 
 
 # --- Choosing a level
-
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -269,7 +268,6 @@ def _auto(caps: Capabilities, self_test: Callable[[str, torch.dtype], str]) -> t
 
 # --- fp32 islands
 
-
 def keep_fp32(net: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Pin every module whose name or type name matches a pattern (fnmatch): it computes in fp32 from now on.
 
@@ -277,7 +275,7 @@ def keep_fp32(net: nn.Module, patterns: Iterable[str]) -> list[str]:
     gradient back. The output has the dtype that the caller would have had: half if the first floating input was half,
     or from a matmul module under autocast; else fp32. Losses and scalars are never lowered. Only `forward` changes, on
     the instance: parameters and state_dict keys stay, DDP, optimizer and checkpointed blocks do not notice, deepcopy
-    rebinds it, and compiled code is dropped so that a module pinned later counts too.
+    rebinds it, and compiled code guards on it, so a module pinned later counts too.
 
     Returns names without DDP's and compile's prefixes. ValueError if a pattern matches nothing. Not reached: code that
     takes `module.weight` without calling the module; pin its owner. At level tf32 the matmuls of an island are TF32.
@@ -289,20 +287,17 @@ def keep_fp32(net: nn.Module, patterns: Iterable[str]) -> list[str]:
             raise ValueError(f"keep_fp32: no module matches {pattern!r}; there are {', '.join(list(named)[1:6])}, ...")
         names += [n for n in hits if n not in names]
     for name in names:
-        _pin(named[name])
-        named[name].pinned_by_name = True
-    if names and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        _pin(named[name], by_name=True)
     return names
 
 
 def pinned(net: nn.Module) -> list[str]:
     """The names pinned by `keep_fp32` so far: for the checkpoint, and for `keep_fp32` again on a resume."""
-    return [n for n, m in _named(net).items() if hasattr(m, "pinned_by_name")]
+    return [n for n, m in _named(net).items() if getattr(m, "fp32_island", False)]
 
 
 def _bare(net: nn.Module) -> nn.Module:
-    while isinstance(net, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or "_orig_mod" in net._modules:
+    while isinstance(net, nn.parallel.DistributedDataParallel) or "_orig_mod" in net._modules:
         net = next(net.children())
     return net
 
@@ -311,17 +306,18 @@ def _named(net: nn.Module) -> dict[str, nn.Module]:
     return {n.replace("_orig_mod.", ""): m for n, m in _bare(net).named_modules()}
 
 
-def _pin(module: nn.Module) -> None:
+def _pin(module: nn.Module, by_name: bool) -> None:
     if "forward" in vars(module) and not _is_pinned(module):
         raise ValueError(f"cannot pin a {type(module).__name__} whose forward has already been replaced by others")
     module.forward = types.MethodType(_island_forward, module)  # a bound method, so that copy.deepcopy rebinds it
+    module.fp32_island = by_name or getattr(module, "fp32_island", False)  # False: by the level, for its norms
     for buffer in module.buffers():  # for good: statistics updated in a copy would be lost
         if buffer.dtype in HALF:
             buffer.data = buffer.data.float()
 
 
 def _is_pinned(module: nn.Module) -> bool:
-    return getattr(vars(module).get("forward"), "__func__", None) is _island_forward
+    return hasattr(module, "fp32_island")  # a plain attribute: dynamo (2.9) misreads vars(module)
 
 
 def _cast(nest, dtype: torch.dtype):
@@ -354,7 +350,6 @@ def _island_forward(self: nn.Module, *args, **kwargs):
 
 
 # --- Evaluation in fp32, and how far the training precision is from it
-
 
 @contextlib.contextmanager
 def fp32_eval(net: nn.Module, masters: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
@@ -469,7 +464,6 @@ def _watched(net: nn.Module, images: Tensor, labels: Tensor, context) -> tuple[T
 
 # --- Loss scaling with a floor
 
-
 class LossScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` (same arguments, calls and checkpoint keys) that cannot collapse.
 
@@ -526,7 +520,8 @@ class LossScaler(torch.amp.GradScaler):
         clean = torch.where(bad, 0, self._growth_tracker + 1)
         grow = clean >= self._growth_interval
         factor = torch.where(bad & (patience == 0), self._backoff_factor, torch.where(grow, self._growth_factor, 1.0))
-        scale.mul_(factor).clamp_(self.floor, self.ceiling)
+        lawful = (scale >= self.floor) & (scale <= self.ceiling)  # False for NaN: a corrupted scale starts afresh
+        scale.copy_(torch.where(lawful, scale, self._init_scale) * factor).clamp_(self.floor, self.ceiling)
         self._growth_tracker.copy_(torch.where(grow, 0, clean))
         self._patience = torch.where(grow, self.hysteresis, patience)
         self.skipped = bad.float()
@@ -555,7 +550,6 @@ class LossScaler(torch.amp.GradScaler):
 
 # --- Refusals
 
-
 def refuse(policy: Policy, parameters: Iterable[Tensor], *, eps: float, beta2: float, masters: bool) -> None:
     """Raise ValueError, in one sentence, on Adam settings that cannot work. Call it after `policy.prepare`.
 
@@ -574,7 +568,6 @@ def refuse(policy: Policy, parameters: Iterable[Tensor], *, eps: float, beta2: f
 
 
 # --- python amp_policy.py
-
 
 class _Tiny(nn.Module):
     def __init__(self) -> None:

@@ -56,6 +56,12 @@ class Healer:
         self.healed: list[str] = []
         self.counts: collections.Counter = collections.Counter()
 
+    def state_dict(self) -> dict:
+        return {"healed": list(self.healed), "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.healed, self.counts = list(state["healed"]), collections.Counter(state["counts"])
+
     def examine(self, evidence: autopsy.StepRecord, policy: amp_policy.Policy, **about) -> autopsy.Report:
         """What was wrong with the recorded step; the first time on the guilty rank, a capsule of it is written too."""
         optimizer, scaler = self.parts["optimizer"], self.parts["scaler"]

@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
 
     grad_norm: Tensor  # global 2-norm, loss scale removed, before clipping; NaN and inf are shown as they are
     found_inf: Tensor  # 1. = rejected, nothing was written; 0. = accepted
-    lr: Tensor  # of the first group
+    lr: Tensor  # of this step, before a group's own lr_scale
     clip_coef: Tensor  # the gradients' factor, <= 1; 0. when rejected
 
 
@@ -201,6 +201,7 @@ class ClippedAdamW:
         self.clip, self.zclip = clip, zclip
         device = self.params[0].device
         self.schedule = torch.ones(1, device=device) if schedule is None else schedule.to(device, torch.float32)
+        self.peak_lr = lr
         self.base_lrs = torch.tensor([lr * g["lr_scale"] for g in self.param_groups], device=device)
         self.lr_factor = torch.ones((), device=device)  # a cure lowers it: optimizer.lr_factor.mul_(0.5)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # accepted steps
@@ -283,7 +284,7 @@ class ClippedAdamW:
         self._sums[0] += torch.where(bad, self._one_rejected, torch.stack([norm, norm * coef, good, bad]))
         if before is not None:
             self._record(*before, bad)
-        return StepResult(norm, found_inf, lrs[0], coef)
+        return StepResult(norm, found_inf, multiplier * self.peak_lr, coef)
 
     def _adamw_step(self, found_inf: Tensor, divisor: Tensor | None) -> None:
         if self.adamw is None:

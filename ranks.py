@@ -92,6 +92,16 @@ def first_on_each_machine(local_rank: int) -> Iterator[None]:
         dist.barrier()
 
 
+def agreed(value: object) -> object:
+    """Rank 0's value, on every rank; no rank leaves this before rank 0 has come, nor rank 0 before all have."""
+    if not dist.is_initialized():
+        return value
+    dist.barrier()
+    holder = [value]
+    dist.broadcast_object_list(holder, 0)
+    return holder[0]
+
+
 def share_buffers(net: nn.Module) -> None:
     """Give every rank rank 0's buffers: BatchNorm's statistics differ, and one set has to be evaluated and saved."""
     if dist.is_initialized():

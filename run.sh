@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # bash run.sh [ARGUMENTS]   sets up what is missing and trains: the arguments are train.py's (bash run.sh --help)
 # bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests: the arguments are pytest's
+# bash run.sh failures      the published failures: as they happened, guarded, cured
+# bash run.sh bench         what safety costs, and a hundred kills; raw files go to bench/results
+# bash run.sh gpu           the tests that need CUDA, and the benches, on a GPU
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -35,9 +38,21 @@ case ${1:-} in
     "$python" -m ruff check .
     exec "$python" -m pytest -q "$@"
     ;;
-  failures | bench | gpu)
-    echo "run.sh: '$1' is not built yet" >&2
-    exit 2
+  failures)
+    set_up tqdm requirements.txt
+    exec "$python" "$here/failures/run_all.py"
+    ;;
+  bench)
+    set_up tqdm requirements.txt
+    for bench in guard_cost optim_step adam_in_half kill_resume; do "$python" "$here/bench/$bench.py"; done
+    ;;
+  gpu)
+    set_up "pytest, ruff, matplotlib" requirements-dev.txt
+    cd "$here"
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+      { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
+    "$python" -m pytest -q -k cuda
+    for bench in guard_cost optim_step; do "$python" "bench/$bench.py"; done
     ;;
   *)
     set_up tqdm requirements.txt

@@ -45,7 +45,7 @@ import report
 from data import NAMES, batches, load
 from models import cifarnet
 from models.classifier import Classifier
-from ranks import first_on_each_machine, join, quiet, refuse, refusing, share_buffers
+from ranks import agreed, first_on_each_machine, join, quiet, refuse, refusing, share_buffers
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 
@@ -236,14 +236,16 @@ def main(argv=None):
 
     # Where to write, and what to go on from
     out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out_dir = Path(agreed(str(out_dir)))  # the clock may tick between two ranks
     if args.resume == "none" and (out_dir / "metrics.jsonl").exists():
         refuse(2, f"--out-dir {out_dir} holds another run: name a new folder, or go on with --resume auto")
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
+    agreed(None)  # nobody writes before everybody has looked
     facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "precision": policy.name,
              "world_size": world_size, "batch_size": args.batch_size, "seed": args.seed,
              "torch": str(torch.__version__)}
-    step, best, losses, note = 0, -1.0, [0.0, 0], ""
+    step, best, losses, hunt_until, note = 0, -1.0, [0.0, 0], 0, ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoint.Checkpoints(out_dir)
@@ -262,7 +264,8 @@ def main(argv=None):
             for name, part in parts.items():
                 if part and state[name] is not None:
                     part.load_state_dict(state[name])
-            step, best, losses, healer.healed = state["step"], state["best"], state["losses"], state["healed"]
+            step, best, losses, hunt_until = state["step"], state["best"], state["losses"], state["hunt_until"]
+            healer.load_state_dict(state["healer"])
             if rank < len(state["rng"]):
                 checkpoint.set_rng_state(state["rng"][rank], device)
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
@@ -302,7 +305,7 @@ def main(argv=None):
         if rank == 0:
             state = {name: part and part.state_dict() for name, part in parts.items()}
             state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
-                      "best": best, "losses": losses, "healed": healer.healed}
+                      "best": best, "losses": losses, "hunt_until": hunt_until, "healer": healer.state_dict()}
             bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
             if bad:
                 doubt = True  # the next step will be rejected on every rank, and examined
@@ -332,23 +335,42 @@ def main(argv=None):
             bar.set_postfix(loss=f"{stats['loss']:.3f}", acc1=f"{stats['acc1']:.1f}", lr=f"{stats['lr']:.1e}",
                             grad=f"{stats['grad_norm']:.2f}", scale=f"{stats['scale']:g}", skipped=guard.skipped)
 
+    def check_up(probes):
+        """What is too dear for every step, between the last backward and the decision: all weights and all moments."""
+        guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
+        warnings = guards.first_step_checks(net, len(classes)) if step == 1 else []
+        if probes:
+            probes.detach()
+            warnings += probes.warnings(float(scaler.scale_tensor))
+        for warning in warnings:
+            record(event="warning", step=step, text=warning)
+            say(f"step {step}: {warning}")
+
     status, code, scores, trained, busy = "done", 0, {}, 0, 0.0
-    hunt_until, doubt = 0, step == 0 and save()  # the first save: there always is a last_good to go back to
+    doubt = step == 0 and save()  # the first save: there always is a last_good to go back to
     bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
     model.train()
     tick = time.time()
     with refusing(checkpoint.CheckpointError, code=1), checkpoint.StopSignals() as stop, bar:
         while step < total_steps and status == "done":
             step += 1
+            injector.begin(step)
             images, labels = stream.at(step - 1)
+            images, labels = injector.input(images), injector.label(labels)
+            micro_batches = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
             evidence = None
             if args.on_nonfinite == "heal":  # after a bad step record the next ones, and read their verdicts at once
                 if guard.lag != (step > hunt_until):
                     digest(guard.flush())
                     guard.lag = step > hunt_until
-                evidence = None if guard.lag else autopsy.StepRecord(step, net, rank=rank)
+                if not guard.lag:
+                    evidence = autopsy.StepRecord(step, net, rank=rank)
+                    where = stream.indices(step - 1).chunk(args.accum_steps)
+                    for batch, indices in zip(micro_batches, where, strict=True):
+                        evidence.keep(*batch, indices=indices.tolist())
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
-            injector.begin(step)
+            if probes:
+                probes.attach()
             injector.params()
             injector.optstate(optimizer.adamw.state)
             injector.scale(scaler.scale_tensor)
@@ -359,15 +381,11 @@ def main(argv=None):
             # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
             #    on the device and nothing else: leaving early would make the ranks average different steps.
             sums = dict.fromkeys(("loss", "acc1"), 0.0)
-            micro_batches = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
             for i, (x, y) in enumerate(micro_batches):
-                x, y = injector.input(x, i), injector.label(y, i)
-                if evidence:
-                    evidence.keep(x, y, indices=stream.indices(step - 1).chunk(args.accum_steps)[i].tolist())
                 y = guard.see_batch(x, y)
                 share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
                 wait = world_size > 1 and i + 1 < len(micro_batches)
-                with ranks.no_sync() if wait else contextlib.nullcontext(), probes or contextlib.nullcontext():
+                with ranks.no_sync() if wait else contextlib.nullcontext():
                     with policy.autocast():
                         loss, metrics = ranks(x, y)
                     loss = injector.loss(loss, i)
@@ -377,12 +395,8 @@ def main(argv=None):
                 sums["acc1"] += metrics["acc1"].mean() * share
             injector.buffers()
             look = step % CHECK_EVERY == 0
-            if look:
-                guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
-            warnings = probes.warnings(float(scaler.scale_tensor)) if probes else []
-            for warning in warnings + (guards.first_step_checks(net, len(classes)) if step == 1 else []):
-                record(event="warning", step=step, text=warning)
-                say(f"step {step}: {warning}")
+            if look or probes or step == 1:
+                check_up(probes)
             # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
             #    them equal.
             bad = guard.decide()
@@ -427,6 +441,13 @@ def main(argv=None):
                         *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
                     )
                     scores = evaluate(model, split, precise)
+                    if policy.dtype is not torch.float32 and rank == 0:  # a model may train well and evaluate to NaN
+                        some = stream.normalize(val[0][:250]), val[1][:250]
+                        gap = amp_policy.disagreement(model, *some, policy, masters)
+                        scores |= {"amp_changed": gap.changed, "amp_nonfinite": gap.nonfinite}
+                        if gap.parted:
+                            record(event="warning", step=step, text=f"{policy.name} and fp32 evaluation differ: {gap}")
+                            say(f"step {step}: {policy.name} and fp32 evaluation differ: {gap}")
                     if scores["val_acc1"] > best:
                         best = scores["val_acc1"]
                         if rank == 0:
@@ -455,7 +476,7 @@ def main(argv=None):
     summary = {
         "status": status, "model": args.model, "dataset": dataset, "precision": policy.name, "steps": step,
         "updates": int(optimizer.updates), "skipped": guard.skipped, "healed": healer.healed,
-        **{name: round(value, 4) for name, value in scores.items()},
+        **{name: round(value, 4) for name, value in scores.items() if name.startswith("val_")},
         "seconds": round(time.time() - began, 1), "images_per_second": round(trained / max(busy, 1e-9), 1),
         "peak_memory_mb": round(memory),
     }

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -114,10 +115,10 @@ def judge(cell):
 def main():
     prepare()
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with tempfile.TemporaryDirectory() as folder:
-        cells = [run_cell(*cell, Path(folder) / f"{rank * (ranks > 1)}-{i}" if rank else Path(folder) / str(i),
-                          rank=1 if ranks > 1 else None) for i, cell in enumerate(CELLS)]
+    folder = Path(tempfile.gettempdir()) / f"campaign-{os.getppid()}"  # the same on both ranks: torchrun is the parent
+    cells = [run_cell(*cell, folder / str(i), rank=1 if ranks > 1 else None) for i, cell in enumerate(CELLS)]
     if rank == 0:
+        shutil.rmtree(folder)
         print(f"{'fault':<16}" + "".join(f"{p:>14}" for p in PRECISIONS))
         outcome = {(c["where"], c["kind"], c["precision"]): judge(c) for c in cells}
         for where, kind in itertools.product(PLACES, KINDS):

@@ -34,6 +34,11 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 both_devices = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
+def skip_emulated(device, dtype):
+    if device == "cuda" and dtype is BF16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU only emulates bfloat16")
+
+
 def policy_for(name, device="cpu"):
     return choose_policy(name, Capabilities(device))
 
@@ -158,6 +163,7 @@ def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, flags, mkldn
 @both_devices
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_the_self_test_passes_sound_hardware(device, dtype):
+    skip_emulated(device, dtype)
     state = torch.get_rng_state()
     assert self_test(device, dtype) == ""
     assert torch.equal(torch.get_rng_state(), state)
@@ -197,6 +203,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_every_level_has_in_a_real_step_the_dtypes_it_promises(monkeypatch, device, name):
     policy, seen = policy_for(name, device), {}
+    skip_emulated(device, policy.dtype)
     net = policy.prepare(Net().to(device))
     for part in ("conv", "fc"):
         getattr(net, part).register_forward_hook(lambda m, a, out, part=part: seen.update({part: out.dtype}))
@@ -309,10 +316,13 @@ OPS = {  # the docstring's table: operation -> (on CUDA, on CPU) from half input
 @both_devices
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_the_table_of_operations_in_the_docstring_is_true(device, dtype):
+    skip_emulated(device, dtype)
     x = torch.rand(4, 4, device=device, dtype=dtype)
     wrong = []
     with torch.autocast(device, dtype=dtype):
         for name, (op, on_cuda, on_cpu) in OPS.items():
+            if name == "rms_norm" and device == "cuda" and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+                continue
             want = {"half": dtype, "fp32": F32}[on_cuda if device == "cuda" else on_cpu]
             wrong += [(name, op(x).dtype)] if op(x).dtype is not want else []
     assert wrong == []
@@ -376,6 +386,14 @@ def test_a_pinned_loss_is_not_lowered_and_integers_and_keywords_pass():
     loss = nn.CrossEntropyLoss(reduction="none")
     keep_fp32(loss, ["CrossEntropyLoss"])
     assert loss(torch.randn(3, 4).half(), torch.tensor([0, 1, 3])).dtype is F32
+
+    class Scalar(nn.Module):
+        def forward(self, x):
+            return x.sum()
+
+    scalar = Scalar()
+    keep_fp32(scalar, ["Scalar"])
+    assert scalar(torch.full((2, 40000), 1.0).half()) == 80000.0  # inf, had it been lowered
     embedding = nn.Embedding(1000, 4)
     keep_fp32(embedding, ["*"])
     assert torch.equal(embedding(torch.tensor([999]))[0], embedding.weight[999])
@@ -456,13 +474,16 @@ def test_islands_compile_without_a_graph_break(level):
 
 def test_a_module_pinned_after_compile_counts():
     net = nn.Sequential(nn.Linear(8, 8), Hot())
-    nn.init.ones_(net[0].weight)
+    nn.init.constant_(net[0].weight, 1 / 3)
     compiled = torch.compile(net, backend="eager", fullgraph=True)
     x = 4 + torch.rand(2, 8)
     with torch.autocast("cpu", dtype=F16):
         assert compiled(x).isinf().any()
         assert keep_fp32(compiled, ["1"]) == ["1"]  # the name has no "_orig_mod."
-        assert compiled(x).isfinite().all()
+        before = compiled(x)
+        assert before.isfinite().all()
+        keep_fp32(compiled, ["0"])  # a module of torch's own, which dynamo knows
+        assert torch.equal(compiled(x), net(x)) and not torch.equal(compiled(x), before)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -534,6 +555,7 @@ class Stubborn(nn.Module):
 
 @both_devices
 def test_a_nested_autocast_cannot_win_inside_fp32_eval(device):
+    skip_emulated(device, BF16)
     net, x = Stubborn(device).to(device), torch.randn(4, 8, device=device)
     half = net(x)
     weight, bias = (p.double() for p in net.fc.parameters())
@@ -549,9 +571,9 @@ def test_a_nested_autocast_cannot_win_inside_fp32_eval(device):
 
 def test_a_compiled_model_with_its_own_autocast_cannot_win_either():
     net, x = Stubborn("cpu"), torch.randn(4, 8)
-    compiled = torch.compile(net, backend="eager")
+    compiled = torch.compile(net, backend="aot_eager")  # traces the casts into the graph, as inductor does
     half = compiled(x)
-    with fp32_eval(compiled), torch.no_grad():
+    with fp32_eval(compiled):
         assert compiled(x).dtype is F32
     assert half.dtype is BF16 and torch.equal(compiled(x), half)
 
@@ -847,9 +869,9 @@ def test_the_bound_on_beta2_is_where_bfloat16_stops_decaying(beta2, decays):
 # CUDA only
 
 
-def matmul_error(net=None):
-    draw = torch.Generator("cuda").manual_seed(0)
-    a, b = torch.randn(2, 512, 512, device="cuda", generator=draw)
+def fp32_errors():
+    """Relative errors of an fp32 matmul and an fp32 convolution, against float64."""
+    a, b = torch.randn(2, 512, 512, device="cuda")
     image, kernel = torch.randn(4, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
     want = (a.double() @ b.double(), F.conv2d(image.double(), kernel.double()))
     got = (a @ b, F.conv2d(image, kernel))
@@ -861,12 +883,12 @@ def test_tf32_on_and_off_are_measurably_different_and_fp32_eval_wins():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this chip has no TF32")
     net = policy_for("tf32", "cuda").prepare(nn.Linear(1, 1).cuda())
-    assert min(matmul_error()) > 1e-4  # 10-bit mantissas
+    assert fp32_errors()[0] > 1e-4  # 10-bit mantissas; cuDNN may or may not pick a TF32 kernel for the convolution
     with fp32_eval(net):
-        assert max(matmul_error()) < 1e-5
-    assert min(matmul_error()) > 1e-4
+        assert max(fp32_errors()) < 2e-5
+    assert fp32_errors()[0] > 1e-4
     policy_for("fp32", "cuda").prepare(net)
-    assert max(matmul_error()) < 1e-5
+    assert max(fp32_errors()) < 2e-5
 
 
 @needs_cuda
@@ -893,6 +915,7 @@ def test_the_scaler_and_the_islands_do_not_sync():
     net, x = nn.Sequential(nn.Linear(8, 8), Hot()).cuda(), torch.rand(2, 8, device="cuda")
     keep_fp32(net, ["1"])
     scaler.update(flag)
+    net(x)  # the first call initialises cuBLAS, which may sync
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.autocast("cuda", dtype=F16):
