@@ -24,6 +24,7 @@ import json
 import math
 import os
 import pickle
+import random
 import resource
 import sys
 import time
@@ -167,6 +168,7 @@ def main(argv=None):
     cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {os.cpu_count()} cores"
     torch.manual_seed(args.seed)  # the same weights on every rank
+    random.seed(args.seed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -199,8 +201,9 @@ def main(argv=None):
     with refusing(ValueError):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
-        injector = guards.Injector(net, guards.parse_inject(args.inject), rank)
-        if any(fault.where == "scale" for fault in injector.faults) and not policy.scales:
+        faults = guards.parse_inject(args.inject)
+        injector = guards.Injector(net, faults, rank)
+        if any(fault.where == "scale" for fault in faults) and not policy.scales:
             raise ValueError(f"--inject {args.inject}: there is no loss scale in {policy.name}")
     model = Classifier(net, label_smoothing=args.label_smoothing)
 
@@ -242,10 +245,11 @@ def main(argv=None):
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     agreed(None)  # nobody writes before everybody has looked
-    facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "precision": policy.name,
-             "world_size": world_size, "batch_size": args.batch_size, "seed": args.seed,
-             "torch": str(torch.__version__)}
-    step, best, losses, hunt_until, note = 0, -1.0, [0.0, 0], 0, ""
+    facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "images": len(train[1]),
+             "precision": policy.name, "world_size": world_size, "batch_size": args.batch_size,
+             "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": total_steps, "ema": args.ema,
+             "seed": args.seed, "torch": str(torch.__version__)}
+    step, best, losses, scores, hunt_until, note = 0, -1.0, [0.0, 0], {}, 0, ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoint.Checkpoints(out_dir)
@@ -256,8 +260,11 @@ def main(argv=None):
             found = args.resume, checkpoint.load(args.resume)
         if found:
             path, state = found
+            if "facts" not in state:
+                raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
             changes = checkpoint.describe_changes(state["facts"], facts)
             amp_policy.keep_fp32(net, state["pinned"])
+            guard.watch(net)  # pinning may have exchanged buffers
             if state["facts"]["precision"] == facts["precision"] != state["policy"]:  # demoted by healing
                 policy = amp_policy.choose_policy(state["policy"], amp_policy.capabilities(device))
                 scaler = parts["scaler"] = amp_policy.LossScaler(device.type, enabled=policy.scales)
@@ -265,6 +272,7 @@ def main(argv=None):
                 if part and state[name] is not None:
                     part.load_state_dict(state[name])
             step, best, losses, hunt_until = state["step"], state["best"], state["losses"], state["hunt_until"]
+            scores = state["scores"]
             healer.load_state_dict(state["healer"])
             if rank < len(state["rng"]):
                 checkpoint.set_rng_state(state["rng"][rank], device)
@@ -305,7 +313,8 @@ def main(argv=None):
         if rank == 0:
             state = {name: part and part.state_dict() for name, part in parts.items()}
             state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
-                      "best": best, "losses": losses, "hunt_until": hunt_until, "healer": healer.state_dict()}
+                      "best": best, "losses": losses, "scores": scores,
+                      "hunt_until": hunt_until, "healer": healer.state_dict()}
             bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
             if bad:
                 doubt = True  # the next step will be rejected on every rank, and examined
@@ -346,8 +355,8 @@ def main(argv=None):
             record(event="warning", step=step, text=warning)
             say(f"step {step}: {warning}")
 
-    status, code, scores, trained, busy = "done", 0, {}, 0, 0.0
-    doubt = step == 0 and save()  # the first save: there always is a last_good to go back to
+    status, code, trained, busy = "done", 0, 0, 0.0
+    doubt = agreed(step == 0 or not checkpoints.last_good.exists()) and save()  # always a last_good to go back to
     bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
     model.train()
     tick = time.time()
@@ -432,7 +441,7 @@ def main(argv=None):
             time_to_save = step % (args.ckpt_every or epoch_steps) == 0 or step == total_steps
             if end_of_epoch or time_to_save or status != "done":
                 digest(guard.flush())
-            if end_of_epoch and status == "done":
+            if end_of_epoch and (status == "done" or status.startswith("stopped")):
                 busy += time.time() - tick
                 share_buffers(net)
                 precise = amp_policy.fp32_eval(net, masters) if args.eval_precision == "fp32" else policy.autocast()

@@ -13,7 +13,9 @@ import io
 import itertools
 import json
 import os
+import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -128,7 +130,10 @@ def main():
         target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / f"campaign-{ranks}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         rows = [{**c, "holds": judge(c)} for c in cells]
-        target.write_text(json.dumps({"ranks": ranks, "torch": str(torch.__version__), "cells": rows}, indent=0))
+        commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        about = {"ranks": ranks, "torch": str(torch.__version__), "commit": commit, "n": len(cells),
+                 "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores"}
+        target.write_text(json.dumps({**about, "cells": rows}, indent=0))
         print(json.dumps({"ranks": ranks, "cells": len(cells), "holds": sum(not w for w in outcome.values()),
                           "cannot exist": sum(w.startswith("n/a") for w in outcome.values()), "broken": broken}))
         return int(bool(broken))

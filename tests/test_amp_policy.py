@@ -393,7 +393,7 @@ def test_a_pinned_loss_is_not_lowered_and_integers_and_keywords_pass():
 
     scalar = Scalar()
     keep_fp32(scalar, ["Scalar"])
-    assert scalar(torch.full((2, 40000), 1.0).half()) == 80000.0  # inf, had it been lowered
+    assert scalar(torch.full((2, 40000), 1.0).half()).item() == 80000.0  # inf, had it been lowered
     embedding = nn.Embedding(1000, 4)
     keep_fp32(embedding, ["*"])
     assert torch.equal(embedding(torch.tensor([999]))[0], embedding.weight[999])
@@ -752,6 +752,14 @@ def test_floor_ceiling_and_hysteresis_table():
     for limits in ({"floor": 0.0}, {"floor": 2.0**20}, {"ceiling": math.inf}):
         with pytest.raises(ValueError, match="needs 0 < floor"):
             LossScaler("cpu", **limits)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_corrupted_scale_starts_afresh_at_the_next_update(value):
+    scaler = LossScaler("cpu")
+    scaler.scale_tensor.fill_(value)
+    scaler.update(torch.tensor(0.0))
+    assert scaler.get_scale() == 2.0**16
 
 
 def test_a_rejection_at_the_floor_is_read_from_the_flag_and_not_from_the_scale():
