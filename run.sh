@@ -44,7 +44,7 @@ case ${1:-} in
     ;;
   bench)
     set_up tqdm requirements.txt
-    for bench in guard_cost optim_step adam_in_half kill_resume; do "$python" "$here/bench/$bench.py"; done
+    for bench in guard_cost optim_step adam_in_half save_stall kill_resume; do "$python" "$here/bench/$bench.py"; done
     ;;
   gpu)
     set_up "pytest, ruff, matplotlib" requirements-dev.txt

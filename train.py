@@ -188,6 +188,8 @@ def main(argv=None):
                   f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     with refusing(ValueError):
         policy = amp_policy.choose_policy(args.precision, amp_policy.capabilities(device))
+        if policy.name != (common := agreed(policy.name)):  # the self-test of a chip may fail on one rank alone
+            policy = amp_policy.choose_policy(common, amp_policy.capabilities(device))
         stream = batches.TrainBatches(
             *(t.to(device) for t in train), batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed
         )
@@ -201,6 +203,7 @@ def main(argv=None):
     with refusing(ValueError):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
+        amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
         faults = guards.parse_inject(args.inject)
         injector = guards.Injector(net, faults, rank)
         if any(fault.where == "scale" for fault in faults) and not policy.scales:
@@ -289,7 +292,7 @@ def main(argv=None):
             log.write(**fields)
 
     # The card: every decision with its reason
-    micro, pinned = args.batch_size // pieces, [name for name in amp_policy.pinned(net) if policy.autocasts]
+    micro, pinned = args.batch_size // pieces, amp_policy.pinned(net)
     for name, decision in {
         "device": f"{hardware}, torch {torch.__version__}",
         "precision": f"{policy}{'; fp32 islands: ' * bool(pinned) + ', '.join(pinned)}",
@@ -445,7 +448,8 @@ def main(argv=None):
                 busy += time.time() - tick
                 share_buffers(net)
                 precise = amp_policy.fp32_eval(net, masters) if args.eval_precision == "fp32" else policy.autocast()
-                with average.swap(optimizer.model_params) if average else contextlib.nullcontext():
+                weights = optimizer.params if args.eval_precision == "fp32" else optimizer.model_params
+                with average.swap(weights) if average else contextlib.nullcontext():
                     split = batches.val_batches(
                         *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
                     )

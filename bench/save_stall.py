@@ -1,0 +1,87 @@
+"""
+How long a checkpoint holds up the loop: cifarnet, saved every 10 steps against never, interleaved.
+
+    python bench/save_stall.py          # about 2 minutes on 2 CPU cores
+
+Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in the background, as in
+train.py, the other does not. Measured are the call to save() itself (the snapshot) and the whole block, in which the
+writer thread of the save before may still compete for the processor. train.py saves once an epoch, which is 195 steps of
+this size; here it is every 10.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import checkpoint  # noqa: E402
+import optim  # noqa: E402
+from models.cifarnet import PRESETS, CifarNet  # noqa: E402
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--block", type=int, default=10, help="steps between two saves")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (256,), device=device)
+    net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
+    optimizer = optim.ClippedAdamW(optim.param_groups(net))
+    average = optim.EMA(optimizer.params, 0.99)
+
+    def block(files):
+        began = time.perf_counter()
+        for _ in range(args.block):
+            with torch.autocast(device, torch.bfloat16):
+                logits = net(x)
+            F.cross_entropy(logits.float(), y).backward()
+            average.update(optimizer.params, optimizer.step().found_inf)
+            optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        stalled = time.perf_counter()
+        if files:
+            parts = {"model": net, "optimizer": optimizer, "average": average}
+            files.save({name: part.state_dict() for name, part in parts.items()}, 1, good=True)
+        ended = time.perf_counter()
+        return {"block": ended - began, "save": ended - stalled}
+
+    samples = {"never": [], "saves": []}
+    with tempfile.TemporaryDirectory() as folder:
+        files = checkpoint.Checkpoints(folder)
+        block(None)
+        for _ in range(args.rounds):
+            samples["never"].append(block(None))
+            samples["saves"].append(block(files))
+        files.wait()
+        size = files.last.stat().st_size
+    save = statistics.median(s["save"] for s in samples["saves"])
+    whole = statistics.median(s["block"] for s in samples["never"])
+    ratio = statistics.median(b["block"] / a["block"] for a, b in zip(samples["never"], samples["saves"], strict=True))
+    print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, {save / whole:.2%} of {args.block} "
+          f"steps; a block with its save takes {ratio:.4f} of one without (n = {args.rounds})")
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    raw = {"bench": "save_stall", "argv": sys.argv[1:], "commit": commit, "torch": str(torch.__version__),
+           "device": device, "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "n": args.rounds, "bytes": size,
+           "save_share": save / whole, "block_ratio": ratio, "samples": samples}
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / f"save_stall-{device}.json").write_text(json.dumps(raw))
+    print(json.dumps({k: v for k, v in raw.items() if k != "samples"}))
+
+
+if __name__ == "__main__":
+    main()
