@@ -5,7 +5,7 @@ How long a checkpoint holds up the loop: cifarnet, saved every 10 steps against 
 
 Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in the background, as in
 train.py, the other does not. Measured are the call to save() itself (the snapshot) and the whole block, in which the
-writer thread of the save before may still compete for the processor. train.py saves once an epoch, which is 195 steps of
+writer thread of the save before may still compete for the processor. train.py saves once an epoch, 195 steps of
 this size; here it is every 10.
 """
 
@@ -76,8 +76,8 @@ def main():
           f"steps; a block with its save takes {ratio:.4f} of one without (n = {args.rounds})")
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     raw = {"bench": "save_stall", "argv": sys.argv[1:], "commit": commit, "torch": str(torch.__version__),
-           "device": device, "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "n": args.rounds, "bytes": size,
-           "save_share": save / whole, "block_ratio": ratio, "samples": samples}
+           "device": device, "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+           "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio, "samples": samples}
     args.results.mkdir(parents=True, exist_ok=True)
     (args.results / f"save_stall-{device}.json").write_text(json.dumps(raw))
     print(json.dumps({k: v for k, v in raw.items() if k != "samples"}))
