@@ -94,7 +94,7 @@ def parse(argv):
     precision = parser.add_argument_group("precision")
     precision.add_argument("--precision", default="auto", help="auto, fp32, tf32, bf16, fp16, O0, O1, O2 or O3")
     precision.add_argument("--amp-opt-level", metavar="LEVEL", help="the same as --precision, as Swin spells it")
-    precision.add_argument("--disable-amp", action="store_true", help="the same as --precision fp32")
+    precision.add_argument("--disable-amp", action=switch, default=False, help="the same as --precision fp32")
     precision.add_argument("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
     precision.add_argument("--eval-precision", default="fp32", choices=["fp32", "same"])
     optimizer = parser.add_argument_group("optimizer (defaults: the model's recipe)")
