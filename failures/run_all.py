@@ -1,0 +1,54 @@
+"""
+All failures, one after the other, and one table: python failures/run_all.py   (2 cores: one to two minutes)
+
+It prints each case's own table with its claims, then one line a case, written as Markdown to failures/TABLE.md, and
+leaves with 1 if any claim failed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from failures import (
+    more_of_the_kind,
+    nanovlm_masked_rows,
+    opendit_modulate_kernel,
+    swin_attention_overflow,
+    trellis_adamw_fp16,
+    vmamba_eval_nan,
+)
+from failures.loops import Case, show
+
+FILES = (vmamba_eval_nan, swin_attention_overflow, nanovlm_masked_rows, trellis_adamw_fp16, opendit_modulate_kernel,
+         more_of_the_kind)
+
+
+def markdown(cases: list[tuple[str, Case]]) -> str:
+    """One row a case: its first row, which is the one that was reported."""
+    lines = ["| case | dtype | as published | guarded: what is named | cured | holds |", "|---|---|---|---|---|---|"]
+    for file, case in cases:
+        dtype, *cells = (str(cell).replace("|", "/") for cell in case.rows[0])
+        lines.append(f"| [{case.name}]({file}) | {dtype} | {' | '.join(cells)} | {'yes' if case.holds else '**NO**'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    cases, code = [], 0
+    for module in FILES:
+        start = time.time()
+        made = module.case()
+        made = made if isinstance(made, list) else [made]
+        code |= show(*made)
+        print(f"  ({time.time() - start:.0f} s, {Path(module.__file__).name})\n", flush=True)
+        cases += [(Path(module.__file__).name, case) for case in made]
+    table = markdown(cases)
+    (Path(__file__).parent / "TABLE.md").write_text(table)
+    print(table, end="")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
