@@ -70,9 +70,9 @@ def run_cell(where, kind, precision, folder, rank=None):
             code = exit.code
     if int(os.environ.get("RANK", "0")):
         return {}
-    cell = {"where": where, "kind": kind, "precision": precision, "code": code, "error": err.getvalue().strip()}
+    cell = {"where": where, "kind": kind, "precision": precision, "code": code}
     if code == 2:
-        return cell
+        return {**cell, "error": err.getvalue().strip()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     skips = [line for line in lines if line.get("event") == "skip"]
     files = [path for path in folder.glob("*.pt") if "bad_step" not in path.name]
