@@ -306,7 +306,8 @@ def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") 
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any],
-                     fixed: Iterable[str] = ("model", "dataset", "num_classes", "images")) -> list[str]:
+                     fixed: Iterable[str] = ("model", "dataset", "num_classes", "images", "pixels", "labels"),
+                     ) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
     Raises CheckpointError that names what differs among `fixed`: with those changed it would not be the same run.

@@ -249,6 +249,8 @@ def main(argv=None):
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     agreed(None)  # nobody writes before everybody has looked
     facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "images": len(train[1]),
+             "pixels": int(train[0].sum(dtype=torch.int64)),  # with the labels: a fingerprint of the data
+             "labels": int((train[1] * torch.arange(len(train[1]))).sum()),
              "precision": policy.name, "world_size": world_size, "batch_size": args.batch_size,
              "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": total_steps, "ema": args.ema,
              "seed": args.seed, "torch": str(torch.__version__)}
@@ -455,10 +457,12 @@ def main(argv=None):
                     )
                     scores = evaluate(model, split, precise)
                     if policy.dtype is not torch.float32 and rank == 0:  # a model may train well and evaluate to NaN
-                        some = stream.normalize(val[0][:250]), val[1][:250]
-                        gap = amp_policy.disagreement(model, *some, policy, masters)
-                        scores |= {"amp_changed": gap.changed, "amp_nonfinite": gap.nonfinite}
-                        if gap.parted:
+                        some = list(zip(val[0][:600].split(200), val[1][:600].split(200), strict=True))
+                        gaps = [amp_policy.disagreement(model, stream.normalize(x), y, policy, masters)
+                                for x, y in some]
+                        scores |= {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps)
+                                   for what in ("changed", "nonfinite")}
+                        for gap in [gap for gap in gaps if gap.parted][:1]:
                             record(event="warning", step=step, text=f"{policy.name} and fp32 evaluation differ: {gap}")
                             say(f"step {step}: {policy.name} and fp32 evaluation differ: {gap}")
                     if scores["val_acc1"] > best:

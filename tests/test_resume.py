@@ -349,6 +349,17 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
     run("--data-dir", few_images, *flags)
     code, _, error, _ = run("--data-dir", image_folder, *flags, "--resume", "auto")
     assert code == 2 and "120" in error and "400" in error, "the same layout, other images"
+    whole = train.load
+
+    def retouched(*args):
+        (images, labels), *rest = whole(*args)
+        images[7, 0, 3, 3] ^= 1
+        return ((images, labels), *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.load", retouched)
+        code, _, error, _ = run("--data-dir", few_images, *flags, "--resume", "auto")
+    assert code == 2 and "pixels: " in error, "as many images, one bit of one pixel changed"
     images, labels = torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) % 10
     monkeypatch.setattr("train.load", lambda *_: ((images, labels), (images, labels), [*"abcdefghij"], "synthetic"))
     code, _, error, _ = run("--dataset", "synthetic", *flags, "--resume", "auto")
