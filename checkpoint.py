@@ -264,6 +264,13 @@ class Checkpoints:
         while self._pending:
             self._pending.pop(next(iter(self._pending))).result()
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ends the run, what was being written is finished."""
+        self.wait()
+
     def newest(self, map_location: str | torch.device = "cpu") -> tuple[Path, Any] | None:
         """The newest whole state and where it was read: last.pt, else the ones before it, else last_good.pt.
 

@@ -6,7 +6,8 @@ the loss scale falls to its floor, and the run stands still without an error. So
 examined (autopsy.py), and what is done depends on what it was:
 
     precision          finite in fp32           that module runs in fp32 from now on; if there is no such module, or it
-                                                is in fp32 already: the run goes fp16 -> bf16 (native only) -> fp32
+                                                is in fp32 already: the run goes fp16 -> bf16 (native only) -> fp32,
+                                                in smaller micro-batches where the memory asks for them
     data               a bad input or label     the samples are named and passed over; over 1 % of the steps: exit 4
     weights            bad before the step      back to last_good, past these batches
     divergence         bad in fp32 too          the same, with half the learning rate
@@ -21,6 +22,7 @@ the core files, and only train.py knows it. It is apart because the loop should 
 import collections
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -32,15 +34,32 @@ import guards
 
 def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: guards.Injector,
           evidence: autopsy.StepRecord):
-    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1."""
+    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1.
+
+    What training just fits into memory, a look at it in fp32 may not: then the micro-batch is taken in pieces.
+    """
+
+    def run_in(pieces, batch, fp32):
+        micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
+        total = 0.0
+        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+            for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
+                loss, _ = model(x, y)
+                loss = injector.loss(loss, micro) * (len(x) / len(batch[0]))
+                loss.backward()
+                total = total + loss.detach()
+            return total, {name: p.grad for name, p in net.named_parameters()}
 
     def run_step(batch, fp32):
-        micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
-            loss, _ = model(*batch)
-            loss = injector.loss(loss, micro)
-            loss.backward()
-            return loss, {name: p.grad for name, p in net.named_parameters()}
+        pieces = 1
+        while True:
+            try:
+                return run_in(pieces, batch, fp32)
+            except torch.OutOfMemoryError:
+                if pieces >= len(batch[0]):
+                    raise
+                pieces *= 2
+                net.zero_grad(set_to_none=True)
 
     return run_step
 
@@ -114,6 +133,36 @@ class Healer:
         self.healed.append(policy.name)
         return policy, f"no single module is left to keep in fp32: the run goes on in {policy.name}"
 
+    def fit(self, evidence: autopsy.StepRecord, policy: amp_policy.Policy) -> int:
+        """Into how many parts to cut a micro-batch (1, 2, 4, ...) so that it fits into memory after a cure.
+
+        nanoVLM's "batch 12 -> 6": fp32 takes twice the memory of half. The batch of an update stays, as there are as
+        many more micro-batches. One trial step on the bare model, without a collective: a rank that fails alone leaves
+        no other waiting, and all take the largest number. Weights, buffers and RNG stay as they are.
+        """
+        now, parts = autopsy.rng_states(self.device), 1
+        images, labels = evidence.batches[0]
+        while True:
+            size = -(-len(images) // parts)
+            try:
+                with policy.autocast():
+                    loss, _ = self.model(images[:size], labels[:size].clamp(0, self.num_classes - 1))
+                loss.backward()
+                break
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                parts *= 2
+            finally:
+                self.net.zero_grad(set_to_none=True)
+                evidence.restore()
+                autopsy.set_rng_states(now, self.device)
+        if dist.is_initialized():
+            every = torch.tensor(parts, device=self.device)
+            dist.all_reduce(every, op=dist.ReduceOp.MAX)
+            parts = int(every)
+        return parts
+
     def rewind(self, factor: float) -> str:
         """Weights, moments and average of last_good; the data goes on where it is."""
         self.checkpoints.wait()
@@ -129,21 +178,22 @@ class Healer:
         return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
 
 
-def replay(path: str | Path, models: dict, classifier) -> int:
+def replay(path: str | Path, models: dict, wrap) -> int:
     """Examine the step in a capsule again, on the CPU, and print both verdicts; 0 if they agree.
 
-    `models`: name -> (builder, ...) as in train.py; `classifier`: wraps the network, called with label_smoothing.
+    `models`: name -> (build, recipe); `wrap`: gives a network its loss, called with the recipe's label_smoothing.
     """
     capsule = autopsy.load_capsule(path)
     policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
-    net = models[capsule["model_name"]][0](capsule["num_classes"])
+    build, recipe = models[capsule["model_name"]]
+    net = build(capsule["class_names"], capsule["image_size"])
     if capsule["pinned"]:
         amp_policy.keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
     evidence = autopsy.unpack(capsule, net)
     injector = guards.Injector(net, guards.parse_inject(capsule["inject"]), capsule["rank"])
     injector.begin(evidence.step)
-    model = classifier(net, label_smoothing=capsule["label_smoothing"])
+    model = wrap(net, recipe["label_smoothing"])
     report = autopsy.examine(
         rerun(model, net, policy, injector, evidence), evidence, net,
         state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name,

@@ -74,12 +74,12 @@ def refuse(code: int, sentence: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def refusing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
-    """What these errors say becomes the sentence."""
+def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Iterator[None]:
+    """What these errors say becomes the sentence, with some advice."""
     try:
         yield
     except errors as error:
-        refuse(code, error)
+        refuse(code, f"{error}{advice}")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ checkpoint, so that the file reads as if the run had never died.
 
     python report.py runs/x          draws runs/x/curves.png again
 
+With `tensorboard=True` the same goes to TensorBoard too, if it is installed.
+
 Copy this file alone: it needs the standard library, and matplotlib only to draw.
 """
 
@@ -29,7 +31,12 @@ from typing import Any
 class MetricsFile:
     """metrics.jsonl in `folder`, opened afresh with `header` as its first line, or cut back to `step` and continued."""
 
-    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0):
+    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0, tensorboard: bool = False):
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # ImportError where the package is missing
+
+            self.board = SummaryWriter(folder, purge_step=step + 1)
         self.path = Path(folder) / "metrics.jsonl"
         lines = [json.dumps(header, default=str)]
         if step and self.path.exists():
@@ -43,6 +50,21 @@ class MetricsFile:
         fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
         with open(self.path, "a") as file:
             file.write(json.dumps(fields) + "\n")
+        if self.board and "event" not in fields:
+            for name, value in fields.items():
+                if name != "step":
+                    self.board.add_scalar(name, float(value), fields["step"])
+        elif self.board:
+            self.board.add_text(fields["event"], json.dumps(fields), fields["step"])
+
+    def picture(self, path: Path, step: int) -> None:
+        """Tell of a picture or a text that was written beside the metrics."""
+        self.write(event="shown", step=step, file=str(path.relative_to(self.path.parent)))
+        if self.board and path.suffix == ".png":
+            import numpy
+            from PIL import Image
+
+            self.board.add_image(path.parent.name, numpy.asarray(Image.open(path)), step, dataformats="HWC")
 
 
 def written_by(line: str, step: int) -> bool:
@@ -67,7 +89,8 @@ def draw_curves(path: Path) -> Path | None:
 
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained")
-    panels = (("loss", "val_loss"), ("acc1", "val_acc1"), ("grad_norm",), ("scale",))
+    judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
+    panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",))
     for axis, names in zip(axes.flat, panels, strict=True):
         for name in names:
             points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line]

@@ -16,7 +16,6 @@ checkpoint on disk.
 Written to be read from top to bottom and changed: no trainer class, no callbacks, no config files.
 """
 
-import argparse
 import contextlib
 import functools
 import inspect
@@ -32,137 +31,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import amp_policy
 import autopsy
 import checkpoint
+import flags
 import guards
 import heal
 import optim
 import report
+import validation
 from data import NAMES, batches, load
-from models import cifarnet
-from models.classifier import Classifier
+from models import MODELS, wrap
 from ranks import agreed, first_on_each_machine, join, quiet, refuse, refusing, share_buffers
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 
-MODELS = {  # name: (network from the number of classes, defaults of the recipe)
-    **{
-        name: (
-            lambda classes, preset=preset: cifarnet.CifarNet(num_classes=classes, **preset),
-            {"lr": 5e-3, "lr_scale": {"*.bias": 8.0}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.2},
-        )
-        for name, preset in cifarnet.PRESETS.items()
-    },
-    "resnet18": (
-        lambda classes: torchvision.models.resnet18(num_classes=classes),
-        {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.1},
-    ),
-}
-
-
-def parse(argv):
-    """The command line. Every default that depends on the model or the device is None here and printed once chosen."""
-    parser = argparse.ArgumentParser(
-        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists every flag)")
-
-    def number(kind, low, above=False):
-        def convert(text):
-            value = kind(text)
-            if not math.isfinite(value) or value < low or (above and value == low):
-                raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low}")
-            return value
-
-        convert.__name__ = kind.__name__
-        return convert
-
-    count, positive, share = number(int, 1), number(float, 0, above=True), number(float, 0)
-    switch = argparse.BooleanOptionalAction
-
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--model", default="cifarnet", help=f"one of {', '.join(MODELS)}")
-    what.add_argument("--num-classes", type=count, help="default: the data's; anything else is refused")
-    data = parser.add_argument_group("data")
-    data.add_argument("--dataset", help="cifar10 or synthetic; default: cifar10, or synthetic where that can't be had")
-    data.add_argument("--data-dir", type=Path, help="folder with CIFAR-10 (torchvision's files, or image folders)")
-    precision = parser.add_argument_group("precision")
-    precision.add_argument("--precision", default="auto", help="auto, fp32, tf32, bf16, fp16, O0, O1, O2 or O3")
-    precision.add_argument("--amp-opt-level", metavar="LEVEL", help="the same as --precision, as Swin spells it")
-    precision.add_argument("--disable-amp", action=switch, default=False, help="the same as --precision fp32")
-    precision.add_argument("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
-    precision.add_argument("--eval-precision", default="fp32", choices=["fp32", "same"])
-    optimizer = parser.add_argument_group("optimizer (defaults: the model's recipe)")
-    optimizer.add_argument("--lr", type=positive, help="peak learning rate for the whole batch; never scaled silently")
-    optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: a fifth of the run")
-    optimizer.add_argument("--weight-decay", type=share)
-    optimizer.add_argument("--adam-eps", type=share, default=1e-8)
-    optimizer.add_argument("--amsgrad", action=switch, default=False)
-    optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
-    optimizer.add_argument("--zclip", type=positive, metavar="Z", help="clip norms Z deviations above their history")
-    optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
-    optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
-    optimizer.add_argument("--ema", type=share, default=0.0, metavar="DECAY", help="average the weights; 0: off")
-    length = parser.add_argument_group("length (default: 8 epochs on a GPU, minutes on a CPU)")
-    length = length.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive)
-    length.add_argument("--max-steps", type=count)
-    guard = parser.add_argument_group("guards")
-    guard.add_argument("--on-nonfinite", default="heal", choices=["heal", "skip", "stop"])
-    guard.add_argument("--max-skips", type=count, default=25, help="rejected steps in a row before giving up")
-    guard.add_argument("--max-cures", type=count, default=8, help="healings before giving up")
-    guard.add_argument("--probe-every", type=count, metavar="STEPS", help="warn of activations near the dtype's limit")
-    guard.add_argument("--detect-anomaly", action=switch, default=False, help="autograd's own anomaly mode; slow")
-    guard.add_argument("--inject", default="", metavar="SPEC", help="plant a fault: nan:grad:head.weight@step=5,rank=1")
-    guard.add_argument("--replay", type=Path, metavar="FILE", help="examine a recorded bad step again and leave")
-    run = parser.add_argument_group("run")
-    run.add_argument("--out-dir", type=Path, help="default: runs/MODEL-DATASET-PRECISION-TIME")
-    run.add_argument("--ckpt-every", type=count, metavar="STEPS", help="default: every epoch")
-    run.add_argument("--resume", default="none", metavar="auto|PATH|none")
-    run.add_argument("--seed", type=number(int, 0), default=0)
-    run.add_argument("--deterministic", action=switch, default=False, help="bit-identical reruns on CUDA too")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    run.add_argument("--log-every", type=count, default=10, metavar="STEPS")
-    args = parser.parse_args(argv)
-    if args.model not in MODELS:
-        refuse(2, f"--model {args.model} is unknown: choose from {', '.join(MODELS)}")
-    if args.dataset not in (None, *NAMES):
-        refuse(2, f"--dataset {args.dataset} is unknown: choose from {', '.join(NAMES)}")
-    if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
-        refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
-    args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
-    for name, value in MODELS[args.model][1].items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    return args
-
-
-@torch.no_grad()
-def evaluate(model, split, context):
-    """Mean of every metric over all validation images, each counted once on any number of ranks."""
-    model.eval()
-    total = 0.0
-    with context:
-        for x, y in split:
-            _, metrics = model(x, y)
-            total += torch.stack([torch.ones_like(y), *metrics.values()]).cpu().double().sum(1)
-    model.train()
-    if dist.is_initialized():
-        total = total.to(next(model.parameters()).device)
-        dist.all_reduce(total)
-    return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
-
 
 def main(argv=None):
-    args, began = parse(argv), time.time()
+    args, began = flags.parse(argv, __doc__, MODELS, NAMES), time.time()
+    build, recipe = MODELS[args.model]
     if args.replay:
         with refusing(ValueError, OSError, pickle.UnpicklingError):
-            return heal.replay(args.replay, MODELS, Classifier)
+            return heal.replay(args.replay, MODELS, wrap)
     with refusing(ValueError):
         device, rank, local_rank, world_size = join(args.device)
     cuda = device.type == "cuda"
@@ -195,8 +88,15 @@ def main(argv=None):
         )
     val = [t.to(device) for t in val]
 
+    def exhibits(count):
+        """So many validation images, from all over the set."""
+        index = torch.linspace(0, len(val[1]) - 1, count).long().to(val[1].device)
+        return stream.normalize(val[0][index].to(device)), val[1][index].to(device)
+
     # Model
-    net = MODELS[args.model][0](len(classes))
+    with refusing(ValueError):
+        names = [str(name) for name in classes]
+        net = build(names, train[0].shape[-1])
     if hasattr(net, "init_from_data"):
         net.init_from_data(stream.normalize(train[0][::10]))
     net = net.to(device, memory_format=torch.channels_last)
@@ -208,22 +108,23 @@ def main(argv=None):
         injector = guards.Injector(net, faults, rank)
         if any(fault.where == "scale" for fault in faults) and not policy.scales:
             raise ValueError(f"--inject {args.inject}: there is no loss scale in {policy.name}")
-    model = Classifier(net, label_smoothing=args.label_smoothing)
+    model = wrap(net, recipe["label_smoothing"])
+    torch.manual_seed(args.seed + rank)  # from here on ranks draw different noise
 
     # Length: a GPU gets the whole recipe, a CPU a run of minutes.
     epoch_steps, why = stream.steps_per_epoch, "as asked"
     total_steps = max(1, round(args.epochs * epoch_steps)) if args.epochs else args.max_steps
     if not total_steps and device.type == "cpu":
         total_steps = 300 if policy.name == "bf16" else 150
-        why = "about 3 minutes on 2 cores; --epochs 8 is the whole recipe"
+        why = f"minutes on a CPU; --epochs {recipe['epochs']} is the whole recipe"
     elif not total_steps:
-        total_steps, why = 8 * epoch_steps, "the whole recipe"
+        total_steps, why = recipe["epochs"] * epoch_steps, "the whole recipe"
     warmup = total_steps // 5 if args.warmup_updates is None else args.warmup_updates
 
     # Optimizer, loss scale, guard: with the model, all that a checkpoint has to carry
     with refusing(ValueError):
         optimizer = optim.ClippedAdamW(
-            optim.param_groups(net, args.weight_decay, lr_scale=args.lr_scale),
+            optim.param_groups(net, args.weight_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
             lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad,
             clip=args.clip_grad or None, zclip=args.zclip,
             schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
@@ -239,6 +140,7 @@ def main(argv=None):
         known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         ranks = DistributedDataParallel(model, [device] if cuda else None, **{sync: False})
+    fast = torch.compile(ranks) if args.compile and not faults else ranks
 
     # Where to write, and what to go on from
     out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -254,7 +156,7 @@ def main(argv=None):
              "precision": policy.name, "world_size": world_size, "batch_size": args.batch_size,
              "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": total_steps, "ema": args.ema,
              "seed": args.seed, "torch": str(torch.__version__)}
-    step, best, losses, scores, hunt_until, note = 0, -1.0, [0.0, 0], {}, 0, ""
+    step, best, losses, scores, hunt_until, accum, note = 0, None, [0.0, 0], {}, 0, args.accum_steps, ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoint.Checkpoints(out_dir)
@@ -277,12 +179,15 @@ def main(argv=None):
                 if part and state[name] is not None:
                     part.load_state_dict(state[name])
             step, best, losses, hunt_until = state["step"], state["best"], state["losses"], state["hunt_until"]
-            scores = state["scores"]
+            scores, accum = state["scores"], max(accum, state["accum"])
             healer.load_state_dict(state["healer"])
             if rank < len(state["rng"]):
                 checkpoint.set_rng_state(state["rng"][rank], device)
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
-    log = report.MetricsFile(out_dir, {"args": vars(args), **facts, "hardware": hardware}, step) if rank == 0 else None
+    if rank == 0:
+        with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
+            header = {"args": vars(args), **facts, "hardware": hardware}
+            log = report.MetricsFile(out_dir, header, step, args.tensorboard)
 
     def say(text):
         if rank == 0:
@@ -319,7 +224,7 @@ def main(argv=None):
             state = {name: part and part.state_dict() for name, part in parts.items()}
             state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
                       "best": best, "losses": losses, "scores": scores,
-                      "hunt_until": hunt_until, "healer": healer.state_dict()}
+                      "accum": accum, "hunt_until": hunt_until, "healer": healer.state_dict()}
             bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
             if bad:
                 doubt = True  # the next step will be rejected on every rank, and examined
@@ -346,13 +251,13 @@ def main(argv=None):
             status, code = f"stopped by signal {verdict.signal}", 128 + verdict.signal
         if verdict.step % args.log_every == 0:
             record(step=verdict.step, **stats, skipped=guard.skipped)
-            bar.set_postfix(loss=f"{stats['loss']:.3f}", acc1=f"{stats['acc1']:.1f}", lr=f"{stats['lr']:.1e}",
-                            grad=f"{stats['grad_norm']:.2f}", scale=f"{stats['scale']:g}", skipped=guard.skipped)
+            bar.set_postfix({name: f"{stats[name]:.4g}" for name in (*sums, "lr", "grad_norm", "scale")},
+                            skipped=guard.skipped)
 
     def check_up(probes):
         """What is too dear for every step, between the last backward and the decision: all weights and all moments."""
         guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
-        warnings = guards.first_step_checks(net, len(classes)) if step == 1 else []
+        warnings = guards.first_step_checks(net, None if model is net else len(classes)) if step == 1 else []
         if probes:
             probes.detach()
             warnings += probes.warnings(float(scaler.scale_tensor))
@@ -365,13 +270,15 @@ def main(argv=None):
     bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
     model.train()
     tick = time.time()
-    with refusing(checkpoint.CheckpointError, code=1), checkpoint.StopSignals() as stop, bar:
+    remedy = "\n  try: the same command with twice the --accum-steps, and --resume auto"
+    with (refusing(checkpoint.CheckpointError, code=1), refusing(torch.OutOfMemoryError, code=1, advice=remedy),
+          checkpoint.StopSignals() as stop, checkpoints, bar):
         while step < total_steps and status == "done":
             step += 1
             injector.begin(step)
             images, labels = stream.at(step - 1)
             images, labels = injector.input(images), injector.label(labels)
-            micro_batches = list(zip(images.chunk(args.accum_steps), labels.chunk(args.accum_steps), strict=True))
+            micro_batches = list(zip(images.chunk(accum), labels.chunk(accum), strict=True))
             evidence = None
             if args.on_nonfinite == "heal":  # after a bad step record the next ones, and read their verdicts at once
                 if guard.lag != (step > hunt_until):
@@ -379,12 +286,13 @@ def main(argv=None):
                     guard.lag = step > hunt_until
                 if not guard.lag:
                     evidence = autopsy.StepRecord(step, net, rank=rank)
-                    where = stream.indices(step - 1).chunk(args.accum_steps)
+                    where = stream.indices(step - 1).chunk(accum)
                     for batch, indices in zip(micro_batches, where, strict=True):
                         evidence.keep(*batch, indices=indices.tolist())
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
             if probes:
                 probes.attach()
+            forward = ranks if probes or evidence else fast  # compiled code ignores hooks that came after it
             injector.params()
             injector.optstate(optimizer.adamw.state)
             injector.scale(scaler.scale_tensor)
@@ -394,19 +302,19 @@ def main(argv=None):
 
             # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
             #    on the device and nothing else: leaving early would make the ranks average different steps.
-            sums = dict.fromkeys(("loss", "acc1"), 0.0)
+            sums = {}
             for i, (x, y) in enumerate(micro_batches):
                 y = guard.see_batch(x, y)
                 share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
                 wait = world_size > 1 and i + 1 < len(micro_batches)
                 with ranks.no_sync() if wait else contextlib.nullcontext():
                     with policy.autocast():
-                        loss, metrics = ranks(x, y)
+                        loss, metrics = forward(x, y)
                     loss = injector.loss(loss, i)
                     guard.see_loss(loss)
                     scaler.scale(loss * share).backward()
-                sums["loss"] += loss.detach() * share
-                sums["acc1"] += metrics["acc1"].mean() * share
+                for name, value in (metrics | {"loss": loss.detach()}).items():
+                    sums[name] = sums.get(name, 0.0) + value.mean() * share
             injector.buffers()
             look = step % CHECK_EVERY == 0
             if look or probes or step == 1:
@@ -432,9 +340,13 @@ def main(argv=None):
                 record(step=step, **{name: value for name, value in optimizer.statistics().items() if "/" in name})
             if evidence and not verdict.accepted and status == "done":
                 finding = healer.examine(evidence, policy, model_name=args.model, inject=args.inject,
-                                        label_smoothing=args.label_smoothing)
+                                        class_names=names, image_size=images.shape[-1])
                 policy, action, status, code = healer.cure(finding, policy)
                 scaler, doubt = parts["scaler"], False
+                if finding.verdict == "precision":  # fp32 takes more memory than half
+                    parts_of_micro = healer.fit(evidence, policy)
+                    accum *= parts_of_micro
+                    action += f", in micro-batches {parts_of_micro} times smaller" * (parts_of_micro > 1)
                 if action:
                     record(event="cure", step=step, verdict=finding.verdict, module=finding.module, op=finding.op,
                            samples=finding.indices, action=action)
@@ -449,24 +361,28 @@ def main(argv=None):
             if end_of_epoch and (status == "done" or status.startswith("stopped")):
                 busy += time.time() - tick
                 share_buffers(net)
-                precise = amp_policy.fp32_eval(net, masters) if args.eval_precision == "fp32" else policy.autocast()
-                weights = optimizer.params if args.eval_precision == "fp32" else optimizer.model_params
+                forced = args.eval_precision == "fp32"
+                weights = optimizer.params if forced else optimizer.model_params
                 with average.swap(weights) if average else contextlib.nullcontext():
-                    split = batches.val_batches(
-                        *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
-                    )
-                    scores = evaluate(model, split, precise)
+                    with amp_policy.fp32_eval(net, masters) if forced else policy.autocast():
+                        split = batches.val_batches(
+                            *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
+                        )
+                        scores = validation.evaluate(model, split)
+                        if rank == 0:
+                            path = out_dir / f"shown/{step:07d}"
+                            if path := validation.show(model, *exhibits(16), path, stream.normalize):
+                                log.picture(path, step)
                     if policy.dtype is not torch.float32 and rank == 0:  # a model may train well and evaluate to NaN
-                        some = list(zip(val[0][:600].split(200), val[1][:600].split(200), strict=True))
-                        gaps = [amp_policy.disagreement(model, stream.normalize(x), y, policy, masters)
-                                for x, y in some]
-                        scores |= {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps)
-                                   for what in ("changed", "nonfinite")}
-                        for gap in [gap for gap in gaps if gap.parted][:1]:
-                            record(event="warning", step=step, text=f"{policy.name} and fp32 evaluation differ: {gap}")
-                            say(f"step {step}: {policy.name} and fp32 evaluation differ: {gap}")
-                    if scores["val_acc1"] > best:
-                        best = scores["val_acc1"]
+                        some = zip(*(t.split(200) for t in exhibits(600)), strict=True)
+                        gaps, warning = validation.both_ways(model, some, policy, masters)
+                        scores |= gaps
+                        if warning:
+                            record(event="warning", step=step, text=warning)
+                            say(f"step {step}: {warning}")
+                    score = scores[f"val_{model.judged_by.lstrip('-')}"] * (-1 if model.judged_by[0] == "-" else 1)
+                    if best is None or score > best:
+                        best = score
                         if rank == 0:
                             weights = average.average if average else optimizer.params  # fp32, where net's may be half
                             fp32 = {id(p): w for p, w in zip(optimizer.model_params, weights, strict=True)}
@@ -474,15 +390,13 @@ def main(argv=None):
                             checkpoints.save_best({name: fp32.get(id(p), p).detach() for name, p in state.items()})
                 mean = losses[0] / losses[1] if losses[1] else math.nan
                 record(step=step, epoch=step / epoch_steps, train_loss=mean, **scores)
-                say(
-                    f"epoch {step / epoch_steps:.2f}  step {step}  loss {mean:.4f}  val_loss {scores['val_loss']:.4f}  "
-                    f"val_acc1 {scores['val_acc1']:.2f}  skipped {guard.skipped}  {trained / busy:.0f} images/s"
-                )
+                say(f"epoch {step / epoch_steps:.2f}  step {step}  loss {mean:.4f}  "
+                    + "".join(f"{name} {value:.4f}  " for name, value in scores.items() if name.startswith("val_"))
+                    + f"skipped {guard.skipped}  {trained / busy:.0f} images/s")
                 losses, tick = [0.0, 0], time.time()
             if (time_to_save and status == "done") or status.startswith("stopped"):
                 doubt = save()
             checkpoints.poll()
-        checkpoints.wait()
 
     # The verdict
     if cuda:

@@ -236,7 +236,7 @@ def main() -> None:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     record = {
         "bench": "guard_cost", "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip(), "arguments": vars(args) | {"results": str(args.results), "block": block},
+        "commit": commit.strip(), "arguments": vars(args) | {"results": None, "block": block},
         "hardware": hardware(device), "torch": str(torch.__version__), "python": platform.python_version(),
         "milliseconds": {}, "ratios": {},
     }

@@ -234,7 +234,7 @@ def main() -> int:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     record = {
         "bench": "kill_resume", "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip(), "arguments": vars(args) | {"results": str(args.results)}, "hardware": hardware(),
+        "commit": commit.strip(), "arguments": vars(args) | {"results": None}, "hardware": hardware(),
         "torch": str(torch.__version__), "python": platform.python_version(),
         "seconds": round(time.monotonic() - start), "n": total["kills"], "total": total,
     }

@@ -170,7 +170,7 @@ def main() -> None:
         "bench": "optim_step",
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit.strip(),
-        "arguments": vars(args) | {"results": str(args.results)},
+        "arguments": vars(args) | {"results": None},
         "hardware": hardware(device),
         "torch": torch.__version__,
         "python": platform.python_version(),

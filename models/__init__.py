@@ -1,1 +1,49 @@
-"""Models: one self-contained file each. `train.py` calls all of them alike: loss, metrics = model(images, labels)."""
+"""
+Models: one self-contained file each, and here the table of them. train.py calls every model alike:
+
+    loss, metrics = model(images, labels)
+
+`loss` is an fp32 scalar; `metrics` maps a name to one fp32 number an image; `model.judged_by` says which of them picks
+the best weights ("acc1": the higher the better; "-loss": the lower). A model that has something to show, samples,
+reconstructions or answers, has `show(images, labels)`: images in the space of the input, or lines of text.
+"""
+
+import torchvision
+
+from . import cifarnet
+from .classifier import Classifier
+
+RECIPE = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.0, "ema": 0.0,
+          "epochs": 30}
+MODELS = {}  # name: (build(class_names, image_size) -> network, recipe)
+
+
+def add(presets, constructor, **recipe):
+    for name, preset in presets.items():
+        MODELS[name] = lambda names, size, preset=preset: constructor(names, size, preset), RECIPE | recipe
+
+
+def patches(constructor):
+    """For networks on patches: a preset's `grid`, patches a side, becomes the patch size that fits the images."""
+
+    def build(names, size, preset):
+        preset = dict(preset)
+        grid = preset.pop("grid", None)
+        if grid and size % grid:
+            raise ValueError(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
+        if grid:
+            preset["patch_size"] = size // grid
+        return constructor(num_classes=len(names), image_size=size, **preset)
+
+    return build
+
+
+add(cifarnet.PRESETS, lambda names, size, preset: cifarnet.CifarNet(num_classes=len(names), **preset),
+    lr=5e-3, lr_scale={"*.bias": 8.0}, label_smoothing=0.2, epochs=8)
+add({name: name for name in ("resnet18", "resnet50")},
+    lambda names, size, name: torchvision.models.get_model(name, num_classes=len(names)), label_smoothing=0.1)
+
+
+def wrap(net, label_smoothing=0.0):
+    """The network itself if it speaks the protocol; a classifier's logits get their loss."""
+    return net if hasattr(net, "judged_by") else Classifier(net, label_smoothing=label_smoothing)

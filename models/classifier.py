@@ -27,6 +27,8 @@ class Classifier(nn.Module):
         label_smoothing: share of the target spread over all classes, in training only.
     """
 
+    judged_by = "acc1"
+
     def __init__(self, net: nn.Module, *, label_smoothing: float = 0.0):
         super().__init__()
         self.net, self.label_smoothing = net, label_smoothing

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import guards  # noqa: E402
 import train  # noqa: E402
 from data import cifar10, synthetic  # noqa: E402
+from models import RECIPE  # noqa: E402
 
 PLACES, KINDS, PRECISIONS = guards.PLACES, guards.KINDS, ("fp32", "bf16", "O1", "O2")
 CELLS = list(itertools.product(PLACES, KINDS, PRECISIONS))
@@ -40,15 +41,14 @@ SEEN_AS = {
 }
 
 
-def build(classes):
+def build(names, size):
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(),
-                               torch.nn.Linear(16, classes))
+                               torch.nn.Linear(16, len(names)))
 
 
 def prepare():
     """A small network and few images; all state is looked at in every step, as a bad moment must not reach a weight."""
-    recipe = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 32, "label_smoothing": 0.0}
-    train.MODELS["campaign"] = build, recipe
+    train.MODELS["campaign"] = build, RECIPE | {"batch_size": 32}
     train.CHECK_EVERY = 1
     images, labels = synthetic.draw(0, 240, seed=1)
     data = (images[:200], labels[:200]), (images[200:], labels[200:]), list(range(10))

@@ -7,6 +7,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 import report
 import train
 from data import synthetic
+from models import RECIPE
 
 
 @pytest.fixture(scope="session")
@@ -54,11 +55,10 @@ def mlp(monkeypatch):
     """A network without BatchNorm, whose gradient does not depend on how the batch is cut; its instances are listed."""
     nets = []
 
-    def build(classes):
+    def build(names, size):
         nets.append(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU(),
-                                        torch.nn.Linear(32, classes)))
+                                        torch.nn.Linear(32, len(names))))
         return nets[-1]
 
-    recipe = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 40, "label_smoothing": 0.0}
-    monkeypatch.setitem(train.MODELS, "mlp", (build, recipe))
+    monkeypatch.setitem(train.MODELS, "mlp", (build, RECIPE | {"batch_size": 40}))
     return nets

@@ -7,6 +7,7 @@ import torch
 
 import guards
 import train
+from models import RECIPE
 
 
 class Wide(torch.nn.Module):
@@ -22,14 +23,13 @@ class Wide(torch.nn.Module):
 
 @pytest.fixture
 def wide(monkeypatch):
-    def build(classes):
+    def build(names, size):
         net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU())
         net.add_module("block", Wide(32))
-        net.extend([torch.nn.LayerNorm(32), torch.nn.Linear(32, classes)])
+        net.extend([torch.nn.LayerNorm(32), torch.nn.Linear(32, len(names))])
         return net
 
-    recipe = {"lr": 3e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 40, "label_smoothing": 0.0}
-    monkeypatch.setitem(train.MODELS, "wide", (build, recipe))
+    monkeypatch.setitem(train.MODELS, "wide", (build, RECIPE | {"lr": 3e-3, "batch_size": 40}))
 
 
 def events(lines, kind):
@@ -98,3 +98,47 @@ def test_a_capsule_replays_the_verdict(run, wide, capsys):
     assert train.main(["--replay", str(capsule)]) == 0
     printed = capsys.readouterr().out
     assert "in block (forward" in printed and "recorded verdict: precision, replayed on the CPU: precision" in printed
+
+
+class Roomy(torch.nn.Module):
+    """Overflows in fp16 by an operation of its own, so that no module can be pinned; out of memory elsewhere from 11
+    images on, as a large model in fp32 would be."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.head = torch.nn.Linear(3072, classes)
+        self.largest = 0
+
+    def forward(self, images):
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        if not half and self.training:
+            if len(images) > 10:
+                raise torch.OutOfMemoryError("planted")
+            self.largest = max(self.largest, len(images))
+        logits = self.head(images.flatten(1))
+        return logits * 1e6 / 1e6
+
+
+def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_batch(run, monkeypatch):
+    nets = []
+
+    def build(names, size):
+        nets.append(Roomy(len(names)))
+        return nets[-1]
+
+    monkeypatch.setitem(train.MODELS, "roomy", (build, RECIPE | {"batch_size": 40}))
+    code, last, _, lines = run("--model", "roomy", "--precision", "O1", "--eval-precision", "same")
+    cures = events(lines, "cure")
+    assert code == 0 and last["precision"] in ("bf16", "fp32")
+    assert cures[-1]["action"].endswith("in micro-batches 4 times smaller")
+    assert nets[0].largest == 10 and last["updates"] > 5
+    assert torch.load(run.folder / "last.pt", weights_only=True)["accum"] == 4
+
+
+def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatch):
+    def out_of_memory(self, step):
+        raise torch.OutOfMemoryError("CUDA out of memory: planted")
+
+    monkeypatch.setattr(train.batches.TrainBatches, "at", out_of_memory)
+    code, _, err, _ = run()
+    assert code == 1 and "planted" in err and "--accum-steps" in err and list(run.folder.glob("last*.pt"))

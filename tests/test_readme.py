@@ -5,6 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import flags
 import train
 
 ROOT = Path(train.__file__).parent
@@ -24,7 +25,7 @@ def test_every_file_the_readme_names_exists():
 
 
 def test_every_flag_the_readme_names_exists():
-    known = train.parse.__code__.co_consts
+    known = flags.parse.__code__.co_consts
     elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help", "--rounds"}  # torchrun's, argparse's, a bench's
     for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README)) - elsewhere:
         assert flag in known, flag

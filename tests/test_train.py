@@ -11,12 +11,17 @@ import pytest
 import torch
 
 import amp_policy
+import flags
 import guards
 import optim
 import train
 from data import batches
 
 ROOT = Path(train.__file__).parent
+
+
+def parse(argv):
+    return flags.parse(argv, "", train.MODELS, train.NAMES)
 
 
 def weights(net):
@@ -84,8 +89,8 @@ def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
     monkeypatch.setattr(amp_policy, "disagreement", lambda *args: same)  # it evaluates in bf16 on purpose
     build, recipe = train.MODELS["cifarnet-tiny"]
 
-    def watched(classes):
-        net = build(classes)
+    def watched(names, size):
+        net = build(names, size)
         for module in net.modules():
             module.register_forward_hook(lambda module, args, out: seen[module.training].add(out.dtype))
         return net
@@ -175,15 +180,16 @@ DRIVER = """
 import os, sys
 sys.path.insert(0, {root!r})
 import torch
+import models
 import train
 from data import batches
 
 nets = []
-def build(classes):
+def build(names, size):
     nets.append(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU(),
-                                    torch.nn.Linear(32, classes)))
+                                    torch.nn.Linear(32, len(names))))
     return nets[-1]
-train.MODELS["mlp"] = build, dict(lr=1e-3, lr_scale={{}}, weight_decay=0.05, batch_size=40, label_smoothing=0.0)
+train.MODELS["mlp"] = build, models.RECIPE | {{"batch_size": 40}}
 healthy = batches.TrainBatches.at
 def at(self, step):
     images, labels = healthy(self, step)
@@ -293,14 +299,14 @@ def test_bf16_where_it_is_only_emulated_is_warned_about_and_goes_on(run, monkeyp
 
 
 def test_boolean_flags_work_both_ways_and_abbreviations_do_not():
-    assert train.parse(["--amsgrad"]).amsgrad and not train.parse(["--no-amsgrad"]).amsgrad
+    assert parse(["--amsgrad"]).amsgrad and not parse(["--no-amsgrad"]).amsgrad
     with pytest.raises(SystemExit):
-        train.parse(["--ams"])
+        parse(["--ams"])
 
 
 def test_swin_spellings_of_the_precision_mean_the_same():
-    assert train.parse(["--amp-opt-level", "O1"]).precision == "O1"
-    assert train.parse(["--disable-amp"]).precision == "fp32"
+    assert parse(["--amp-opt-level", "O1"]).precision == "O1"
+    assert parse(["--disable-amp"]).precision == "fp32"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -329,3 +335,31 @@ def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(run, mon
     monkeypatch.setattr(guards.Guard, "verdict", verdict)
     code, last, _, _ = run("--device", "cuda", "--precision", precision)
     assert (code, last["status"]) == (0, "done")
+
+
+def test_compiled_training_gives_the_same_losses_and_looks_at_hooked_steps_eagerly(run, monkeypatch):
+    compiled = []
+
+    def compile(model, backend=torch.compile):
+        compiled.append(model)
+        return backend(model, backend="eager")  # the graphs without minutes of C++
+
+    monkeypatch.setattr(torch, "compile", compile)
+    flags = ("--probe-every", 5, "--max-steps", 6)
+    eager, fast = run(*flags, out="eager")[3], run(*flags, "--compile", out="fast")[3]
+    assert len(compiled) == 1
+    assert [line.get("loss") for line in steps_of(eager)] == [line.get("loss") for line in steps_of(fast)]
+
+
+def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, _, err, _ = run("--tensorboard", out="without")
+    assert code == 2 and "pip install tensorboard" in err
+    told = []
+    board = SimpleNamespace(add_scalar=lambda *args: told.append(args), add_text=lambda *args: told.append(args))
+    stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    code, last, _, _ = run("--tensorboard", "--max-steps", 3)
+    assert code == 0 and ("val_loss", 3) in [(name, step) for name, _, step in told]
+    assert last["val_loss"] in [round(value, 4) for name, value, _ in told if name == "val_loss"]
+    assert {step for name, _, step in told if name == "loss"} == {1, 2, 3}

@@ -1,0 +1,98 @@
+"""
+Flags: the command line of train.py. Names follow torchvision's references and the published reports.
+
+Two rules. A default that depends on the model or on the device is None here; train.py chooses it and prints what it
+chose. And whatever cannot work is refused with one sentence before anything is written: a typo that silently trains for
+a night in fp32 costs more than an error.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+from ranks import refuse
+
+
+def number(kind, low, above=False):
+    """A converter for argparse: `kind` (int or float), finite, at least (or above) `low`."""
+
+    def convert(text):
+        value = kind(text)
+        if not math.isfinite(value) or value < low or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low}")
+        return value
+
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def parse(argv, about, models, datasets):
+    """The arguments, with the model's recipe filled in. `models`: name -> (build, recipe); `about`: the help's text."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists every flag)")
+    count, positive, share = number(int, 1), number(float, 0, above=True), number(float, 0)
+    switch = argparse.BooleanOptionalAction
+
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--model", default="cifarnet", help=f"one of {', '.join(models)}")
+    what.add_argument("--num-classes", type=count, help="default: the data's; anything else is refused")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help=f"{', '.join(datasets)}; default: cifar10, else synthetic")
+    data.add_argument("--data-dir", type=Path, help="folder with CIFAR-10, or with train/<class>/* and val/<class>/*")
+    data.add_argument("--image-size", type=count, help="default: the data's own, or 224 where sizes differ")
+    data.add_argument("--workers", type=number(int, 0), default=0, help="stream with N processes instead of caching")
+    data.add_argument("--max-bad-share", type=share, default=0.01, help="unreadable files to put up with")
+    precision = parser.add_argument_group("precision")
+    precision.add_argument("--precision", default="auto", help="auto, fp32, tf32, bf16, fp16, O0, O1, O2 or O3")
+    precision.add_argument("--amp-opt-level", metavar="LEVEL", help="the same as --precision, as Swin spells it")
+    precision.add_argument("--disable-amp", action=switch, default=False, help="the same as --precision fp32")
+    precision.add_argument("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
+    precision.add_argument("--eval-precision", default="fp32", choices=["fp32", "same"])
+    optimizer = parser.add_argument_group("optimizer (defaults: the model's recipe)")
+    optimizer.add_argument("--lr", type=positive, help="peak learning rate for the whole batch; never scaled silently")
+    optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: a fifth of the run")
+    optimizer.add_argument("--weight-decay", type=share)
+    optimizer.add_argument("--adam-eps", type=share, default=1e-8)
+    optimizer.add_argument("--amsgrad", action=switch, default=False)
+    optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
+    optimizer.add_argument("--zclip", type=positive, metavar="Z", help="clip norms Z deviations above their history")
+    optimizer.add_argument("--muon", nargs="+", default=[], metavar="PATTERN", help="matrices that torch's Muon steps")
+    optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
+    optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
+    optimizer.add_argument("--ema", type=share, metavar="DECAY", help="evaluate averaged weights; 0: off")
+    length = parser.add_argument_group("length (default: the recipe's epochs on a GPU, minutes on a CPU)")
+    length = length.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive)
+    length.add_argument("--max-steps", type=count)
+    guard = parser.add_argument_group("guards")
+    guard.add_argument("--on-nonfinite", default="heal", choices=["heal", "skip", "stop"])
+    guard.add_argument("--max-skips", type=count, default=25, help="rejected steps in a row before giving up")
+    guard.add_argument("--max-cures", type=count, default=8, help="healings before giving up")
+    guard.add_argument("--probe-every", type=count, metavar="STEPS", help="warn of activations near the dtype's limit")
+    guard.add_argument("--detect-anomaly", action=switch, default=False, help="autograd's own anomaly mode; slow")
+    guard.add_argument("--inject", default="", metavar="SPEC", help="plant a fault: nan:grad:head.weight@step=5,rank=1")
+    guard.add_argument("--replay", type=Path, metavar="FILE", help="examine a recorded bad step again and leave")
+    run = parser.add_argument_group("run")
+    run.add_argument("--out-dir", type=Path, help="default: runs/MODEL-DATASET-PRECISION-TIME")
+    run.add_argument("--ckpt-every", type=count, metavar="STEPS", help="default: every epoch")
+    run.add_argument("--resume", default="none", metavar="auto|PATH|none")
+    run.add_argument("--seed", type=number(int, 0), default=0)
+    run.add_argument("--deterministic", action=switch, default=False, help="bit-identical reruns on CUDA too")
+    run.add_argument("--compile", action=switch, default=False, help="torch.compile; minutes at the start")
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    run.add_argument("--log-every", type=count, default=10, metavar="STEPS")
+    run.add_argument("--tensorboard", action=switch, default=False, help="scalars and pictures, if it is installed")
+    args = parser.parse_args(argv)
+    if args.model not in models:
+        refuse(2, f"--model {args.model} is unknown: choose from {', '.join(models)}")
+    if args.dataset not in (None, *datasets):
+        refuse(2, f"--dataset {args.dataset} is unknown: choose from {', '.join(datasets)}")
+    if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
+        refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
+    args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
+    for name in ("lr", "weight_decay", "batch_size", "ema"):
+        if getattr(args, name) is None:
+            setattr(args, name, models[args.model][1][name])
+    return args
