@@ -363,6 +363,11 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
         top = sorted(norms.items(), key=lambda kv: (kv[1] == kv[1] and kv[1] <= LIMIT, -kv[1]))[:5]
         told |= {"symptom": symptom, "micro_batch": micro, "unused": unused, "norms": tuple(top)}
         verdict = "not reproducible"
+        if birth and fragile(birth.op, birth.node) == "nll_loss_forward" and \
+                any(_ignored(item, ignore_index) for item in record.batches[micro][1:]):
+            return Report("data", **told, names=(f"every label is ignored ({ignore_index}): their mean is 0/0",),
+                          suggestion="divide the sum of the losses by max(1, number of labels)",
+                          **{k: v for k, v in asdict(birth).items() if k != "samples"})
         if symptom:
             record.restore()
             net.zero_grad(set_to_none=True)
@@ -424,6 +429,12 @@ def _sick_batch(batch: tuple[Any, ...], num_classes: int | None,
                 continue
             rows.update(wrong.reshape(wrong.shape[0], -1).any(1).nonzero().flatten().tolist() if wrong.dim() else ())
     return tuple(said), tuple(sorted(rows))
+
+
+def _ignored(item: Any, ignore: int) -> bool:
+    """Whether an item of a batch holds labels, and nothing but ignored ones."""
+    labels = [t for t in tree_leaves(item) if isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel()]
+    return bool(labels) and all(bool((t == ignore).all()) for t in labels)
 
 
 def _indices(record: StepRecord, micro: int, rows: Iterable[int]) -> tuple[int, ...]:

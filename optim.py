@@ -121,9 +121,10 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
+    lost = [f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight"] if dtype in HALF else []
     if 1 - beta2 < unit / 2:
-        return f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)"
-    return f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight" if dtype in HALF else None
+        lost.append(f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)")
+    return "; ".join(lost) or None
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,33 +6,70 @@ state. `TrainBatches.at(step)` computes the same batch whenever it is asked, so 
 very batch it would have seen, a bad step can be run again with the same images, and two ranks together see exactly
 the batch that one process would have seen: every draw is made for the whole global batch, and a rank takes its slice.
 
-Augmentation works on the whole batch at once: a random crop is one gather from a sliding-window view of the padded
-images (no copy is made of the windows), and the flip alternates: an image mirrored in this epoch is plain in the next
-(Jordan, arXiv 2404.00498: both views are seen in every two epochs instead of by luck).
+Augmentation works on the whole batch at once: a padded crop is one gather whose indices reflect at the border and run
+backwards for a mirrored image; a random resized crop is one bilinear grid_sample with a box of its own for each image.
+The flip alternates: an image mirrored in this epoch is plain in the next (Jordan, arXiv 2404.00498: both views are seen
+in every two epochs instead of by luck).
+
+The images lie on the device whole, or in a file mapped into memory when they are too many for that, or are decoded by
+worker processes as they are needed: whichever it is, the batches are the same to the bit.
 
 Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+Images = Tensor | Dataset  # a data set knows its shape and decodes images[i] and images[a:b:c] when asked
+
+
+def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
+    """The images on the device, if they take at most `share` of its free memory; else as they are."""
+    if not isinstance(images, Tensor):
+        return images
+    if device.type == "cuda" and images.nbytes > share * torch.cuda.mem_get_info(device)[0]:
+        return images
+    return images.to(device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device, from pinned memory where that is a GPU, so that nobody waits for it."""
+    pin = device.type == "cuda" != tensor.device.type
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+
+
+def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[Tensor]:
+    """The uint8 images of each of these index batches: gathered, or decoded by processes that read ahead."""
+    if isinstance(images, Tensor):
+        return (images.index_select(0, send(index, images.device)) for index in batches)
+    return iter(DataLoader(images, batch_sampler=(index.tolist() for index in batches), num_workers=workers))
 
 
 class Normalize:
     """uint8 (B, 3, H, W) -> fp32 with mean 0 and deviation 1 per channel, channels-last; statistics of `images`.
 
-    Taken from every tenth image: the sums are integers, so the result does not depend on the number of threads.
+    Taken from every tenth image, or fewer of a large set (128 MB): the sums are integers, so the result does not depend
+    on the number of threads.
     """
 
-    def __init__(self, images: Tensor):
-        sample = images[::10].long()
-        mean = sample.sum((0, 2, 3)).double() / sample[:, 0].numel()
-        variance = (sample * sample).sum((0, 2, 3)).double() / sample[:, 0].numel() - mean**2
+    def __init__(self, images: Images):
+        N, _, H, W = images.shape
+        sample = images[:: max(10, N * 3 * H * W // 2**27)]
+        total, squares, pixels = torch.zeros(3).long(), torch.zeros(3).long(), len(sample) * H * W
+        for some in sample.split(256):
+            some = some.int()  # 255 ** 2 fits, and torch sums integers in 64 bits
+            total, squares = total + some.sum((0, 2, 3)).cpu(), squares + (some * some).sum((0, 2, 3)).cpu()
+        mean = total.double() / pixels
+        variance = squares.double() / pixels - mean**2
         self.mean = mean.float().view(1, 3, 1, 1)
         self.std = variance.clamp(min=1.0).sqrt().float().view(1, 3, 1, 1)
 
@@ -41,38 +78,80 @@ class Normalize:
         return (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
 
 
+def padded_crop(images: Tensor, shift: Tensor, mirrored: Tensor, pad: int) -> Tensor:
+    """Pad by reflection, cut out the window at `shift` (2, B), mirror where `mirrored` (B,): all in one gather."""
+    B, _, H, W = images.shape
+
+    def lines(first: Tensor, n: int) -> Tensor:
+        line = (first[:, None] - pad + torch.arange(n, device=images.device)).abs()
+        return n - 1 - (n - 1 - line).abs()
+
+    down, right = lines(shift[0], H), lines(shift[1], W)
+    right = torch.where(mirrored[:, None], right.flip(1), right)
+    image = torch.arange(B, device=images.device)
+    return images[image[:, None, None], :, down[:, :, None], right[:, None, :]].permute(0, 3, 1, 2)
+
+
+def resized_crop(images: Tensor, drawn: Tensor, mirrored: Tensor, size: int, scale: tuple[float, float]) -> Tensor:
+    """A random box of each image (B, 3, H, W), resized to fp32 (B, 3, size, size) and mirrored where `mirrored` (B,).
+
+    The box has `scale` of the area and a ratio of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842), from `drawn` (4, B),
+    uniform in [0, 1); a box too long for the image is cut, where torchvision draws again. Bilinear without antialiasing,
+    which is enough while boxes are hardly larger than `size`: data/imagefolder.py sees to that.
+    """
+    area = scale[0] + (scale[1] - scale[0]) * drawn[0]
+    ratio = (math.log(4 / 3) * (2 * drawn[1] - 1)).exp()
+    centres = (torch.arange(size, device=images.device) + 0.5) / size
+
+    def lines(length: Tensor, place: Tensor) -> Tensor:
+        length = length.sqrt().clamp(max=1)
+        return 2 * (((1 - length) * place)[:, None] + length[:, None] * centres) - 1  # grid_sample's -1 .. 1
+
+    x, y = lines(area * ratio, drawn[2]), lines(area / ratio, drawn[3])
+    x = torch.where(mirrored[:, None], x.flip(1), x)
+    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+    return F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+
+
 class TrainBatches:
     """An endless, stateless stream of augmented batches.
 
     Args:
-        images, labels: uint8 (N, 3, H, W) and int64 (N,), on the device the batches are wanted on.
+        images, labels: uint8 (N, 3, H, W), see `place`, and int64 (N,).
         batch_size: images per update over all ranks; N // batch_size steps make an epoch, the rest waits for
             another epoch's shuffle.
+        device: where the batches are wanted; default: where the images are.
         pad: pixels of reflected border for the random crop.
+        scale, size: instead of it, crop a random box with this range of areas and resize it to size x size.
+        workers: processes that decode, where the images are not decoded yet.
     """
 
     def __init__(
         self,
-        images: Tensor,
+        images: Images,
         labels: Tensor,
         *,
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        device: torch.device | None = None,
         pad: int = 2,
+        scale: tuple[float, float] | None = None,
+        size: int | None = None,
+        workers: int = 0,
     ):
-        N, _, H, W = images.shape
+        N, _, H, _ = images.shape
         if batch_size > N:
             raise ValueError(f"a batch of {batch_size} images is more than the {N} there are: lower --batch-size")
         self.normalize = Normalize(images)
-        padded = F.pad(images.float(), (pad,) * 4, mode="reflect").to(torch.uint8)
-        self.windows = padded.unfold(2, H, 1).unfold(3, W, 1)  # a view: N, 3, 2 pad + 1, 2 pad + 1, H, W
-        self.labels, self.pad, self.seed = labels, pad, seed
+        self.images, self.labels, self.seed, self.workers = images, labels.cpu(), seed, workers
+        self.device, self.pad, self.scale, self.size = device or labels.device, pad, scale, size or H
         self.batch_size, self.steps_per_epoch = batch_size, N // batch_size
         self.mine = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.mirrored_first = torch.rand(N, generator=self.generator("flip", 0)) < 0.5
         self.epoch, self.order = -1, torch.empty(0)
+        self.next_step, self.reader = -1, iter(())
 
     def generator(self, purpose: str, number: int) -> torch.Generator:
         """A fresh CPU generator for each purpose and number: the draws depend on nothing that happened before.
@@ -94,25 +173,36 @@ class TrainBatches:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of batch number `step`: normalised fp32 images and int64 labels, on the device."""
-        index, epoch = self.global_indices(step), step // self.steps_per_epoch
-        shift = torch.randint(0, 2 * self.pad + 1, (2, self.batch_size), generator=self.generator("crop", step))
-        mirrored = self.mirrored_first[index] ^ (epoch % 2 == 1)
-        drawn = torch.stack([index, *shift, mirrored.long()])[:, self.mine]
-        if self.labels.is_cuda:  # one small copy from pinned memory, which does not wait for the device
-            drawn = drawn.pin_memory().to(self.labels.device, non_blocking=True)
-        index, down, right, mirrored = drawn
-        images = self.windows[index, :, down, right]
-        images = torch.where(mirrored.bool()[:, None, None, None], images.flip(3), images)
-        return self.normalize(images), self.labels[index]
+        if step != self.next_step:  # the first one, or another than those which are being read ahead
+            self.reader = stored(self.images, map(self.indices, count(step)), self.workers)
+        self.next_step = step + 1
+        images, index = send(next(self.reader), self.device), self.indices(step)
+        mirrored = send(self.mirrored_first[index] ^ (step // self.steps_per_epoch % 2 == 1), self.device)
+        random = self.generator("crop", step)
+        if self.scale:
+            drawn = send(torch.rand(4, self.batch_size, generator=random)[:, self.mine], self.device)
+            images = resized_crop(images, drawn, mirrored, self.size, self.scale)
+        else:
+            shift = torch.randint(0, 2 * self.pad + 1, (2, self.batch_size), generator=random)[:, self.mine]
+            images = padded_crop(images, send(shift, self.device), mirrored, self.pad)
+        return self.normalize(images), send(self.labels[index], self.device)
 
 
 def val_batches(
-    images: Tensor, labels: Tensor, normalize: Normalize, *, batch_size: int, rank: int = 0, world_size: int = 1
+    images: Images,
+    labels: Tensor,
+    normalize: Normalize,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | None = None,
+    workers: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Every image exactly once over all ranks, in order: rank r takes images r, r + world_size, ...
 
     The ranks' shares differ by at most one image, so sums and counts have to be added up over ranks, never means.
     """
-    mine = slice(rank, None, world_size)
-    for x, y in zip(images[mine].split(batch_size), labels[mine].split(batch_size), strict=True):
-        yield normalize(x), y
+    device, shares = device or labels.device, torch.arange(rank, len(labels), world_size).split(batch_size)
+    for index, x in zip(shares, stored(images, shares, workers), strict=True):
+        yield normalize(send(x, device)), labels[index.to(labels.device)].to(device)

@@ -50,6 +50,15 @@ def autopsied(net, *batches, half=False, scale=1.0, run_step=None, **more):
                    precision="fp16" if half else "fp32", **more)
 
 
+def test_a_batch_whose_labels_are_all_ignored_is_data_and_a_batch_with_one_label_is_not():
+    net, ignored = Net(), torch.full_like(Y, -100)
+    report = autopsied(net, (X, Y), (X, ignored))
+    assert (report.verdict, report.op, report.micro_batch) == ("data", "aten.nll_loss_forward.default", 1)
+    assert "every label is ignored" in str(report)
+    ignored[0] = Y[0]
+    assert autopsied(net, (X, ignored)).verdict == "not reproducible"
+
+
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     net, x = Net(), X.clone()
     x[[2, 5]] *= 3e5
