@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class MetricsFile:
                 if name != "step":
                     self.board.add_scalar(name, float(value), fields["step"])
         elif self.board:
-            self.board.add_text(fields["event"], json.dumps(fields), fields["step"])
+            self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
 
     def picture(self, path: Path, step: int) -> None:
         """Tell of a picture or a text that was written beside the metrics."""
@@ -65,6 +66,15 @@ class MetricsFile:
             from PIL import Image
 
             self.board.add_image(path.parent.name, numpy.asarray(Image.open(path)), step, dataformats="HWC")
+
+
+def commit() -> str:
+    """The commit this program was checked out from, with "-dirty" if files were changed since; "" outside of git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def written_by(line: str, step: int) -> bool:

@@ -186,7 +186,7 @@ def main(argv=None):
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
     if rank == 0:
         with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
-            header = {"args": vars(args), **facts, "hardware": hardware}
+            header = {"args": vars(args), **facts, "hardware": hardware, "commit": report.commit()}
             log = report.MetricsFile(out_dir, header, step, args.tensorboard)
 
     def say(text):
@@ -412,6 +412,7 @@ def main(argv=None):
         "peak_memory_mb": round(memory),
     }
     if rank == 0:
+        record(event="end", **summary)
         curves = report.draw_curves(log.path)
         written = [log.path, *sorted(out_dir.glob("*.pt")), *([curves] if curves else [])]
         print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, written)]))

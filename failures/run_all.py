@@ -17,13 +17,14 @@ from failures import (
     nanovlm_masked_rows,
     opendit_modulate_kernel,
     swin_attention_overflow,
+    through_train,
     trellis_adamw_fp16,
     vmamba_eval_nan,
 )
 from failures.loops import Case, show
 
 FILES = (vmamba_eval_nan, swin_attention_overflow, nanovlm_masked_rows, trellis_adamw_fp16, opendit_modulate_kernel,
-         more_of_the_kind)
+         through_train, more_of_the_kind)
 
 
 def markdown(cases: list[tuple[str, Case]]) -> str:

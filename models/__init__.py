@@ -10,7 +10,7 @@ reconstructions or answers, has `show(images, labels)`: images in the space of t
 
 import torchvision
 
-from . import cifarnet
+from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
 
 RECIPE = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "batch_size": 256, "label_smoothing": 0.0, "ema": 0.0,
@@ -33,7 +33,8 @@ def patches(constructor):
             raise ValueError(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
         if grid:
             preset["patch_size"] = size // grid
-        return constructor(num_classes=len(names), image_size=size, **preset)
+        classes = {"class_names": names} if constructor is vlm.VLM else {"num_classes": len(names)}
+        return constructor(**preset | classes | {"image_size": size})
 
     return build
 
@@ -42,6 +43,12 @@ add(cifarnet.PRESETS, lambda names, size, preset: cifarnet.CifarNet(num_classes=
     lr=5e-3, lr_scale={"*.bias": 8.0}, label_smoothing=0.2, epochs=8)
 add({name: name for name in ("resnet18", "resnet50")},
     lambda names, size, name: torchvision.models.get_model(name, num_classes=len(names)), label_smoothing=0.1)
+add(vit.PRESETS, patches(vit.ViT), lr=2e-3, batch_size=128, label_smoothing=0.1)
+add(swin.PRESETS, patches(swin.Swin), lr=2e-3, batch_size=128, label_smoothing=0.1)
+add(vmamba.PRESETS, patches(vmamba.VMamba), lr=6e-3, batch_size=128, label_smoothing=0.1)
+add(dit.PRESETS, patches(dit.DiT), lr=3e-3, weight_decay=0.0, batch_size=64, ema=0.99)
+add(slat_vae.PRESETS, patches(slat_vae.SLatVAE), lr=2e-3, batch_size=128)
+add(vlm.PRESETS, patches(vlm.VLM), lr=3e-3, batch_size=128)
 
 
 def wrap(net, label_smoothing=0.0):

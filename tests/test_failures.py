@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import cifar10
 from failures import (
     more_of_the_kind,
     nanovlm_masked_rows,
     opendit_modulate_kernel,
     run_all,
     swin_attention_overflow,
+    through_train,
     trellis_adamw_fp16,
     vmamba_eval_nan,
 )
@@ -25,7 +27,13 @@ SHORT = {  # enough steps for every claim
     nanovlm_masked_rows: dict(),
     trellis_adamw_fp16: dict(steps=40),
     opendit_modulate_kernel: dict(steps=260, dtypes=(F32,)),
+    through_train: dict(steps=16),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    monkeypatch.setattr(cifar10, "reachable", lambda *_: False)
 
 
 @pytest.mark.parametrize("module", SHORT, ids=lambda module: module.__name__.split(".")[-1])

@@ -31,6 +31,12 @@ def test_every_flag_the_readme_names_exists():
         assert flag in known, flag
 
 
+def test_the_failures_in_the_readme_are_those_of_the_gallery():
+    for row in (ROOT / "failures" / "TABLE.md").read_text().splitlines()[2:]:
+        name, file = re.match(r"\| \[(.+?)\]\((.+?)\)", row).groups()
+        assert f"| [{name}](failures/{file})" in README and row.endswith("| yes |"), name
+
+
 def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
     for name in ("bf16", "fp32"):
         lines = [json.loads(line) for line in (ROOT / f"bench/results/cifar10-{name}.jsonl").read_text().splitlines()]

@@ -363,3 +363,25 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, 
     assert code == 0 and ("val_loss", 3) in [(name, step) for name, _, step in told]
     assert last["val_loss"] in [round(value, 4) for name, value, _ in told if name == "val_loss"]
     assert {step for name, _, step in told if name == "loss"} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("model, file", [("dit-test", ".png"), ("slat_vae-test", ".png"), ("vlm-test", ".txt")])
+def test_models_with_their_own_loss_train_resume_and_show_what_they_made(run, model, file):
+    flags = ("--model", model, "--precision", "bf16", "--max-steps", 6, "--ckpt-every", 3)
+    code, last, _, lines = run(*flags)
+    assert code == 0 and last["updates"] == 6 and "val_loss" in last and "val_acc1" not in last
+    shown = [line for line in lines if line.get("event") == "shown"]
+    path = run.folder / shown[-1]["file"]
+    assert path.suffix == file and path.stat().st_size > 100
+    assert not [line for line in lines if line.get("event") == "warning"]
+    assert run(*flags, "--max-steps", 4, out="short")[0] == 0
+
+
+def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(run, monkeypatch):
+    import validation
+
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(validation, "evaluate", lambda model, split: {"val_loss": next(losses)})
+    code, _, _, _ = run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)
+    best = torch.load(run.folder / "last.pt", weights_only=True)["best"]
+    assert code == 0 and best == -1.0

@@ -1,0 +1,166 @@
+"""
+How fast data arrives: the decoded cache against torchvision's ImageFolder and DataLoader, interleaved.
+
+    python bench/data_speed.py --small DIR --photos DIR          # about 3 minutes on 2 CPU cores
+
+--small is an image folder (train/<class>/, val/<class>/) of small images, --photos a folder of full-size photographs,
+which stand for a training set by being linked to several times. Measured in images a second, on all cores:
+
+    decode     the decoder's own limit: Pillow opens a file, makes RGB of it, forgets it
+    build      data/imagefolder.py from nothing to a finished cache: list, decode, resize, write, flush
+    batches    training batches from that cache: gather, random resized crop, flip, normalise
+    loader     ImageFolder and DataLoader, num_workers = cores, with the reference transforms (RandomResizedCrop,
+               flip, to tensor, normalise), from its second batch on
+
+and in seconds a batch of 256, what CIFAR-10 and the small images cost beside a training step in bf16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+from torchvision.models import resnet18
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import optim  # noqa: E402
+from data import batches, imagefolder  # noqa: E402
+from models.cifarnet import PRESETS, CifarNet  # noqa: E402
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def timed(function, *args):
+    began = time.perf_counter()
+    result = function(*args)
+    return time.perf_counter() - began, result
+
+
+def decode_only(path):
+    with Image.open(path) as image:
+        image.convert("RGB")
+
+
+def decode(paths):
+    with ProcessPoolExecutor(CORES, mp_context=get_context("fork")) as pool:
+        for _ in pool.map(decode_only, paths, chunksize=max(1, min(64, len(paths) // (4 * CORES)))):
+            pass
+
+
+def speeds(folder, image_size, batch_size, steps):
+    """Images a second of each of the four, once around."""
+    files = [path for split in ("train", "val") for path in sorted(map(str, (folder / split).glob("*/*")))]
+    result = {"decode": len(files) / timed(decode, files)[0]}
+    with tempfile.TemporaryDirectory() as cache:
+        seconds, (train, val, _) = timed(lambda: imagefolder.load(folder, image_size, cache_dir=cache))
+        result["build"] = len(files) / seconds
+        size = val[0].shape[-1]
+        stream = batches.TrainBatches(*train, batch_size=batch_size, scale=(0.35, 1.0), size=size)
+        stream.at(0)
+        result["batches"] = steps * batch_size / timed(lambda: [stream.at(step) for step in range(1, steps + 1)])[0]
+    transform = transforms.Compose([
+        transforms.RandomResizedCrop(size, scale=(0.35, 1.0)), transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ])
+    images = datasets.ImageFolder(folder / "train", transform)
+    loader = iter(DataLoader(images, batch_size, shuffle=True, num_workers=CORES, drop_last=True))
+    next(loader)  # the workers have started; what they read ahead meanwhile is credited to them
+    few = min(steps, len(images) // batch_size - 1, 20)
+    result["loader"] = few * batch_size / timed(lambda: [next(loader) for _ in range(few)])[0]
+    return result
+
+
+def shares(net, images, classes, steps, **how):
+    """A function that returns seconds of a data batch and of a training step in bf16, on 256 images."""
+    stream = batches.TrainBatches(images, torch.arange(len(images)) % classes, batch_size=256, **how)
+    optimizer = optim.ClippedAdamW(optim.param_groups(net))
+    net = net.to(memory_format=torch.channels_last)
+    number = iter(range(10**9))
+
+    def train(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = net(x)
+        F.cross_entropy(logits.float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def measure():
+        total = {"data": 0.0, "step": 0.0}
+        for _ in range(steps):
+            seconds, batch = timed(stream.at, next(number))
+            total["data"] += seconds / steps
+            total["step"] += timed(train, *batch)[0] / steps
+        return total
+
+    measure()
+    return measure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=Path, required=True)
+    parser.add_argument("--photos", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(CORES)
+    samples = {name: [] for name in ("small", "photos", "cifarnet", "resnet18")}
+    with tempfile.TemporaryDirectory() as temporary:
+        photos = Path(temporary)
+        for split, copies in (("train", 4), ("val", 1)):
+            (photos / split / "photograph").mkdir(parents=True)
+            for path in sorted(args.photos.glob("*.[jJ]*")):
+                for i in range(copies):
+                    (photos / split / "photograph" / f"{i}{path.name}").symlink_to(path.resolve())
+        train, _, classes = imagefolder.load(args.small, cache_dir=photos / "cache")
+        size = train[0].shape[-1]
+        random = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8)
+        measure = {
+            "small": lambda: speeds(args.small, None, 256, len(train[1]) // 256 - 1),
+            "photos": lambda: speeds(photos, 224, 64, 8),
+            "cifarnet": shares(CifarNet(**PRESETS["cifarnet"]), random, 10, steps=3),
+            "resnet18": shares(resnet18(num_classes=len(classes)), train[0], len(classes), steps=2, scale=(0.35, 1.0)),
+        }
+        for _ in range(args.rounds):
+            for name, function in measure.items():
+                samples[name].append(function())
+
+    def median(name, value):
+        values = [value(sample) for sample in samples[name]]
+        return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+    ratios = {}
+    for name, label in (("small", f"{size} px"), ("photos", "photographs at 224 px")):
+        rates = ", ".join(f"{kind} {median(name, lambda s, kind=kind: s[kind])['median']:,.0f}" for kind in samples[name][0])
+        print(f"{label}, images/s: {rates}")
+        ratios[f"{name}: decoder's limit / build"] = median(name, lambda s: s["decode"] / s["build"])
+        ratios[f"{name}: batches / loader"] = median(name, lambda s: s["batches"] / s["loader"])
+    for name in ("cifarnet", "resnet18"):
+        ratios[f"{name}: data / step"] = median(name, lambda s: s["data"] / s["step"])
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio['median']} (n = {args.rounds}, {ratio['min']} to {ratio['max']})")
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    raw = {"bench": "data_speed", "commit": commit, "torch": str(torch.__version__), "device": "cpu",
+           "hardware": f"{platform.machine()}, {CORES} cores", "n": args.rounds, "small": [len(train[1]), size],
+           "ratios": ratios, "samples": samples}
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "data_speed-cpu.json").write_text(json.dumps(raw))
+    print(json.dumps({key: value for key, value in raw.items() if key != "samples"}))
+
+
+if __name__ == "__main__":
+    main()

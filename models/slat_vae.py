@@ -1,0 +1,258 @@
+"""
+SLatVAE: a structured-latent autoencoder, and the model on which AdamW once wrote NaN into every half weight.
+
+After TRELLIS (arXiv 2412.01506), written anew for images. There, a shape is a sparse set of active voxels with a small
+latent on each; a transformer encodes the set, another decodes it. Here the voxels are patches:
+
+    thumbnail    the mean colour of every patch, enlarged bilinearly: the background, given to the decoder for nothing
+    active       the patches it renders worst, a fixed share of them, so that batches stay rectangular
+    latent       a few numbers (mean, log-variance) for each active patch; they carry what the thumbnail lacks
+    picture      background, plus the decoded detail at the active coordinates. The loss looks at active patches only
+
+What half precision does to it, and what is done here:
+
+    exp(logvar)      is inf in fp16 from logvar = 11.09 = ln 65504 on. fp32 and the usual clamp at 20 keep the KL
+                     finite, but then std = e^10 = 22026, and the 0.3 % of draws beyond 2.97 deviations are inf when
+                     the decoder reads them in fp16. So: fp32, clamped at 10, where std is 148.
+    e^v - 1 - v      the KL near the prior is a cancellation: e^v alone is off by up to 2^-8 in bf16, more than all of
+                     the KL wherever |v| < 0.06. So: fp32, by expm1.
+    top-k            turns a rounding into another set of patches: bf16 ties energies that differ by 0.4 %, and an
+                     evaluation in bf16 would reconstruct other patches than one in fp32. So: chosen in fp32.
+    positions        from the integer coordinates, in fp32, at every call: no table that a level could round.
+    half_torso       `half_torso=True` is the published configuration, TRELLIS's convert_to_fp16: both torsos' weights
+                     are fp16, input and output layers fp32. torch.optim.AdamW(eps=1e-8) on them is 0/0 in step one
+                     (microsoft/TRELLIS issue 162); optimizers that know refuse it without fp32 masters. O2 does the
+                     same to the whole net and brings masters: O2 with --keep-fp32 '*.input_layer' '*.out_layer' is
+                     this option's equal. O3 is what the issue did, everywhere. Without O2 there is no loss scale
+                     either: multiply the loss (TRELLIS: by 2^20), since half gradients below 3e-8 are 0.
+
+The residual stream has the dtype of the torso's weights: fp32 under autocast, half at O2, O3 and in a half torso.
+
+Copy this file alone: it needs torch and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PRESETS = {
+    "slat_vae-test": dict(grid=4, dim=32, depth=1, heads=2, latent=4),  # 44 thousand parameters at 32 pixels
+    "slat_vae": dict(grid=8, dim=128, depth=2, heads=4, latent=8),  # 0.8 million
+    "slat_vae-b": dict(patch_size=4, dim=768, depth=12, heads=12, latent=8),  # TRELLIS: 12 blocks, 768 wide, 8 channels
+}
+
+LOGVAR = (-20.0, 10.0)  # std 4.5e-5 to 148: z stays far below 65504, see above. Beyond them logvar has no gradient
+
+
+def take(images: Tensor, coords: Tensor, patch_size: int) -> Tensor:
+    """The patches of images (B, C, H, W) at coords (B, K, 2), int64 (row, column): (B, K, C * patch_size**2)."""
+    patches = F.pixel_unshuffle(images, patch_size)  # B, P, H / patch_size, W / patch_size
+    index = coords[..., :1] * patches.shape[3] + coords[..., 1:]
+    return patches.flatten(2).transpose(1, 2).gather(1, index.expand(-1, -1, patches.shape[1]))
+
+
+def put(images: Tensor, coords: Tensor, values: Tensor, patch_size: int) -> Tensor:
+    """The inverse of take: a copy of images (B, C, H, W) whose patches at coords are values (B, K, P)."""
+    patches = F.pixel_unshuffle(images, patch_size)
+    index = coords[..., :1] * patches.shape[3] + coords[..., 1:]
+    flat = patches.flatten(2).transpose(1, 2).scatter(1, index.expand_as(values), values)
+    return F.pixel_shuffle(flat.transpose(1, 2).reshape(patches.shape), patch_size)
+
+
+def positions(coords: Tensor, dim: int) -> Tensor:
+    """Sines and cosines of integer coords (..., 2), a quarter of dim each for row and column: fp32 (..., dim)."""
+    k = torch.arange(dim // 4, device=coords.device, dtype=torch.float32)
+    angles = coords.float()[..., None] * torch.exp(-math.log(1e4) * k / (dim // 4))  # ..., 2, dim / 4
+    return torch.cat([angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+class LayerNorm32(nn.Module):
+    """LayerNorm without parameters: statistics in fp32, whatever comes in, and the input's dtype comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over a set (B, K, dim): it knows no order, only what the tokens say of their place.
+
+    Written out, for so few tokens: on 2 CPU cores the whole model trains 1.7 times as fast as with
+    scaled_dot_product_attention, whose backward took a third of the step.
+    """
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.to_qkv, self.to_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, K, D = x.shape
+        q, k, v = self.to_qkv(x).view(B, K, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        logits = (q * (D // self.heads) ** -0.5) @ k.transpose(-2, -1)  # scaled first: 8 times further from 65504
+        x = torch.softmax(logits.float(), -1).to(v.dtype) @ v
+        return self.to_out(x.transpose(1, 2).reshape(B, K, D))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block. A branch returns to the stream's dtype: under autocast the stream stays fp32."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm32(), LayerNorm32()
+        self.attn = Attention(dim, heads)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x)).to(x.dtype)
+        return x + self.mlp(self.norm2(x)).to(x.dtype)
+
+
+class SparseTransformer(nn.Module):
+    """Tokens (B, K, dim_in) at coords (B, K, 2) to (B, K, dim_out); permuting the tokens permutes the output.
+
+    Its torso, `blocks`, is what half_torso makes fp16; input_layer and out_layer are not part of it.
+    """
+
+    def __init__(self, dim_in: int, dim: int, dim_out: int, depth: int, heads: int):
+        super().__init__()
+        self.input_layer = nn.Linear(dim_in, dim)
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
+        self.norm = LayerNorm32()
+        self.out_layer = nn.Linear(dim, dim_out)
+
+    def forward(self, tokens: Tensor, coords: Tensor) -> Tensor:
+        x = self.input_layer(tokens)
+        x = x.float() + positions(coords, x.shape[-1])
+        x = self.blocks(x.to(next(self.blocks.parameters()).dtype))  # asked at each call: fp32_eval lends fp32 weights
+        return self.out_layer(self.norm(x.float()))  # the norm in fp32 with an fp32 result, before out_layer casts it
+
+
+class KLLatent(nn.Module):
+    """Moments (B, K, 2 * latent), any float dtype, to a latent (B, K, latent) and its KL to N(0, 1), both fp32.
+
+    The KL is in nats a token (B, K): 1/2 sum(mean^2 + e^logvar - 1 - logvar), equation 10 of arXiv 1312.6114. In
+    training the latent is drawn from torch's global generator; in evaluation it is the mean.
+    """
+
+    def forward(self, moments: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(moments.device.type, enabled=False):
+            mean, logvar = moments.float().chunk(2, -1)
+            logvar = logvar.clamp(*LOGVAR)
+            kl = (mean.square() + torch.expm1(logvar) - logvar).sum(-1) / 2
+            z = mean + torch.randn_like(mean) * (logvar / 2).exp() if self.training else mean
+        return z, kl
+
+
+class SLatVAE(nn.Module):
+    """Autoencoder of images (B, 3, image_size, image_size), fp32 and normalised. Labels are not used.
+
+    Args:
+        num_classes: not used; every model of this folder is built with it.
+        patch_size: side of a patch in pixels.
+        dim, depth, heads: width, number of blocks and attention heads of the encoder, and of the decoder.
+        latent: numbers an active patch is squeezed into.
+        active: share of the patches that are active.
+        kl_weight: of the KL in nats a token, beside a mean square error a pixel. Small: it keeps the latents from
+            drifting off, more would blur the picture.
+        half_torso: store both torsos' parameters in fp16. Needs an optimizer with fp32 masters.
+    """
+
+    judged_by = "-loss"
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: int = 32,
+        patch_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        latent: int,
+        active: float = 0.5,
+        kl_weight: float = 1e-5,
+        half_torso: bool = False,
+    ):
+        super().__init__()
+        assert image_size % patch_size == 0, f"patches of {patch_size} pixels do not tile {image_size}"
+        assert dim % heads == 0, f"{heads} heads do not share {dim} channels evenly"
+        assert dim % 4 == 0, f"{dim} channels are not sines and cosines of two coordinates"
+        self.image_size, self.patch_size, self.kl_weight = image_size, patch_size, kl_weight
+        self.active = max(1, round(active * (image_size // patch_size) ** 2))
+        pixels = 3 * patch_size**2
+        self.encoder = SparseTransformer(pixels, dim, 2 * latent, depth, heads)
+        self.latent = KLLatent()
+        self.decoder = SparseTransformer(latent + pixels, dim, pixels, depth, heads)
+        self.init_weights()
+        if half_torso:
+            self.encoder.blocks.half()
+            self.decoder.blocks.half()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Xavier for matrices, biases 0 (as TRELLIS). The first picture is nearly the background.
+
+        TRELLIS starts its last layer at 0, so that the torso's first gradient is exactly 0; here it is only small.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        self.decoder.out_layer.weight.mul_(0.1)
+
+    @torch.no_grad()
+    def structure(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the active patches are, int64 (B, K, 2) (row, column), and the background, fp32 and shaped like images.
+
+        Active are the patches with the most energy left when the background is taken off. All in fp32.
+        """
+        size = images.shape[2:]
+        if any(side != self.image_size for side in size):
+            raise ValueError(f"images of {size[0]}x{size[1]} pixels in a model built for image_size={self.image_size}")
+        with torch.autocast(images.device.type, enabled=False):
+            images = images.float()
+            background = F.interpolate(F.avg_pool2d(images, self.patch_size), size=size, mode="bilinear")
+            energy = F.avg_pool2d((images - background).square().sum(1), self.patch_size)  # B, rows, columns
+            index = energy.flatten(1).topk(self.active).indices
+        return torch.stack([index // energy.shape[2], index % energy.shape[2]], -1), background
+
+    def code(self, images: Tensor, coords: Tensor, background: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Active patches through the latent and back. fp32: their detail and its copy (B, K, P), and the KL (B, K)."""
+        detail = take(images.float() - background, coords, self.patch_size)
+        z, kl = self.latent(self.encoder(detail, coords))
+        known = take(background, coords, self.patch_size)
+        return detail, self.decoder(torch.cat([z, known], -1), coords).float(), kl
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Images to the mean loss (fp32 scalar) and metrics of shape (B,). labels are not used.
+
+        loss: mean square error of the active patches + kl_weight * kl. mse: of the whole picture, background included.
+        kl: nats an active patch. Errors are in units of the normalised images.
+        """
+        coords, background = self.structure(images)
+        detail, decoded, kl = self.code(images, coords, background)
+        with torch.autocast(images.device.type, enabled=False):
+            kl = kl.mean(1)
+            losses = (decoded - detail).square().mean((1, 2)) + self.kl_weight * kl
+            picture = self.assemble(background, coords, decoded.detach())
+            mse = (picture - images.float()).square().mean((1, 2, 3))
+        return losses.mean(), {"loss": losses.detach(), "mse": mse, "kl": kl.detach()}
+
+    def assemble(self, background: Tensor, coords: Tensor, detail: Tensor) -> Tensor:
+        """The picture, fp32: background everywhere, plus detail (B, K, P) at coords (B, K, 2)."""
+        return put(background, coords, take(background, coords, self.patch_size) + detail, self.patch_size)
+
+    @torch.no_grad()
+    def show(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Originals and reconstructions: eight of the one, then the same eight of the other, (2 B, 3, H, W) fp32."""
+        training = self.training
+        self.eval()  # the latent's mean
+        coords, background = self.structure(images)
+        pictures = self.assemble(background, coords, self.code(images, coords, background)[1])
+        self.train(training)
+        pairs = zip(images.float().split(8), pictures.split(8), strict=True)
+        return torch.cat([half for pair in pairs for half in pair])

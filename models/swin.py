@@ -1,0 +1,316 @@
+"""
+Swin: attention in shifted windows, version 1 whose logits overflow fp16 and version 2 whose logits cannot.
+
+Version 1 (Liu et al., arXiv 2103.14030) takes softmax(q . k / sqrt(d) + bias). Nothing bounds q . k, and training makes
+it grow: twice the weights, four times the logit. Swin-L in fp16 (microsoft/Swin-Transformer, issue 82) was well until
+epoch 1, iteration 880, and NaN ever after. The mechanism that fits: past 65504 a logit is inf, softmax makes
+inf - inf = NaN, the loss scaler skips the step, and the weights stay in the very state that overflows. A lower loss
+scale cannot help, since the inf is born in the forward. Here an fp32 island reaches from q @ k^T to the softmax;
+`fp32_logits=False` takes the product in half precision, as published, to see it fail.
+
+Version 2 (arXiv 2111.09883) is the authors' own answer, in two parts:
+
+    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), scale <= 100 by a clamp of its log: |logit| <= 116. The
+                       cosine needs fp32 itself: one q of 256 has a square of 65536, and normalize's eps of 1e-12 is
+                       exactly 0 in fp16, where a row of zeros would be 0 / 0.
+    res-post-norm      x + norm(branch(x)), each branch normalised before it is added and the norm's scale starting at
+                       0, instead of the pre-norm stream of version 1 that gathers amplitude from block to block.
+
+Two departures, the same for both versions. The mask between regions that the shift brought together is -inf, not -100:
+-100 no longer hides anything once logits reach 100. It makes no NaN, for every token sees itself. And k has no bias
+(version 2 has none; in version 1 softmax ignores it). The residual stream is fp32: in bf16 a branch below 2^-9 of it
+would be lost.
+
+Copy this file alone: it needs torch and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TINY = dict(dim=96, depths=(2, 2, 6, 2), heads=(3, 6, 12, 24), patch_size=4)
+SMALL = dict(dim=96, depths=(2, 2), heads=(3, 6), grid=8, window=4)
+TEST = dict(dim=16, depths=(2, 2), heads=(1, 2), grid=8, window=4)
+PRESETS = {
+    "swin-test": dict(version=1, **TEST),  # for tests: 36 thousand parameters, and 44
+    "swin-v2-test": dict(version=2, **TEST),
+    "swin": dict(version=1, **SMALL),  # 1.2 million
+    "swin-v2": dict(version=2, **SMALL),
+    "swin-t": dict(version=1, image_size=224, window=7, **TINY),  # Swin-T and SwinV2-T: 28 million
+    "swin-v2-t": dict(version=2, image_size=256, window=8, **TINY),
+}
+
+
+class PatchEmbed(nn.Module):
+    """(B, 3, H, W) -> (B, H / patch_size, W / patch_size, dim).
+
+    A convolution whose stride is its kernel, written as the matmul that it is: CPUs only emulate fp16 convolutions.
+    """
+
+    def __init__(self, patch_size: int, dim: int):
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj, self.norm = nn.Linear(3 * patch_size**2, dim), nn.LayerNorm(dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        p = self.patch_size
+        x = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # B, 3, H/p, p, W/p, p
+        return self.norm(self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3)).float())
+
+
+class PatchMerging(nn.Module):
+    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): four neighbours side by side, then one matmul.
+
+    Version 1 normalises the 4 D channels before it, version 2 the 2 D after it.
+    """
+
+    def __init__(self, dim: int, version: int):
+        super().__init__()
+        self.version = version
+        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # B, H/2, 2, W/2, 2, D
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # the published order of the four: down first, then right
+        if self.version == 1:
+            return self.reduction(self.norm(x)).float()
+        return self.norm(self.reduction(x).float())
+
+
+def offsets(window: int) -> Tensor:
+    """int64 (N, N) with N = window ** 2: which of the (2 window - 1) ** 2 relative positions a pair of tokens has."""
+    at = torch.arange(window)
+    apart = at[:, None] - at + window - 1  # 0 ... 2 window - 2
+    pairs = apart[:, None, :, None] * (2 * window - 1) + apart[None, :, None, :]  # y, x of one; y, x of the other
+    return pairs.flatten(2).flatten(0, 1)
+
+
+class RelativeBias(nn.Module):
+    """Version 1: a learnt number for each relative position and head. () -> fp32 (heads, N, N)."""
+
+    def __init__(self, window: int, heads: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+        self.register_buffer("offsets", offsets(window), persistent=False)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"table"}
+
+    def forward(self) -> Tensor:
+        return self.table.float()[self.offsets].permute(2, 0, 1)
+
+
+class ContinuousBias(nn.Module):
+    """Version 2: a small network from the relative position, in log scale, to 16 * sigmoid(.): fp32 (heads, N, N).
+
+    The position is sign(t) * log2(1 + 8 |t|) / 3 of a distance t in -1 ... 1, so that a window that grows after
+    training asks for less extrapolation.
+    """
+
+    def __init__(self, window: int, heads: int):
+        super().__init__()
+        t = torch.arange(1 - window, window) / (window - 1)
+        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3
+        self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)  # (2 window - 1) ** 2, 2
+        self.register_buffer("offsets", offsets(window), persistent=False)
+        self.mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, heads, bias=False))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"mlp.0.weight", "mlp.2.weight"}
+
+    def forward(self) -> Tensor:
+        return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)
+
+
+class WindowAttention(nn.Module):
+    """(windows, N, D) -> (windows, N, D), each token looking at the N of its window.
+
+    Args:
+        version: 1, dot products; 2, cosines.
+        fp32_logits: version 1 only. False: the product in the dtype of q and k, as published.
+    """
+
+    def __init__(self, dim: int, heads: int, window: int, version: int, fp32_logits: bool):
+        super().__init__()
+        self.heads, self.version, self.fp32_logits = heads, version, fp32_logits
+        self.qv, self.k, self.proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim)
+        self.bias = (RelativeBias if version == 1 else ContinuousBias)(window, heads)
+        if version == 2:
+            self.logit_scale = nn.Parameter(torch.full((heads,), math.log(10.0)))  # one dimension: never decayed
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each (windows, heads, N, D / heads)."""
+        (q, v), k = self.qv(x).chunk(2, -1), self.k(x)
+        return tuple(t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """(windows, heads, N, N) without bias, fp32 unless fp32_logits is False. Call it with autocast off."""
+        if self.version == 2:
+            cosine = F.normalize(q.float(), dim=-1) @ F.normalize(k.float(), dim=-1).transpose(2, 3)
+            return cosine * self.logit_scale.float().clamp(max=math.log(100.0)).exp()[:, None, None]
+        if self.fp32_logits:
+            q, k = q.float(), k.float()
+        return (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """hidden: bool (windows of an image, 1, N, N), True where two tokens must not meet."""
+        q, k, v = self.project(x)
+        with torch.autocast(x.device.type, enabled=False):  # or it would cast q and k back to half for the product
+            bias = self.bias()[None]
+            if hidden is not None:
+                bias = bias.masked_fill(hidden, -math.inf)  # windows of an image, heads, N, N
+            logits = self.logits(q, k).float().unflatten(0, (-1, len(bias))) + bias
+            weights = logits.softmax(-1).flatten(0, 1).to(v.dtype)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (arXiv 1603.09382): in training, a sample's branch is left out with probability p."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = torch.rand(len(x), 1, 1, 1, device=x.device) >= self.p
+        return x * keep / (1 - self.p)
+
+
+class SwinBlock(nn.Module):
+    """fp32 (B, grid, grid, D) to the same: windows (rolled by `shift`), MLP; pre-norm in version 1, post in 2."""
+
+    def __init__(
+        self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool, drop: float
+    ):
+        super().__init__()
+        self.window, self.shift, self.version = window, shift, version
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attn = WindowAttention(dim, heads, window, version, fp32_logits)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.drop = DropPath(drop)
+        hidden = None
+        if shift:  # rolled, the last window of a row holds the image's two ends: two regions that must not meet
+            end = (torch.arange(grid) >= grid - shift).long()
+            region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)  # windows, N
+            hidden = (region[:, :, None] != region[:, None])[:, None]
+        self.register_buffer("hidden", hidden, persistent=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, grid, grid, D) -> (B * windows, N, D)."""
+        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))
+        return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Window attention, fp32 out."""
+        B, H, W, D = x.shape
+        w = self.window
+        x = x.roll((-self.shift, -self.shift), (1, 2)) if self.shift else x
+        x = self.attn(self.split(x), self.hidden)
+        x = x.view(B, H // w, W // w, w, w, D).transpose(2, 3).reshape(B, H, W, D)
+        return (x.roll((self.shift, self.shift), (1, 2)) if self.shift else x).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.version == 1:
+            x = x + self.drop(self.mix(self.norm1(x)))
+            return x + self.drop(self.mlp(self.norm2(x)).float())
+        x = x + self.drop(self.norm1(self.mix(x)).float())
+        return x + self.drop(self.norm2(self.mlp(x).float()).float())
+
+
+class Stage(nn.Module):
+    """Blocks on one grid; all but the first stage begin by merging patches."""
+
+    def __init__(self, merge: nn.Module, blocks: list[SwinBlock]):
+        super().__init__()
+        self.merge, self.blocks = merge, nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.merge(x))
+
+
+class Swin(nn.Module):
+    """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B, num_classes).
+
+    Args:
+        num_classes: width of the head.
+        image_size, patch_size: pixels a side.
+        dim: channels of the first stage; each further stage has twice as many on half the grid.
+        depths, heads: blocks and attention heads of each stage.
+        window: tokens a side of a window; every second block of a stage is shifted by half of it.
+        version: 1 or 2.
+        fp32_logits: False computes version 1's logits in half precision, as published.
+        drop_path: stochastic depth of the last block, rising linearly from 0.
+    Raises:
+        ValueError: an unknown version, half logits in version 2, or one of the sizes does not divide the other; in the
+            forward, images of another size.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 10,
+        image_size: int = 32,
+        patch_size: int = 4,
+        dim: int = 96,
+        depths: tuple[int, ...] = (2, 2),
+        heads: tuple[int, ...] = (3, 6),
+        window: int = 4,
+        version: int = 1,
+        fp32_logits: bool = True,
+        drop_path: float = 0.0,
+    ):
+        super().__init__()
+        if version not in (1, 2):
+            raise ValueError(f"version {version} is neither 1 nor 2")
+        if version == 2 and not fp32_logits:
+            raise ValueError("fp32_logits=False is version 1's: version 2 has its cosines in fp32")
+        if image_size % patch_size:
+            raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
+        if len(depths) != len(heads):
+            raise ValueError(f"{len(depths)} depths, but {len(heads)} numbers of heads")
+        grid, stages, number = image_size // patch_size, [], 0
+        self.image_size = image_size
+        self.embed = PatchEmbed(patch_size, dim)
+        for stage, (depth, h) in enumerate(zip(depths, heads, strict=True)):
+            merge = PatchMerging(dim, version) if stage else nn.Identity()
+            if stage and grid % 2:
+                raise ValueError(f"stage {stage} cannot merge patches two by two on a grid of {grid}")
+            grid, dim = (grid // 2, 2 * dim) if stage else (grid, dim)
+            if grid % window:
+                raise ValueError(f"the grid of stage {stage}, {grid} a side, is not a multiple of window {window}")
+            if dim % h:
+                raise ValueError(f"the width of stage {stage}, {dim}, is not a multiple of its heads {h}")
+            blocks = []
+            for i in range(depth):
+                shift = window // 2 if i % 2 and grid > window else 0  # a single window has nothing to shift
+                drop = drop_path * number / max(1, sum(depths) - 1)
+                blocks.append(SwinBlock(dim, h, grid, window, shift, version, fp32_logits, drop))
+                number += 1
+            stages.append(Stage(merge, blocks))
+        self.stages = nn.ModuleList(stages)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and ".bias." not in name:  # the continuous bias keeps torch's start
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            if isinstance(module, SwinBlock) and version == 2:  # res-post-norm: every branch begins as nothing
+                nn.init.zeros_(module.norm1.weight)
+                nn.init.zeros_(module.norm2.weight)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[2:] != (self.image_size, self.image_size):  # another size would run, with the wrong mask
+            raise ValueError(f"images of {tuple(images.shape[2:])}, but this network was built for {self.image_size}")
+        x = self.embed(images).float()
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(self.norm(x).mean((1, 2)))

@@ -1,0 +1,308 @@
+"""
+VMamba: a state space model reads the image in four directions, and a selective scan takes attention's place.
+
+Liu et al., "VMamba: Visual State Space Model" (arXiv 2401.10166), on Mamba's selective scan (arXiv 2312.00752), written
+anew. Along a sequence of tokens every channel keeps d_state numbers h, forgets and writes as the token itself decides:
+
+    h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t        y_t = C_t h_t + D x_t        A = -exp(A_log) < 0 < delta
+
+What half precision breaks here, and what this file does about it:
+
+    range     y is a product of four activations, C * B * delta * x, and nothing bounds it: four times 16 is 16^4 =
+              65536, over fp16's 65504. The four directions are added *before* out_norm: inf - inf, and the norm makes
+              every logit NaN. `force_fp32=True`: inputs, scan, sum and norm are one fp32 island; the half copy is made
+              behind the norm. False: the scan's output is cast to its input's dtype before the sum, as when VMamba
+              trained well and evaluated to NaN (failures/vmamba_eval_nan.py). There the choice hung on
+              `self.training`; here it is an argument, the same for training and evaluation.
+    memory    delta starts between 0.001 and 0.1. A decay of exp(-0.001) = 0.9990 is 1.0 in bf16, whose numbers below 1
+              are 0.0039 apart: such a state never forgets, where after 1,024 tokens e^-1 = 0.36 should be left.
+    division  the popular parallel form h = P * cumsum(b / P), P the cumulative product of decays, divides by 0: at
+              delta A = -50 the third P is e^-150, which is 0 even in fp32. `selective_scan` never divides and never
+              takes the exp of a positive number: chunks run abreast from 0, are told the state they really began with
+              (a scan over chunks, shorter by the chunk's length), and run again. Linear work and memory; the backward
+              pass is the same scan in reverse and keeps h alone.
+
+At O3, by definition without fp32 norms, out_norm's input is cast to fp16: there the island ends at the sum.
+Copy this file alone: it needs torch and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PRESETS = {
+    "vmamba-test": dict(grid=4, dims=(16, 24), depths=(1, 1), d_state=2, mlp_ratio=2.0),
+    "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), d_state=1),
+    # The published VMamba-T (vssm1_tiny_0230s: no gate, an MLP) but for its two-convolution stem: 30 million.
+    "vmamba-t": dict(patch_size=4, dims=(96, 192, 384, 768), depths=(2, 2, 8, 2), d_state=1, gate=False, mlp_ratio=4.0),
+}
+FULL_STEP = 2**15  # numbers in one step of the recurrence: with fewer, calling the kernel costs more than its work
+SHORTEST_CHUNK = 16
+CACHED = 2**19  # numbers in h (2 MiB) that a CPU takes at once: the ten passes over them then find them in its cache
+
+
+# --- the selective scan ----------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable  # a graph break is cheap; inductor unrolls the steps: 95 s of compiling, and twice as slow
+def selective_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """h_t = exp(delta_t A) h_{t-1} + delta_t B_t u_t, y_t = C_t h_t + D u_t, from h = 0; parallel over the length.
+
+    Args:
+        u, delta: (K, batch, L, D), K independent directions with parameters of their own. delta >= 0.
+        A: (K, D, N), negative. B, C: (K, batch, L, N). D: (K, D).
+    Returns:
+        y (K, batch, L, D) in fp32, whatever autocast says and whatever half dtypes came in; fp64 if u is fp64.
+        Once differentiable.
+    """
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    A, D = A.to(dtype), D.to(dtype)[:, None, None]
+    blocks = max(1, u.numel() * A.shape[-1] // CACHED) if u.is_cpu else 1
+    ys = []
+    with torch.autocast(u.device.type, enabled=False):
+        for block in zip(*(t.chunk(blocks, 1) for t in (u, delta, B, C)), strict=True):
+            u, delta, B, C = (t.to(dtype) for t in block)
+            ys.append(torch.addcmul(SelectiveScan.apply(u, delta, A, B, C), u, D))
+    return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+
+
+def selective_scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """The same by its definition, one token after the other: what `selective_scan` is tested against."""
+    h, ys = torch.zeros_like(u[:, :, 0, :, None]), []
+    for u_t, delta_t, B_t, C_t in zip(*(t.unbind(2) for t in (u, delta, B, C)), strict=True):
+        h = torch.exp(delta_t[..., None] * A[:, None]) * h + (delta_t * u_t)[..., None] * B_t[..., None, :]
+        ys.append((h * C_t[..., None, :]).sum(-1))
+    return torch.stack(ys, 2) + D[:, None, None] * u
+
+
+class SelectiveScan(torch.autograd.Function):
+    """y_t = C_t h_t of selective_scan; inside, states stand before channels, (K, batch, L, N, D), D contiguous."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        A = A.transpose(1, 2).contiguous()[:, None, None]  # K, 1, 1, N, D
+        a = (delta.unsqueeze(3) * A).exp_()  # in (0, 1]: underflow to 0 is the right answer
+        h = linear_scan(a, (delta * u).unsqueeze(3) * B.unsqueeze(4))
+        ctx.save_for_backward(u, delta, A, B, C, h)  # a is cheaper to compute again than to keep
+        return sum_states(h * C.unsqueeze(4))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gy: Tensor):
+        u, delta, A, B, C, h = ctx.saved_tensors
+        later = (F.pad(delta[:, :, 1:], (0, 0, 0, 1)).unsqueeze(3) * A).exp_()  # the decay from t to t + 1
+        g = linear_scan(later, gy.unsqueeze(3) * C.unsqueeze(4), reverse=True)  # dL/dh_t, all later tokens included
+        gC = (gy.unsqueeze(3) * h).sum(4)
+        gB = ((delta * u).unsqueeze(3) * g).sum(4)
+        g_written = sum_states(g * B.unsqueeze(4))  # of delta * u
+        g_exponent = later.mul_(h)[:, :, :-1].mul_(g[:, :, 1:])  # of delta_t A, for t = 1 ..: h_{-1} is 0
+        g_delta = g_written * u
+        g_delta[:, :, 1:] += sum_states(g_exponent * A)
+        gA = g_exponent.mul_(delta[:, :, 1:].unsqueeze(3)).sum(2).sum(1)  # sum((1, 2)) is 50 times slower on a CPU
+        gA = gA.transpose(1, 2)
+        return g_written.mul_(delta), g_delta, gA, gB, gC
+
+
+def sum_states(t: Tensor) -> Tensor:
+    """(K, batch, L, N, D) -> (K, batch, L, D). A CPU takes three passes over memory to sum a single state."""
+    return t.squeeze(3) if t.shape[3] == 1 else t.sum(3)
+
+
+def linear_scan(a: Tensor, b: Tensor, reverse: bool = False) -> Tensor:
+    """h_t = a_t h_{t-1} + b_t along dim 2 of (K, batch, L, N, D) (reverse: from h_{t+1}), |a| <= 1. Overwrites b."""
+    h = _scan(a.flatten(0, 1).flatten(2), b.flatten(0, 1).flatten(2), reverse)
+    return h.view(b.shape)
+
+
+def _scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
+    """linear_scan on contiguous (M, L, F). Cut into C chunks of T tokens, just enough to fill a step."""
+    M, L, W = b.shape
+    T = max(SHORTEST_CHUNK, -(-L * M * W // FULL_STEP))
+    C = -(-L // T)
+    T = -(-L // C)
+    if C * T > L:  # zeros behind the end: nothing reads them forwards, and they add nothing backwards
+        a, b = (F.pad(t, (0, 0, 0, C * T - L)) for t in (a, b))
+    a, b = a.view(M, C, T, W), b.view(M, C, T, W)
+    steps = list(zip(a.unbind(2), b.unbind(2), strict=True))[:: -1 if reverse else 1]
+    h = None
+    if C > 1:
+        end = steps[0][1]
+        for a_t, b_t in steps[1:]:  # every chunk as if nothing had come before it
+            end = torch.addcmul(b_t, a_t, end)
+        ends = _scan(a.prod(2), end, reverse)  # with what came before: a scan again, over C instead of L
+        h = F.pad(ends[:, 1:], (0, 0, 0, 1)) if reverse else F.pad(ends[:, :-1], (0, 0, 1, 0))
+    for a_t, b_t in steps:
+        h = b_t if h is None else b_t.addcmul_(a_t, h)
+    return b.view(M, C * T, W)[:, :L]
+
+
+# --- four directions -------------------------------------------------------------------------------------------------
+
+
+def cross_scan(x: Tensor) -> Tensor:
+    """(B, H, W, D) -> (4, B, H * W, D): by rows, by columns, and both backwards."""
+    rows, columns = x.flatten(1, 2), x.transpose(1, 2).flatten(1, 2)
+    return torch.stack([rows, columns, rows.flip(1), columns.flip(1)])
+
+
+def cross_merge(ys: Tensor, H: int, W: int) -> Tensor:
+    """(4, B, H * W, D) -> (B, H, W, D): every token's four results, added in the dtype they come in."""
+    rows, columns = ys[0] + ys[2].flip(1), ys[1] + ys[3].flip(1)
+    return rows.unflatten(1, (H, W)) + columns.unflatten(1, (W, H)).transpose(1, 2)
+
+
+class LayerNorm(nn.LayerNorm):
+    """In fp32 on every device, where CPU autocast would leave it half; returns its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return y.to(x.dtype)
+
+
+class CrossSelectiveScan(nn.Module):
+    """The delicate part of SS2D, and its own module so that a report can name it and keep_fp32 can pin it.
+
+    (B, H, W, D) of any float dtype to the same, normalised. Four sets of parameters, one a direction.
+    """
+
+    def __init__(self, dim: int, d_state: int, force_fp32: bool):
+        super().__init__()
+        self.d_state, self.force_fp32, self.dt_rank = d_state, force_fp32, math.ceil(dim / 16)
+        bound = dim**-0.5
+        self.x_proj = nn.Parameter(torch.empty(4, dim, self.dt_rank + 2 * d_state).uniform_(-bound, bound))
+        bound = self.dt_rank**-0.5
+        self.dt_projs = nn.Parameter(torch.empty(4, self.dt_rank, dim).uniform_(-bound, bound))
+        # Mamba's start: softplus(bias) log-uniform in [0.001, 0.1], a memory of 10 to 1,000 tokens.
+        dt = torch.exp(torch.empty(4, dim).uniform_(math.log(0.001), math.log(0.1)))
+        self.dt_projs_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.A_logs = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(4, dim, 1))
+        self.Ds = nn.Parameter(torch.ones(4, dim))
+        self.out_norm = LayerNorm(dim)
+
+    def no_weight_decay(self) -> set[str]:
+        """Decay would pull A to -1, delta to softplus(0) = 0.69 and the skip to 0: none of them is a neutral value."""
+        return {"A_logs", "Ds", "dt_projs_bias"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, W, _ = x.shape
+        xs = cross_scan(x)  # 4, B, L, D
+        dt, Bs, Cs = (xs.flatten(1, 2) @ self.x_proj).split([self.dt_rank, self.d_state, self.d_state], -1)
+        dt = dt @ self.dt_projs  # both projections are ordinary matmuls: half under autocast
+        with torch.autocast(x.device.type, enabled=False):
+            delta = F.softplus(dt.float() + self.dt_projs_bias.float()[:, None])
+            A = -torch.exp(self.A_logs.float())
+            delta, Bs, Cs = (t.unflatten(1, (B, H * W)) for t in (delta, Bs, Cs))
+            ys = selective_scan(xs, delta, A, Bs, Cs, self.Ds)
+            if not self.force_fp32:
+                ys = ys.to(x.dtype)  # the published mistake: the norm that would have helped comes after the sum
+            return self.out_norm(cross_merge(ys, H, W)).to(x.dtype)
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+class SS2D(nn.Module):
+    """2D-selective-scan: (B, H, W, dim) to the same. gate: multiply by SiLU of a second projection (VMamba's first
+    version); without it the block is the published second version."""
+
+    def __init__(self, dim: int, *, d_state: int, ssm_ratio: float, gate: bool, force_fp32: bool):
+        super().__init__()
+        inner = int(ssm_ratio * dim)
+        self.gate = gate
+        self.in_proj = nn.Linear(dim, 2 * inner if gate else inner, bias=False)
+        self.conv2d = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
+        self.core = CrossSelectiveScan(inner, d_state, force_fp32)
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.in_proj(x)
+        x, z = x.chunk(2, -1) if self.gate else (x, None)
+        x = F.silu(self.conv2d(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+        y = self.core(x)
+        return self.out_proj(y if z is None else y * F.silu(z))
+
+
+class VSSBlock(nn.Module):
+    """x + SS2D(norm(x)), then, if mlp_ratio > 0, x + MLP(norm2(x))."""
+
+    def __init__(self, dim: int, *, mlp_ratio: float, **op):
+        super().__init__()
+        self.norm, self.op = LayerNorm(dim), SS2D(dim, **op)
+        hidden = int(mlp_ratio * dim)
+        self.norm2 = LayerNorm(dim) if hidden else None
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim)) if hidden else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.op(self.norm(x))
+        return x if self.mlp is None else x + self.mlp(self.norm2(x))
+
+
+class Downsample(nn.Module):
+    """A strided convolution and a norm; channels last inside and out: (B, H, W, C) -> (B, H', W', dim)."""
+
+    def __init__(self, channels: int, dim: int, **conv):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, dim, **conv), LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class VMamba(nn.Module):
+    """Normalised images (B, 3, H, W), any float dtype, to logits (B, num_classes).
+
+    Args:
+        patch_size: side of a token in pixels; each further stage halves the grid.
+        dims, depths: width and number of blocks of each stage.
+        d_state: numbers a channel remembers (N): 16 in the first version, 1 in the second.
+        force_fp32: the scan's results are added and normalised in fp32, in training and in evaluation alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        image_size: int = 32,
+        patch_size: int = 4,
+        dims: Sequence[int] = (64, 128),
+        depths: Sequence[int] = (2, 2),
+        d_state: int = 1,
+        ssm_ratio: float = 1.0,
+        mlp_ratio: float = 0.0,
+        gate: bool = True,
+        force_fp32: bool = True,
+    ):
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"image_size {image_size} is no multiple of patch_size {patch_size}")
+        if len(dims) != len(depths):
+            raise ValueError(f"{len(dims)} dims for {len(depths)} stages")
+        self.patch_embed = Downsample(3, dims[0], kernel_size=patch_size, stride=patch_size)
+        op = dict(d_state=d_state, ssm_ratio=ssm_ratio, mlp_ratio=mlp_ratio, gate=gate, force_fp32=force_fp32)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(VSSBlock(d, **op) for _ in range(n)) for d, n in zip(dims, depths, strict=True)
+        )
+        self.downsamples = nn.ModuleList(
+            Downsample(a, b, kernel_size=3, stride=2, padding=1) for a, b in pairwise(dims)
+        )
+        self.norm, self.head = LayerNorm(dims[-1]), nn.Linear(dims[-1], num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch_embed(images.permute(0, 2, 3, 1))
+        for i, blocks in enumerate(self.layers):
+            if i:
+                x = self.downsamples[i - 1](x)
+            for block in blocks:
+                x = block(x)
+        return self.head(self.norm(x).mean((1, 2)))
