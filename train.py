@@ -43,7 +43,7 @@ import heal
 import optim
 import report
 import validation
-from data import NAMES, batches, load
+from data import NAMES, SCALE, batches, load
 from models import MODELS, wrap
 from ranks import agreed, first_on_each_machine, join, quiet, refuse, refusing, share_buffers
 
@@ -70,7 +70,9 @@ def main(argv=None):
     # Data and precision. Whatever cannot work is refused here, before anything is written.
     with refusing(OSError, ValueError, code=4), first_on_each_machine(local_rank):
         progress = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
-        train, val, classes, dataset = load(args.dataset, args.data_dir, progress)
+        left_out = []  # sentences about unreadable files
+        train, val, classes, dataset = load(args.dataset, args.data_dir, progress, args.image_size, args.max_bad_share,
+                                            None if args.workers else ".cache", left_out.append)
     if dataset == "synthetic" != args.dataset and rank == 0:
         print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images instead", flush=True)
     if args.num_classes not in (None, len(classes)):
@@ -83,22 +85,24 @@ def main(argv=None):
         policy = amp_policy.choose_policy(args.precision, amp_policy.capabilities(device))
         if policy.name != (common := agreed(policy.name)):  # the self-test of a chip may fail on one rank alone
             policy = amp_policy.choose_policy(common, amp_policy.capabilities(device))
+        train, val = ((batches.place(images, device), labels) for images, labels in (train, val))
         stream = batches.TrainBatches(
-            *(t.to(device) for t in train), batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed
+            *train, batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed, device=device,
+            scale=SCALE.get(dataset), size=val[0].shape[-1], workers=args.workers,
         )
-    val = [t.to(device) for t in val]
 
     def exhibits(count):
         """So many validation images, from all over the set."""
-        index = torch.linspace(0, len(val[1]) - 1, count).long().to(val[1].device)
-        return stream.normalize(val[0][index].to(device)), val[1][index].to(device)
+        index = torch.linspace(0, len(val[1]) - 1, count).long()
+        images = torch.stack([val[0][i] for i in index.tolist()]).to(device)
+        return stream.normalize(images), val[1][index].to(device)
 
     # Model
     with refusing(ValueError):
         names = [str(name) for name in classes]
-        net = build(names, train[0].shape[-1])
+        net = build(names, val[0].shape[-1])
     if hasattr(net, "init_from_data"):
-        net.init_from_data(stream.normalize(train[0][::10]))
+        net.init_from_data(stream.normalize(train[0][:: max(10, len(train[1]) // 5000)]))
     net = net.to(device, memory_format=torch.channels_last)
     with refusing(ValueError):
         amp_policy.keep_fp32(net, args.keep_fp32)
@@ -151,8 +155,8 @@ def main(argv=None):
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     agreed(None)  # nobody writes before everybody has looked
     facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "images": len(train[1]),
-             "pixels": int(train[0].sum(dtype=torch.int64)),  # with the labels: a fingerprint of the data
-             "labels": int((train[1] * torch.arange(len(train[1]))).sum()),
+             "pixels": int(train[0][:: 1 + math.prod(train[0].shape) // 2**28].sum(dtype=torch.int64)),
+             "labels": int((train[1] * torch.arange(len(train[1]))).sum()),  # a fingerprint, with the pixels
              "precision": policy.name, "world_size": world_size, "batch_size": args.batch_size,
              "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": total_steps, "ema": args.ema,
              "seed": args.seed, "torch": str(torch.__version__)}
@@ -212,6 +216,9 @@ def main(argv=None):
         "output": f"{out_dir}{note}",
     }.items():
         say(f"{name:<11} {decision}")
+    for text in left_out:
+        record(event="warning", step=step, text=text)
+        say(text)
 
     def save():
         """Every rank brings its RNG; rank 0 writes. A state that holds a non-finite number is refused, not written."""
@@ -366,7 +373,8 @@ def main(argv=None):
                 with average.swap(weights) if average else contextlib.nullcontext():
                     with amp_policy.fp32_eval(net, masters) if forced else policy.autocast():
                         split = batches.val_batches(
-                            *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size
+                            *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size, device=device,
+                            workers=args.workers,
                         )
                         scores = validation.evaluate(model, split)
                         if rank == 0:

@@ -10,7 +10,7 @@ which stand for a training set by being linked to several times. Measured in ima
     build      data/imagefolder.py from nothing to a finished cache: list, decode, resize, write, flush
     batches    training batches from that cache: gather, random resized crop, flip, normalise
     loader     ImageFolder and DataLoader, num_workers = cores, with the reference transforms (RandomResizedCrop,
-               flip, to tensor, normalise), from its second batch on
+               flip, to tensor, normalise), once its workers run
 
 and in seconds a batch of 256, what CIFAR-10 and the small images cost beside a training step in bf16.
 """
@@ -50,6 +50,12 @@ def timed(function, *args):
     return time.perf_counter() - began, result
 
 
+def take(iterator, steps):
+    """Each batch is let go before the next comes, as in training."""
+    for _ in range(steps):
+        next(iterator)
+
+
 def decode_only(path):
     with Image.open(path) as image:
         image.convert("RGB")
@@ -71,16 +77,16 @@ def speeds(folder, image_size, batch_size, steps):
         size = val[0].shape[-1]
         stream = batches.TrainBatches(*train, batch_size=batch_size, scale=(0.35, 1.0), size=size)
         stream.at(0)
-        result["batches"] = steps * batch_size / timed(lambda: [stream.at(step) for step in range(1, steps + 1)])[0]
+        result["batches"] = steps * batch_size / timed(take, map(stream.at, range(1, steps + 1)), steps)[0]
     transform = transforms.Compose([
         transforms.RandomResizedCrop(size, scale=(0.35, 1.0)), transforms.RandomHorizontalFlip(),
         transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ])
     images = datasets.ImageFolder(folder / "train", transform)
     loader = iter(DataLoader(images, batch_size, shuffle=True, num_workers=CORES, drop_last=True))
-    next(loader)  # the workers have started; what they read ahead meanwhile is credited to them
-    few = min(steps, len(images) // batch_size - 1, 20)
-    result["loader"] = few * batch_size / timed(lambda: [next(loader) for _ in range(few)])[0]
+    take(loader, 2 * CORES)  # until what they read ahead while they started is used up
+    few = min(len(images) // batch_size - 2 * CORES, 20)
+    result["loader"] = few * batch_size / timed(take, loader, few)[0]
     return result
 
 
@@ -121,7 +127,7 @@ def main():
     samples = {name: [] for name in ("small", "photos", "cifarnet", "resnet18")}
     with tempfile.TemporaryDirectory() as temporary:
         photos = Path(temporary)
-        for split, copies in (("train", 4), ("val", 1)):
+        for split, copies in (("train", 16), ("val", 1)):
             (photos / split / "photograph").mkdir(parents=True)
             for path in sorted(args.photos.glob("*.[jJ]*")):
                 for i in range(copies):
@@ -131,7 +137,7 @@ def main():
         random = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8)
         measure = {
             "small": lambda: speeds(args.small, None, 256, len(train[1]) // 256 - 1),
-            "photos": lambda: speeds(photos, 224, 64, 8),
+            "photos": lambda: speeds(photos, 224, 64, 12),
             "cifarnet": shares(CifarNet(**PRESETS["cifarnet"]), random, 10, steps=3),
             "resnet18": shares(resnet18(num_classes=len(classes)), train[0], len(classes), steps=2, scale=(0.35, 1.0)),
         }
@@ -141,12 +147,12 @@ def main():
 
     def median(name, value):
         values = [value(sample) for sample in samples[name]]
-        return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+        return {kind.__name__: round(kind(values), 4) for kind in (statistics.median, min, max)}
 
     ratios = {}
     for name, label in (("small", f"{size} px"), ("photos", "photographs at 224 px")):
-        rates = ", ".join(f"{kind} {median(name, lambda s, kind=kind: s[kind])['median']:,.0f}" for kind in samples[name][0])
-        print(f"{label}, images/s: {rates}")
+        rates = {kind: median(name, lambda s, kind=kind: s[kind])["median"] for kind in samples[name][0]}
+        print(f"{label}, images/s: " + ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items()))
         ratios[f"{name}: decoder's limit / build"] = median(name, lambda s: s["decode"] / s["build"])
         ratios[f"{name}: batches / loader"] = median(name, lambda s: s["batches"] / s["loader"])
     for name in ("cifarnet", "resnet18"):

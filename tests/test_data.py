@@ -1,5 +1,6 @@
 """Data: the same everywhere, every image once, dirty folders named."""
 
+import os
 import pickle
 import shutil
 import threading
@@ -45,8 +46,9 @@ def stream(**kwargs):
     return batches.TrainBatches(images, torch.arange(96), **{"batch_size": 24, "seed": 5, **kwargs})
 
 
-def test_a_batch_is_a_function_of_seed_and_step_alone():
-    forwards, backwards = stream(), stream()
+@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
+def test_a_batch_is_a_function_of_seed_and_step_alone(scale):
+    forwards, backwards = stream(scale=scale), stream(scale=scale)
     first = [forwards.at(step) for step in range(8)]
     for step in reversed(range(8)):
         assert all(torch.equal(a, b) for a, b in zip(first[step], backwards.at(step), strict=True))
@@ -54,8 +56,9 @@ def test_a_batch_is_a_function_of_seed_and_step_alone():
     assert not torch.equal(first[0][1], first[4][1]), "the second epoch has another order"
 
 
-def test_an_epoch_shows_every_image_once_and_the_ranks_share_the_batch():
-    whole, halves = stream(), [stream(rank=r, world_size=2) for r in range(2)]
+@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
+def test_an_epoch_shows_every_image_once_and_the_ranks_share_the_batch(scale):
+    whole, halves = stream(scale=scale), [stream(rank=r, world_size=2, scale=scale) for r in range(2)]
     labels = torch.cat([whole.at(step)[1] for step in range(4)])
     assert labels.sort().values.tolist() == list(range(96))
     for step in range(4):
@@ -72,6 +75,68 @@ def test_augmentation_only_moves_and_mirrors_and_the_mirror_alternates():
             plain = s.normalize(images[label][None])[0]
             mirrored = s.mirrored_first[label] ^ (step % 2 == 1)
             assert torch.equal(image, plain.flip(2) if mirrored else plain)
+
+
+def test_a_padded_crop_is_what_padding_and_cutting_give():
+    images = synthetic.draw(0, 40, seed=0)[0]
+    shift, mirrored = torch.randint(0, 5, (2, 40)), torch.rand(40) < 0.5
+    crops = batches.padded_crop(images, shift, mirrored, 2)
+    for image, crop, down, right, mirror in zip(images, crops, *shift.tolist(), mirrored, strict=True):
+        padded = torch.nn.functional.pad(image.float(), (2,) * 4, mode="reflect").to(torch.uint8)
+        window = padded[:, down : down + 32, right : right + 32]
+        assert torch.equal(crop, window.flip(2) if mirror else window)
+
+
+def test_a_resized_crop_is_what_cutting_and_resizing_give():
+    images = synthetic.draw(0, 6, seed=0)[0]
+    mirrored = torch.tensor([False, True] * 3)
+    whole = batches.resized_crop(images, torch.full((4, 6), 0.5), mirrored, 32, (1.0, 1.0))
+    assert (whole[0::2] - images[0::2]).abs().max() < 0.01 and (whole[1::2] - images[1::2].flip(3)).abs().max() < 0.01
+    middle = batches.resized_crop(images, torch.full((4, 6), 0.5), mirrored & False, 32, (0.25, 0.25))
+    # twice as large, and only the outermost pixels see beyond the cut
+    reference = torch.nn.functional.interpolate(images.float()[:, :, 8:24, 8:24], size=32, mode="bilinear")
+    assert (middle - reference)[:, :, 1:-1, 1:-1].abs().max() < 0.01
+
+
+def test_boxes_of_resized_crops_lie_inside_and_have_the_area_and_ratio_asked_for():
+    side, drawn = 64, torch.rand(4, 2000, generator=torch.Generator().manual_seed(0))
+    ramp = torch.arange(side).expand(side, side)  # pixel values are coordinates: what comes out tells the box
+    images = torch.stack([ramp, ramp.T, ramp]).expand(2000, 3, side, side).to(torch.uint8)
+    crops = batches.resized_crop(images, drawn, torch.zeros(2000).bool(), 8, (0.35, 1.0))
+    width = (crops[:, 0, 4, 6] - crops[:, 0, 4, 1]) / 5 * 8 / side
+    height = (crops[:, 1, 6, 4] - crops[:, 1, 1, 4]) / 5 * 8 / side
+    left = (crops[:, 0, 4, 1] + 0.5) / side - width * 1.5 / 8
+    assert left.min() > -0.01 and (left + width).max() < 1.01
+    free = (width < 0.98) & (height < 0.98)  # not cut at the border
+    area, ratio = (width * height)[free], (width / height)[free]
+    assert 0.345 < area.min() < 0.37 and ratio.min() > 0.745 and ratio.max() < 1.34
+    assert (width * height).max() > 0.98 and width.max() < 1.01 and 0.45 < (ratio > 1).float().mean() < 0.55
+
+
+def test_a_set_larger_than_memory_gives_batches_at_once(tmp_path):
+    N, side = 1_000_000, 512
+    path = tmp_path / "sparse.images"  # 786 GB of zeros that take no room
+    path.touch()
+    os.truncate(path, N * 3 * side * side)
+    images = torch.from_file(str(path), shared=True, size=N * 3 * side * side, dtype=torch.uint8).view(N, 3, side, side)
+    s = batches.TrainBatches(images, torch.arange(N), batch_size=4, scale=(0.35, 1.0), size=64)
+    images[s.indices(3)] = 255
+    x, y = s.at(3)
+    assert x.shape == (4, 3, 64, 64) and torch.equal(y, s.indices(3)) and (x > 0).all()
+    x, _ = next(batches.val_batches(images, torch.arange(N), s.normalize, batch_size=4))
+    assert x.shape == (4, 3, side, side)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to send batches to")
+@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
+def test_batches_from_images_left_on_the_host_are_those_from_images_on_the_gpu(scale):
+    images, labels, gpu = synthetic.draw(0, 96, seed=0)[0], torch.arange(96), torch.device("cuda")
+    host = batches.TrainBatches(images, labels, batch_size=24, scale=scale, device=gpu)
+    device = batches.TrainBatches(batches.place(images, gpu), labels, batch_size=24, scale=scale, device=gpu)
+    for step in range(5):
+        for a, b in zip(host.at(step), device.at(step), strict=True):
+            assert a.is_cuda and torch.equal(a, b)
+    assert batches.place(images, gpu, share=0.0).device.type == "cpu"
 
 
 def test_normalised_images_have_mean_0_and_deviation_1():

@@ -1,0 +1,326 @@
+"""
+Image folders: decoded once, in parallel, into a memory-mapped cache; what cannot be decoded is named and left out.
+
+    DIR/train/<class>/**   DIR/val/<class>/**  (or DIR/test/)     .jpg .jpeg .png .gif .webp .bmp .tif .tiff .ppm .pgm
+
+A loader that decodes the same JPEG in every epoch spends its processors on work whose result never changes, and finds
+a broken file in the middle of the night. Here every file is decoded before the first step, into one file of bytes
+(N, 3, S', S') a split, which is mapped into memory: a set larger than memory works, ranks share one copy, and the next
+run starts at once. The cache is fingerprinted by names, sizes and times of all files, their order and S', built under
+a lock, and renamed into place when it is complete: a run that is killed leaves nothing that looks finished.
+
+S' is the image size S where the images have that size already (nothing is resampled: Tiny ImageNet's 64), else 8/7 of
+it (256 for 224): the short side becomes S', a centre square is kept, and the random crop has some room. Validation
+images are the centre S x S of that, the usual evaluation. One process a core decodes: at 64 pixels two threads are 2.3
+times slower than one, because they quarrel over Python's lock. JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where
+that leaves twice the size wanted.
+
+What is odd but decodable becomes RGB as Pillow says: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the
+first frame of an animation; alpha is dropped, as in torchvision; EXIF's rotation is applied, unlike there. Links are
+followed, wherever they lead; hidden files and other extensions are passed over; beyond 179 megapixels (Pillow's limit,
+0.7 GB a process) an image counts as unreadable. Class names that differ in case or Unicode form alone are refused.
+
+Without a cache (where the disk has no room for one) the same images are decoded whenever they are asked for; `Files`
+stands for the tensor, and a DataLoader reads ahead. Then, too, every file is decoded once before the first step: the
+order of the images depends on how many are readable.
+
+Copy this file alone: it needs torch and Pillow, which comes with torchvision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class UnreadableImages(ValueError):
+    """More files than allowed could not be decoded; `files` maps each path to its reason."""
+
+    def __init__(self, files: dict[str, str], total: int, max_bad_share: float):
+        self.files = files
+        super().__init__(f"{len(files)} of {total} images are unreadable, more than {max_bad_share:.2%}: mend or "
+                         f"delete them, or raise --max-bad-share{listed(files)}")
+
+
+def listed(files: dict[str, str]) -> str:
+    """One line for each of the first hundred paths, with its reason."""
+    lines = [f"\n  {path}: {reason}" for path, reason in list(files.items())[:100]]
+    return "".join(lines) + (f"\n  and {len(files) - 100} more" if len(files) > 100 else "")
+
+
+class Crop(NamedTuple):
+    """What a file is turned into: its short side is resized to `short`, and a centre square of `side` is cut out."""
+
+    short: int
+    side: int
+
+
+class Files(Dataset):
+    """Stands for the images (N, 3, S, S): files[i] and files[a:b:c] decode, into uint8."""
+
+    def __init__(self, paths: list[str], crop: Crop):
+        self.paths, self.crop, self.shape = paths, crop, (len(paths), 3, crop.side, crop.side)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int | slice) -> Tensor:
+        if isinstance(i, slice):
+            return torch.stack([self[k] for k in range(len(self))[i]])
+        return torch.frombuffer(bytearray(decode(self.paths[i], self.crop)), dtype=torch.uint8).view(self.shape[1:])
+
+
+Split = tuple[Tensor | Files, Tensor]  # images uint8 (N, 3, S, S), memory-mapped; labels int64 (N,)
+
+
+def load(
+    folder: str | Path,
+    image_size: int | None = None,
+    *,
+    cache_dir: str | Path | None = ".cache",
+    max_bad_share: float = 0.01,
+    progress: Callable[[list], Iterable] = iter,
+    warn: Callable[[str], object] = warnings.warn,
+) -> tuple[Split, Split, list[str]]:
+    """Return ((train images, labels), (val images, labels), class names).
+
+    Training images are (N, 3, S', S'), validation images (N, 3, S, S). image_size None: the images' own size where a
+    hundred of them share one square size, else 224. The order is that of the sorted classes and names; where files had
+    to be left out, files from the end of the list took their places.
+
+    Args:
+        cache_dir: where to put the decoded images; None: nowhere, the images are `Files`.
+        progress: wraps the list of files that are being decoded; pass tqdm to see it advance.
+        warn: told about files that were left out, one sentence a split.
+
+    Raises:
+        FileNotFoundError: a folder is missing or holds no images.
+        ValueError: train and val hold different classes, or two classes cannot be told apart.
+        UnreadableImages: a ValueError; more than max_bad_share of a split's files cannot be decoded.
+    """
+    folder = Path(folder)
+    val = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
+    if not (folder / "train").is_dir() or val is None:
+        raise FileNotFoundError(f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/)")
+    classes = class_folders(folder / "train")
+    val_classes = class_folders(val)
+    if set(classes) != set(val_classes):
+        only = sorted(set(classes) ^ set(val_classes))
+        raise ValueError(f"{folder / 'train'} and {val} hold different classes: only one of them has {', '.join(only)}")
+    train_files, val_files = list_files(classes), list_files(val_classes)
+    for where, files in ((folder / "train", train_files), (val, val_files)):
+        if not files:
+            raise FileNotFoundError(f"{where} holds no images: it should look like {where}/<class>/<image>.jpg")
+    own = own_side([path for path, _ in train_files[:: len(train_files) // 100 or 1]])
+    side = image_size or own or 224
+    short = side if side == own else round(side * 8 / 7)
+    splits = []
+    for where, files, crop in (
+        (folder / "train", train_files, Crop(short, short)),
+        (val, val_files, Crop(short, side)),
+    ):
+        if cache_dir is None:
+            images, bad = None, decode_all(files, crop, None, progress)
+        else:
+            images, bad = cached(where, files, crop, Path(cache_dir), progress)
+        rows, bad = kept_rows(len(files), bad), {files[i][0]: reason for i, reason in bad.items()}
+        if len(bad) > max_bad_share * len(files) or not rows:
+            raise UnreadableImages(bad, len(files), max_bad_share)
+        if bad:
+            warn(f"{len(bad)} of {len(files)} images in {where} are unreadable and left out:{listed(bad)}")
+        if images is None:
+            images = Files([files[i][0] for i in rows], crop)
+        splits.append((images, torch.tensor([files[i][1] for i in rows])))
+    return splits[0], splits[1], list(classes)
+
+
+def class_folders(folder: Path) -> dict[str, Path]:
+    """Class name -> folder, sorted. Names are in Unicode's composed form: Macs write decomposed ones."""
+    found, alike = {}, {}
+    for path in folder.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            name = unicodedata.normalize("NFC", path.name)
+            other = alike.setdefault(name.casefold(), path)
+            if other != path:
+                raise ValueError(f"{other} and {path} are one class to some file systems: merge or rename them")
+            found[name] = path
+    return dict(sorted(found.items()))
+
+
+def list_files(classes: dict[str, Path]) -> list[tuple[str, int]]:
+    """(path, label) of every image file, in order; subfolders and links are followed, each folder once."""
+    files = []
+    for label, top in enumerate(classes.values()):
+        seen = {os.path.realpath(top)}
+        for folder, folders, names in os.walk(top, followlinks=True):
+            real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
+            folders[:] = sorted(name for name, path in real.items() if path not in seen)  # a link may lead in a circle
+            seen.update(real.values())
+            names = (name for name in sorted(names) if not name.startswith(".") and name.lower().endswith(EXTENSIONS))
+            files += [(os.path.join(folder, name), label) for name in names]
+    return files
+
+
+def own_side(paths: list[str]) -> int | None:
+    """The side of these images, where all that can be read are square and of one size. Reads their headers only."""
+    sizes = set()
+    for path in paths:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path) as image:
+                sizes.add(image.size)
+    width, height = sizes.pop() if len(sizes) == 1 else (0, 1)
+    return width if width == height else None
+
+
+def decode(path: str, crop: Crop) -> bytes:
+    """Bytes of (3, side, side) RGB. Raises whatever Pillow raises, which is about anything for a broken file."""
+    with Image.open(path) as image:
+        image.draft(None, (2 * crop.short, 2 * crop.short))  # JPEG: the decoder itself halves, three times at most
+        image.load()
+        if image.mode.startswith("I"):  # 16 bits; conversion to RGB alone would clip them at 255
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
+        if image.mode not in ("L", "RGB"):  # the resampling of other modes is nearest, or weighted by alpha
+            image = image.convert("RGB")
+        kept = min(image.size) * crop.side / crop.short
+        left, top = (image.width - kept) / 2, (image.height - kept) / 2
+        square = (crop.side, crop.side)
+        if image.size != square:
+            image = image.resize(square, Image.Resampling.BILINEAR, box=(left, top, left + kept, top + kept))
+        if "exif" in image.info or "xmp" in image.info:
+            ImageOps.exif_transpose(image, in_place=True)
+        pixels = image.tobytes()
+    return pixels * 3 if image.mode == "L" else pixels[0::3] + pixels[1::3] + pixels[2::3]
+
+
+def decode_into(file: str | None, crop: Crop, row: int, path: str) -> str | None:
+    """Decode one file and write it to its row of the cache, if there is one; the reason where that is impossible."""
+    try:
+        pixels = decode(path, crop)
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".replace(repr(path), "").split())
+    if file:
+        os.pwrite(opened(file), pixels, row * len(pixels))
+    return None
+
+
+@functools.cache
+def opened(file: str) -> int:
+    return os.open(file, os.O_WRONLY)
+
+
+def prepare_worker() -> None:
+    """Pillow's warnings would come from every process; and a worker whose parent was killed must not wait for ever."""
+
+    def follow_parent():
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    warnings.simplefilter("ignore")
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def decode_all(files: list[tuple[str, int]], crop: Crop, file: str | None, progress) -> dict[int, str]:
+    """Decode every file into its row of `file`, in one process a core; returns the reasons of those that failed."""
+    # Forked workers start in milliseconds and run no torch; elsewhere than on Linux forking is unsafe.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker) as pool:
+        job = functools.partial(decode_into, file, crop)
+        chunk = max(1, min(64, len(files) // (4 * workers)))
+        reasons = pool.map(job, range(len(files)), [path for path, _ in files], chunksize=chunk)
+        return {i: reason for i, (_, reason) in enumerate(zip(progress(files), reasons, strict=True)) if reason}
+
+
+def cached(
+    where: Path, files: list[tuple[str, int]], crop: Crop, cache_dir: Path, progress
+) -> tuple[Tensor, dict[int, str]]:
+    """(images in the order of `kept_rows`, reasons of those files that are unreadable), from the cache or into it."""
+    digest = hashlib.sha256(f"1 {crop}".encode())
+    for path, _ in files:
+        try:
+            status = os.stat(path)
+            facts = f" {status.st_size} {status.st_mtime_ns}\n"
+        except OSError:  # a link that leads nowhere: unreadable, like any other
+            facts = " gone\n"
+        digest.update(os.fsencode(os.path.relpath(path, where)) + facts.encode())
+    home = hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:8]
+    name = f"{where.name}-{crop.side}-{home}"  # one cache of each folder and size: a new one replaces the old
+    pixels, facts = (cache_dir / f"{name}-{digest.hexdigest()[:16]}.{kind}" for kind in ("images", "json"))
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(cache_dir / f"{name}.lock"):
+        if not (facts.exists() and pixels.exists()):
+            for old in cache_dir.glob(f"{name}-*"):  # of other files, or left by a run that was killed
+                old.unlink()
+            build(files, crop, pixels, facts, progress)
+        bad = {int(i): reason for i, reason in json.loads(facts.read_text()).items()}
+        shape = (len(files) - len(bad), 3, crop.side, crop.side)
+        size = math.prod(shape)
+        if pixels.stat().st_size != size:
+            raise ValueError(f"{pixels} is damaged: delete it and run again")
+        # Shared, because a private mapping counts against memory, and a set may be larger.
+        images = torch.from_file(str(pixels), shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    return images.view(shape), bad
+
+
+def kept_rows(total: int, bad: Iterable[int]) -> list[int]:
+    """Which file each row holds once the last rows have moved into the places of bad ones."""
+    rows = list(range(total))
+    for i in sorted(bad, reverse=True):
+        rows[i] = rows[-1]
+        rows.pop()
+    return rows
+
+
+def build(files: list[tuple[str, int]], crop: Crop, pixels: Path, facts: Path, progress) -> None:
+    """Write the cache of these files beside its final name, then rename it."""
+    row = 3 * crop.side**2
+    temporary = f"{pixels}.{os.getpid()}.part"
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        bad = decode_all(files, crop, temporary, progress)
+        rows = kept_rows(len(files), bad)
+        for i, source in enumerate(rows):
+            if source != i:
+                os.pwrite(descriptor, os.pread(descriptor, row, source * row), i * row)
+        os.truncate(descriptor, len(rows) * row)
+        os.fsync(descriptor)
+        os.replace(temporary, pixels)
+        with open(temporary, "w") as file:
+            json.dump(bad, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, facts)
+    finally:
+        os.close(descriptor)
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time. A POSIX lock: it ends with this process, and forked workers do not inherit it."""
+    with open(path, "w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
