@@ -7,8 +7,9 @@ How fast data arrives: the decoded cache against torchvision's ImageFolder and D
 which stand for a training set by being linked to several times. Measured in images a second, on all cores:
 
     decode     the decoder's own limit: Pillow opens a file, makes RGB of it, forgets it
+    resize     the same, and Pillow resizes the centre square to the cache's size, as for any cache
     build      data/imagefolder.py from nothing to a finished cache: list, decode, resize, write, flush
-    batches    training batches from that cache: gather, random resized crop, flip, normalise
+    batches    training batches from that cache: gather, random (resized) crop, flip, normalise
     loader     ImageFolder and DataLoader, num_workers = cores, with the reference transforms (RandomResizedCrop,
                flip, to tensor, normalise), once its workers run
 
@@ -25,12 +26,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 from torchvision.models import resnet18
@@ -56,24 +58,27 @@ def take(iterator, steps):
         next(iterator)
 
 
-def decode_only(path):
+def decode_one(side, path):
     with Image.open(path) as image:
-        image.convert("RGB")
+        image = image.convert("RGB")
+    if side and image.size != (side, side):
+        ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
 
 
-def decode(paths):
+def decode(paths, side=None):
     with ProcessPoolExecutor(CORES, mp_context=get_context("fork")) as pool:
-        for _ in pool.map(decode_only, paths, chunksize=max(1, min(64, len(paths) // (4 * CORES)))):
+        for _ in pool.map(partial(decode_one, side), paths, chunksize=max(1, min(64, len(paths) // (4 * CORES)))):
             pass
 
 
 def speeds(folder, image_size, batch_size, steps):
-    """Images a second of each of the four, once around."""
+    """Images a second of each of the five, once around."""
     files = [path for split in ("train", "val") for path in sorted(map(str, (folder / split).glob("*/*")))]
     result = {"decode": len(files) / timed(decode, files)[0]}
     with tempfile.TemporaryDirectory() as cache:
         seconds, (train, val, _) = timed(lambda: imagefolder.load(folder, image_size, cache_dir=cache))
         result["build"] = len(files) / seconds
+        result["resize"] = len(files) / timed(decode, files, train[0].shape[-1])[0]
         size = val[0].shape[-1]
         stream = batches.TrainBatches(*train, batch_size=batch_size, scale=(0.35, 1.0), size=size)
         stream.at(0)
@@ -153,7 +158,8 @@ def main():
     for name, label in (("small", f"{size} px"), ("photos", "photographs at 224 px")):
         rates = {kind: median(name, lambda s, kind=kind: s[kind])["median"] for kind in samples[name][0]}
         print(f"{label}, images/s: " + ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items()))
-        ratios[f"{name}: decoder's limit / build"] = median(name, lambda s: s["decode"] / s["build"])
+        ratios[f"{name}: decode / build"] = median(name, lambda s: s["decode"] / s["build"])
+        ratios[f"{name}: decode and resize / build"] = median(name, lambda s: s["resize"] / s["build"])
         ratios[f"{name}: batches / loader"] = median(name, lambda s: s["batches"] / s["loader"])
     for name in ("cifarnet", "resnet18"):
         ratios[f"{name}: data / step"] = median(name, lambda s: s["data"] / s["step"])

@@ -5,12 +5,14 @@ Every model really trained, in bf16 and in fp32, two seeds each: is the end with
     python bench/train_models.py --dataset imagefolder --data-dir TINY --models vit swin vmamba resnet18 --epochs 4
 
 Each run is `train.py` with default flags but these, in a folder of its own under --runs. A run that is there already is
-not repeated, so the bench goes on where it was stopped. The table holds mean and half the difference of the two seeds.
+not repeated, so the bench goes on where it was stopped. The table holds mean and half the difference of the two seeds;
+every run's loss curve goes into bench/results, and what the first seed's model has to show into bench/results/shown.
 """
 
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -53,10 +55,16 @@ def main():
                     command += ["--data-dir", args.data_dir] if args.data_dir else []
                     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                     end = summary(folder)
-                header = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+                header, *lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                curve = [[line["step"], float(line["loss"])] for line in lines if "lr" in line and "event" not in line]
                 rows.append({"seed": seed, "epochs": args.epochs, "hardware": header["hardware"],
                              "torch": header["torch"], "commit": header["commit"], **end})
                 print(json.dumps(rows[-1]), flush=True)
+                rows[-1]["curve"] = curve
+                for shown in sorted((folder / "shown").glob("*"))[-1:] if seed == args.seeds[0] else ():
+                    copy = args.results / "shown" / f"{args.dataset}-{model}-{precision}{shown.suffix}"
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(shown, copy)
 
     print(f"\n{args.dataset}, {args.epochs:g} epochs, {len(args.seeds)} seeds: mean (half of the spread)")
     print(f"  {'':<10}{'metric':<18}" + "".join(f"{p:>22}" for p in args.precisions) + f"{'skipped':>9}")
@@ -73,7 +81,7 @@ def main():
     path = args.results / f"train_models-{args.dataset}-{args.epochs:g}.json"
     old = json.loads(path.read_text())["runs"] if path.exists() else []
     kept = [r for r in old if r["model"] not in args.models]
-    path.write_text(json.dumps(record | {"runs": kept + rows}, indent=1) + "\n")
+    path.write_text(json.dumps(record | {"runs": kept + rows}) + "\n")
     print(json.dumps({"bench": "train_models", "file": path.name, "runs": len(kept + rows)}))
 
 

@@ -46,9 +46,9 @@ def stream(**kwargs):
     return batches.TrainBatches(images, torch.arange(96), **{"batch_size": 24, "seed": 5, **kwargs})
 
 
-@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
-def test_a_batch_is_a_function_of_seed_and_step_alone(scale):
-    forwards, backwards = stream(scale=scale), stream(scale=scale)
+@pytest.mark.parametrize("crop", [{}, {"scale": (0.35, 1.0), "size": 24}])
+def test_a_batch_is_a_function_of_seed_and_step_alone(crop):
+    forwards, backwards = stream(**crop), stream(**crop)
     first = [forwards.at(step) for step in range(8)]
     for step in reversed(range(8)):
         assert all(torch.equal(a, b) for a, b in zip(first[step], backwards.at(step), strict=True))
@@ -56,9 +56,9 @@ def test_a_batch_is_a_function_of_seed_and_step_alone(scale):
     assert not torch.equal(first[0][1], first[4][1]), "the second epoch has another order"
 
 
-@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
-def test_an_epoch_shows_every_image_once_and_the_ranks_share_the_batch(scale):
-    whole, halves = stream(scale=scale), [stream(rank=r, world_size=2, scale=scale) for r in range(2)]
+@pytest.mark.parametrize("crop", [{}, {"scale": (0.35, 1.0), "size": 24}])
+def test_an_epoch_shows_every_image_once_and_the_ranks_share_the_batch(crop):
+    whole, halves = stream(**crop), [stream(rank=r, world_size=2, **crop) for r in range(2)]
     labels = torch.cat([whole.at(step)[1] for step in range(4)])
     assert labels.sort().values.tolist() == list(range(96))
     for step in range(4):
@@ -85,6 +85,21 @@ def test_a_padded_crop_is_what_padding_and_cutting_give():
         padded = torch.nn.functional.pad(image.float(), (2,) * 4, mode="reflect").to(torch.uint8)
         window = padded[:, down : down + 32, right : right + 32]
         assert torch.equal(crop, window.flip(2) if mirror else window)
+
+
+@pytest.mark.parametrize("size", [None, 32])
+def test_images_that_have_the_size_wanted_are_padded_by_a_sixteenth_and_cropped_and_never_resampled(size):
+    plain, scaled = stream(pad=2), stream(scale=(0.35, 1.0), size=size)
+    assert torch.equal(plain.at(3)[0], scaled.at(3)[0])
+
+
+def test_a_batch_is_the_same_whether_the_images_are_stored_by_pixels_or_by_channels():
+    images, labels = synthetic.draw(0, 96, seed=0)[0], torch.arange(96)
+    by_pixels = batches.place(images, torch.device("cpu"))
+    assert by_pixels.stride(1) == 1 and torch.equal(by_pixels, images)
+    for crop in ({}, {"scale": (0.35, 1.0), "size": 24}):
+        a, b = (batches.TrainBatches(x, labels, batch_size=24, **crop).at(1)[0] for x in (images, by_pixels))
+        assert torch.equal(a, b) and a.stride() == b.stride()
 
 
 def test_a_resized_crop_is_what_cutting_and_resizing_give():
@@ -128,11 +143,11 @@ def test_a_set_larger_than_memory_gives_batches_at_once(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to send batches to")
-@pytest.mark.parametrize("scale", [None, (0.35, 1.0)])
-def test_batches_from_images_left_on_the_host_are_those_from_images_on_the_gpu(scale):
+@pytest.mark.parametrize("crop", [{}, {"scale": (0.35, 1.0), "size": 24}])
+def test_batches_from_images_left_on_the_host_are_those_from_images_on_the_gpu(crop):
     images, labels, gpu = synthetic.draw(0, 96, seed=0)[0], torch.arange(96), torch.device("cuda")
-    host = batches.TrainBatches(images, labels, batch_size=24, scale=scale, device=gpu)
-    device = batches.TrainBatches(batches.place(images, gpu), labels, batch_size=24, scale=scale, device=gpu)
+    host = batches.TrainBatches(images, labels, batch_size=24, **crop, device=gpu)
+    device = batches.TrainBatches(batches.place(images, gpu), labels, batch_size=24, **crop, device=gpu)
     for step in range(5):
         for a, b in zip(host.at(step), device.at(step), strict=True):
             assert a.is_cuda and torch.equal(a, b)

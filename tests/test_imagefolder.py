@@ -32,8 +32,7 @@ SAME = Crop(16, 16)
 
 
 def rgb(path, crop=SAME):
-    pixels = imagefolder.decode(str(path), crop)
-    return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(3, crop.side, crop.side)
+    return imagefolder.Files([str(path)], crop)[0]
 
 
 def transparent(mode):
@@ -109,7 +108,7 @@ def test_a_hundred_megapixels_of_jpeg_take_little_memory_and_a_bomb_is_refused(t
         import resource, sys
         from data import imagefolder
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, sys.argv[1]) is None
+        assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, [sys.argv[1]]) == [None]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         print(grown // (2**20 if sys.platform == "darwin" else 2**10))"""
     command = [sys.executable, "-W", "ignore", "-c", code, tmp_path / "huge.jpg"]
@@ -117,7 +116,7 @@ def test_a_hundred_megapixels_of_jpeg_take_little_memory_and_a_bomb_is_refused(t
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 60, "megabytes; whole, it takes 412"
     Image.new("1", (14_000, 14_000)).save(tmp_path / "bomb.png")
-    assert "DecompressionBomb" in imagefolder.decode_into(None, Crop(64, 64), 0, str(tmp_path / "bomb.png"))
+    assert "DecompressionBomb" in imagefolder.decode_into(None, Crop(64, 64), 0, [str(tmp_path / "bomb.png")])[0]
 
 
 def folder_of(where, count=6, side=8):
@@ -299,6 +298,13 @@ def test_a_build_that_is_killed_leaves_nothing_that_looks_finished(folder, tmp_p
     assert not [*(tmp_path / "cache").glob("*.images")] and [*(tmp_path / "cache").glob("*.part")]
     assert len(colours(read(folder)[0])) == 12
     assert not [*(tmp_path / "cache").glob("*.part")]
+
+
+def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing_that_looks_finished(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: len(data) - 1)  # a full disk takes what it can
+    with pytest.raises(OSError, match="no room"):
+        read(folder)
+    assert not [*(tmp_path / "cache").glob("*.images"), *(tmp_path / "cache").glob("*.part")]
 
 
 def test_processes_that_start_together_build_once(folder, tmp_path):
