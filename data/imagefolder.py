@@ -5,7 +5,7 @@ Image folders: decoded once, in parallel, into a memory-mapped cache; what canno
 
 A loader that decodes the same JPEG in every epoch spends its processors on work whose result never changes, and finds
 a broken file in the middle of the night. Here every file is decoded before the first step, into one file of bytes
-(N, 3, S', S') a split, which is mapped into memory: a set larger than memory works, ranks share one copy, and the next
+(N, S', S', 3) a split, which is mapped into memory: a set larger than memory works, ranks share one copy, and the next
 run starts at once. The cache is fingerprinted by names, sizes and times of all files, their order and S', built under
 a lock, and renamed into place when it is complete: a run that is killed leaves nothing that looks finished.
 
@@ -33,8 +33,8 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -89,7 +89,8 @@ class Files(Dataset):
     def __getitem__(self, i: int | slice) -> Tensor:
         if isinstance(i, slice):
             return torch.stack([self[k] for k in range(len(self))[i]])
-        return torch.frombuffer(bytearray(decode(self.paths[i], self.crop)), dtype=torch.uint8).view(self.shape[1:])
+        data = bytearray(decode(self.paths[i], self.crop).convert("RGB").tobytes())
+        return torch.frombuffer(data, dtype=torch.uint8).view(self.crop.side, -1, 3).permute(2, 0, 1)
 
 
 Split = tuple[Tensor | Files, Tensor]  # images uint8 (N, 3, S, S), memory-mapped; labels int64 (N,)
@@ -195,8 +196,8 @@ def own_side(paths: list[str]) -> int | None:
     return width if width == height else None
 
 
-def decode(path: str, crop: Crop) -> bytes:
-    """Bytes of (3, side, side) RGB. Raises whatever Pillow raises, which is about anything for a broken file."""
+def decode(path: str, crop: Crop) -> Image.Image:
+    """The image, side x side, RGB or grey. Raises whatever Pillow raises, which is about anything for a broken file."""
     with Image.open(path) as image:
         image.draft(None, (2 * crop.short, 2 * crop.short))  # JPEG: the decoder itself halves, three times at most
         image.load()
@@ -211,19 +212,24 @@ def decode(path: str, crop: Crop) -> bytes:
             image = image.resize(square, Image.Resampling.BILINEAR, box=(left, top, left + kept, top + kept))
         if "exif" in image.info or "xmp" in image.info:
             ImageOps.exif_transpose(image, in_place=True)
-        pixels = image.tobytes()
-    return pixels * 3 if image.mode == "L" else pixels[0::3] + pixels[1::3] + pixels[2::3]
+        return image
 
 
-def decode_into(file: str | None, crop: Crop, row: int, path: str) -> str | None:
-    """Decode one file and write it to its row of the cache, if there is one; the reason where that is impossible."""
-    try:
-        pixels = decode(path, crop)
-    except Exception as error:
-        return " ".join(f"{type(error).__name__}: {error}".replace(repr(path), "").split())
-    if file:
-        os.pwrite(opened(file), pixels, row * len(pixels))
-    return None
+def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> list[str | None]:
+    """Decode some files and write them to the cache, if there is one, from row `first` on; why each failed, or None.
+
+    They are put below each other into one image, which becomes bytes at once: for small images that is less work.
+    """
+    sheet, reasons = Image.new("RGB", (crop.side, crop.side * len(paths))), []
+    for i, path in enumerate(paths):
+        try:
+            sheet.paste(decode(path, crop), (0, i * crop.side))
+            reasons.append(None)
+        except Exception as error:
+            reasons.append(" ".join(f"{type(error).__name__}: {error}".replace(repr(path), "").split()))
+    if file and os.pwrite(opened(file), sheet.tobytes(), first * 3 * crop.side**2) != 3 * sheet.width * sheet.height:
+        raise OSError(f"the disk has no room for {file}")
+    return reasons
 
 
 @functools.cache
@@ -248,9 +254,10 @@ def decode_all(files: list[tuple[str, int]], crop: Crop, file: str | None, progr
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker) as pool:
+        chunk = max(1, min(2**20 // (3 * crop.side**2), len(files) // (4 * workers)))
+        firsts, paths = range(0, len(files), chunk), [path for path, _ in files]
         job = functools.partial(decode_into, file, crop)
-        chunk = max(1, min(64, len(files) // (4 * workers)))
-        reasons = pool.map(job, range(len(files)), [path for path, _ in files], chunksize=chunk)
+        reasons = itertools.chain.from_iterable(pool.map(job, firsts, (paths[i : i + chunk] for i in firsts)))
         return {i: reason for i, (_, reason) in enumerate(zip(progress(files), reasons, strict=True)) if reason}
 
 
@@ -258,14 +265,14 @@ def cached(
     where: Path, files: list[tuple[str, int]], crop: Crop, cache_dir: Path, progress
 ) -> tuple[Tensor, dict[int, str]]:
     """(images in the order of `kept_rows`, reasons of those files that are unreadable), from the cache or into it."""
-    digest = hashlib.sha256(f"1 {crop}".encode())
+    digest = hashlib.sha256(f"2 {crop}".encode())
     for path, _ in files:
         try:
             status = os.stat(path)
             facts = f" {status.st_size} {status.st_mtime_ns}\n"
         except OSError:  # a link that leads nowhere: unreadable, like any other
             facts = " gone\n"
-        digest.update(os.fsencode(os.path.relpath(path, where)) + facts.encode())
+        digest.update(os.fsencode(path.removeprefix(str(where))) + facts.encode())
     home = hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:8]
     name = f"{where.name}-{crop.side}-{home}"  # one cache of each folder and size: a new one replaces the old
     pixels, facts = (cache_dir / f"{name}-{digest.hexdigest()[:16]}.{kind}" for kind in ("images", "json"))
@@ -276,13 +283,12 @@ def cached(
                 old.unlink()
             build(files, crop, pixels, facts, progress)
         bad = {int(i): reason for i, reason in json.loads(facts.read_text()).items()}
-        shape = (len(files) - len(bad), 3, crop.side, crop.side)
-        size = math.prod(shape)
+        size = (len(files) - len(bad)) * 3 * crop.side**2
         if pixels.stat().st_size != size:
             raise ValueError(f"{pixels} is damaged: delete it and run again")
         # Shared, because a private mapping counts against memory, and a set may be larger.
         images = torch.from_file(str(pixels), shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0)
-    return images.view(shape), bad
+    return images.view(-1, crop.side, crop.side, 3).permute(0, 3, 1, 2), bad
 
 
 def kept_rows(total: int, bad: Iterable[int]) -> list[int]:

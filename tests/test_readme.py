@@ -1,9 +1,16 @@
 """The README cannot rot: its step is train.py's, its files and flags exist, its figures are in bench/results."""
 
 import json
+import os
 import re
+import shutil
+import statistics
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 import flags
 import train
@@ -42,3 +49,52 @@ def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
         lines = [json.loads(line) for line in (ROOT / f"bench/results/cifar10-{name}.jsonl").read_text().splitlines()]
         last = [line for line in lines if "val_acc1" in line][-1]
         assert last["epoch"] == 8 and f"{last['val_acc1']:.2f}" in README
+
+
+def test_the_line_counts_in_the_readme_are_right():
+    rows = re.findall(r"^\| `([a-z_/]+\.py)` \| (\d+) \|", README, re.M)
+    assert len(rows) > 15
+    for name, count in rows:
+        assert len((ROOT / name).read_text().splitlines()) == int(count), name
+
+
+@pytest.mark.parametrize("part, file", [("guards", "guards.py"), ("policy", "amp_policy.py"), ("optimizer", "optim.py")])
+def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_one_file(part, file, tmp_path):
+    text = README.split(f"### Copy the {part}\n")[1].split("\n#")[0]
+    (tmp_path / "recipe.py").write_text(textwrap.dedent(text))
+    shutil.copy(ROOT / file, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+    expected = {"guards": "step 7 skipped: ('input',", "policy": "loss ", "optimizer": "updates 50"}[part]
+    assert expected in done.stdout and "nan" not in done.stdout, done.stdout
+
+
+def test_every_claim_about_ourselves_beside_other_trainers_names_a_test_that_exists():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    rows = README.split("## Beside other trainers")[1].split("## ")[0]
+    named = re.findall(r"`(test_\w+)`", rows)
+    assert len(named) == rows.count("\n| ") - 1 == 8
+    for name in named:
+        assert f"def {name}(" in sources, name
+
+
+def test_the_figures_of_the_trained_models_are_those_of_the_raw_files():
+    metrics = {"dit": "val_loss", "slat_vae": "val_mse", "vlm": "val_exact_match"}
+    for dataset in ("cifar10", "imagefolder"):
+        runs = json.loads((ROOT / f"bench/results/train_models-{dataset}-1.json").read_text())["runs"]
+        for model, precision in {(run["model"], run["precision"]) for run in runs}:
+            ends = [run[metrics.get(model, "val_acc1")] for run in runs
+                    if (run["model"], run["precision"]) == (model, precision)]
+            cell = f"{statistics.mean(ends):.4g} ({(max(ends) - min(ends)) / 2:.2g})"
+            assert re.search(rf"^\| {model} \|.*{re.escape(cell)}", README, re.M), (dataset, model, precision, cell)
+
+
+def test_the_costs_in_the_readme_are_those_of_the_raw_files():
+    guard = json.loads((ROOT / "bench/results/guard_cost-cpu.json").read_text())["ratios"]
+    for ways in guard.values():
+        for way, ratio in ways.items():
+            assert re.search(rf"^\| {re.escape(way)} \|.*{ratio['median']:.3f} \(n {ratio['n']}\)", README, re.M), way
+    for tensors, ratios in json.loads((ROOT / "bench/results/optim_step-cpu.json").read_text())["ratios"].items():
+        assert f"| {tensors} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios.values()) in README
