@@ -373,6 +373,9 @@ class ClippedAdamW:
         """Tensors and numbers; the large ones are live, not copies. Hyper-parameters are the constructor's."""
         small = {name: getattr(self, name).clone() for name in ("updates", "lr_factor", "history")}
         inner = {name: o.state_dict()["state"] if o else {} for name, o in (("adamw", self.adamw), ("muon", self.muon))}
+        for name, state in inner.items():  # half moments travel as fp32: exact, and torch casts them back
+            inner[name] = {i: {k: v.float() if isinstance(v, Tensor) and v.dtype in HALF else v for k, v in s.items()}
+                           for i, s in state.items()}
         return small | inner | {"masters": [t for _, t in self._half]}
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ case ${1:-} in
     ;;
   bench)
     set_up tqdm requirements.txt
-    for bench in guard_cost optim_step adam_in_half save_stall kill_resume; do "$python" "$here/bench/$bench.py"; done
+    for bench in guard_cost optim_step adam_in_half save_stall scan died_and_healed kill_resume; do "$python" "$here/bench/$bench.py"; done
     ;;
   gpu)
     set_up "pytest, ruff, matplotlib" requirements-dev.txt
@@ -52,7 +52,7 @@ case ${1:-} in
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
     "$python" -m pytest -q -k cuda
-    for bench in guard_cost optim_step; do "$python" "bench/$bench.py"; done
+    for bench in guard_cost optim_step save_stall scan; do "$python" "bench/$bench.py"; done
     ;;
   *)
     set_up tqdm requirements.txt

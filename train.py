@@ -203,7 +203,10 @@ def main(argv=None):
             log.write(**fields)
 
     # The card: every decision with its reason
-    micro, pinned = args.batch_size // pieces, amp_policy.pinned(net)
+    micro, pinned, rule = args.batch_size // pieces, amp_policy.pinned(net), ""
+    if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
+        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
+        rule = f"; the lr is not scaled, the rule would be {rule}"
     for name, decision in {
         "device": f"{hardware}, torch {torch.__version__}",
         "precision": f"{policy}{'; fp32 islands: ' * bool(pinned) + ', '.join(pinned)}",
@@ -211,7 +214,7 @@ def main(argv=None):
         "data": f"{dataset}: {len(train[1]):,} training and {len(val[1]):,} validation images, {len(classes)} classes",
         "model": f"{args.model}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f} million parameters",
         "optimizer": f"{optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
-        "batch": f"{args.batch_size} images = {micro} a micro-batch x {args.accum_steps} x {world_size} rank(s)",
+        "batch": f"{args.batch_size} images = {micro} a micro-batch x {args.accum_steps} x {world_size} rank(s){rule}",
         "length": f"{total_steps} steps = {total_steps / epoch_steps:.1f} epochs: {why}",
         "output": f"{out_dir}{note}",
     }.items():

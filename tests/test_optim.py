@@ -489,3 +489,29 @@ def test_a_step_never_asks_the_gpu_a_question(variant):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert optimizer.updates == 3
+
+
+def test_half_moments_survive_a_checkpoint_bit_for_bit():
+    def net():
+        torch.manual_seed(0)
+        return torch.nn.Linear(8, 8).half()
+
+    nets = net(), net()
+    optimizers = [ClippedAdamW(n.parameters(), 1e-3, eps=1e-4, masters=False) for n in nets]
+    gradients = [torch.randn(8, 8).half() for _ in range(6)]
+
+    def steps(which, some):
+        for g in some:
+            for p in nets[which].parameters():
+                p.grad = g[: len(p)].clone() if p.ndim == 2 else g[0].clone()
+            optimizers[which].step()
+
+    steps(0, gradients[:3])
+    nets[1].load_state_dict(nets[0].state_dict())
+    state = optimizers[0].state_dict()
+    assert state["adamw"][0]["exp_avg"].dtype == torch.float32
+    optimizers[1].load_state_dict(state)
+    for which in (0, 1):
+        steps(which, gradients[3:])
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a, b) and optimizers[1].adamw.state[b]["exp_avg"].dtype == torch.float16

@@ -33,7 +33,7 @@ def test_every_file_the_readme_names_exists():
 
 def test_every_flag_the_readme_names_exists():
     known = flags.parse.__code__.co_consts
-    elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help", "--rounds"}  # torchrun's, argparse's, a bench's
+    elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help", "--rounds", "--models"}  # torchrun's, a bench's
     for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README)) - elsewhere:
         assert flag in known, flag
 
@@ -58,7 +58,10 @@ def test_the_line_counts_in_the_readme_are_right():
         assert len((ROOT / name).read_text().splitlines()) == int(count), name
 
 
-@pytest.mark.parametrize("part, file", [("guards", "guards.py"), ("policy", "amp_policy.py"), ("optimizer", "optim.py")])
+RECIPES = {"guards": "guards.py", "policy": "amp_policy.py", "optimizer": "optim.py"}
+
+
+@pytest.mark.parametrize("part, file", RECIPES.items())
 def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_one_file(part, file, tmp_path):
     text = README.split(f"### Copy the {part}\n")[1].split("\n#")[0]
     (tmp_path / "recipe.py").write_text(textwrap.dedent(text))

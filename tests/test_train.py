@@ -1,6 +1,7 @@
 """train.py from outside: what it does, in which order, and how it says no."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -385,3 +386,48 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
     code, _, _, _ = run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)
     best = torch.load(run.folder / "last.pt", weights_only=True)["best"]
     assert code == 0 and best == -1.0
+
+
+@pytest.mark.parametrize("model", [name for name in train.MODELS if name.endswith(("-tiny", "-test"))])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "O1", "O2", "O3"])
+def test_every_model_makes_guarded_steps_at_every_level(run, model, precision):
+    eps = ("--adam-eps", "1e-4") if precision == "O3" else ()  # without it O3 is refused
+    code, last, _, _ = run("--model", model, "--precision", precision, "--max-steps", 3, "--lr", 1e-4, *eps)
+    assert code == 0 and last["updates"] + last["skipped"] == 3 and last["updates"] > 0
+    assert last["val_loss"] == last["val_loss"]
+
+
+def test_another_batch_size_prints_the_rule_and_scales_nothing(run, monkeypatch):
+    said = []
+    monkeypatch.setattr(train.tqdm, "write", lambda text, **_: said.append(text))
+    lines = run("--batch-size", 64, "--max-steps", 2)[3]
+    assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 5e-3
+    assert any("the lr is not scaled, the rule would be lr 0.0025" in text for text in said)
+
+
+def test_muon_steps_the_matrices_it_is_given(run):
+    code, last, _, lines = run("--model", "vit-test", "--muon", "blocks.*", "--max-steps", 100, "--batch-size", 20)
+    assert code == 0 and last["updates"] == 100
+    assert any(name.startswith("muon/") for line in lines for name in line)
+
+
+def test_image_folders_train_cached_and_streamed_alike_and_name_dirty_files(run, image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the cache lies beside the run
+    folder = tmp_path / "dirty"
+    shutil.copytree(image_folder, folder)
+    (folder / "train" / "class0" / "broken.jpg").write_text("this is no image")
+    flags = ("--dataset", "imagefolder", "--data-dir", folder, "--max-steps", 4)
+    code, cached, _, lines = run(*flags, out="cached")
+    assert code == 0 and "broken.jpg" in next(line["text"] for line in lines if line.get("event") == "warning")
+    code, streamed, _, _ = run(*flags, "--workers", 1, out="streamed")
+    assert code == 0 and streamed["val_loss"] == cached["val_loss"]
+    code, _, err, _ = run(*flags, "--max-bad-share", 0.0, out="strict")
+    assert code == 4 and "broken.jpg" in err and "--max-bad-share" in err
+
+
+def test_an_image_size_that_does_not_suit_the_model_is_refused(run, image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", "vit-test", "--dataset", "imagefolder", "--data-dir", image_folder, "--max-steps", 1)
+    code, _, err, _ = run(*flags, "--image-size", 30)
+    assert code == 2 and "--image-size 30" in err
+    assert run(*flags, "--image-size", 48, out="larger")[0] == 0
