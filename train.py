@@ -392,7 +392,7 @@ def main(argv=None):
                             record(event="warning", step=step, text=warning)
                             say(f"step {step}: {warning}")
                     score = scores[f"val_{model.judged_by.lstrip('-')}"] * (-1 if model.judged_by[0] == "-" else 1)
-                    if best is None or score > best:
+                    if score == score and (best is None or score > best):  # NaN is never best
                         best = score
                         if rank == 0:
                             weights = average.average if average else optimizer.params  # fp32, where net's may be half
