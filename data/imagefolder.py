@@ -154,7 +154,16 @@ def load(
         if images is None:
             images = Files([files[i][0] for i in rows], crop)
         splits.append((images, torch.tensor([files[i][1] for i in rows])))
-    return splits[0], splits[1], list(classes)
+    return splits[0], splits[1], words(folder / "words.txt", list(classes))
+
+
+def words(path: Path, classes: list[str]) -> list[str]:
+    """ImageNet's folders are WordNet numbers; where its words.txt lies beside them, the first synonym is the name."""
+    if not path.is_file():
+        return classes
+    meanings = dict(line.split("\t", 1) for line in path.read_text().splitlines() if "\t" in line)
+    names = [meanings.get(name, name).split(",")[0].strip() for name in classes]
+    return [name if names.count(name) == 1 else number for name, number in zip(names, classes, strict=True)]
 
 
 def class_folders(folder: Path) -> dict[str, Path]:

@@ -348,3 +348,10 @@ def test_load_by_name(folder, tmp_path):
         load("imagefolder", None, iter)
     with pytest.raises(ValueError, match="32 x 32"):
         load("synthetic", None, iter, image_size=64)
+
+
+def test_words_txt_names_the_classes_and_what_is_ambiguous_or_unknown_keeps_its_number(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("n01\tgoldfish, Carassius auratus\nn02\tcrane\nn03\tcrane\n")
+    assert imagefolder.words(path, ["n01", "n02", "n03", "n04"]) == ["goldfish", "n02", "n03", "n04"]
+    assert imagefolder.words(tmp_path / "none.txt", ["n01"]) == ["n01"]
