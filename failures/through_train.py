@@ -113,7 +113,8 @@ def vmamba_case(steps: int) -> Case:
     losses = [float(line["loss"]) for line in lines if "grad_norm" in line and "event" not in line]
     warnings = [line["text"] for line in forced_lines if "fp32 evaluation differ" in line.get("text", "")]
     out.rows.append(("fp16", f"trains ({losses[-1]:.3g}), val_loss {published['val_loss']:.3g}",
-                     f"warned: {warnings[0].split('; ')[-1]}" if warnings else "nothing", f"val_loss {forced['val_loss']:.3g}"))
+                     f"warned: {warnings[0].split('; ')[-1]}" if warnings else "nothing",
+                     f"val_loss {forced['val_loss']:.3g}"))
     out.claim("as published, the training loss is finite and the evaluation NaN",
               all(map(math.isfinite, losses)) and not math.isfinite(published["val_loss"]))
     out.claim("the default evaluates in fp32, and says what fp16 would have given and from which layer on",
