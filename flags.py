@@ -43,6 +43,7 @@ def parse(argv, about, models, datasets):
     data.add_argument("--data-dir", type=Path, help="folder with CIFAR-10, or with train/<class>/* and val/<class>/*")
     data.add_argument("--image-size", type=count, help="default: the data's own, or 224 where sizes differ")
     data.add_argument("--workers", type=number(int, 0), default=0, help="stream with N processes instead of caching")
+    data.add_argument("--cutout", type=number(int, 0), default=0, metavar="PIXELS", help="cut squares out of images")
     data.add_argument("--max-bad-share", type=share, default=0.01, help="unreadable files to put up with")
     precision = parser.add_argument_group("precision")
     precision.add_argument("--precision", default="auto", help="auto, fp32, tf32, bf16, fp16, O0, O1, O2 or O3")

@@ -88,7 +88,8 @@ def main(argv=None):
         train, val = ((batches.place(images, device), labels) for images, labels in (train, val))
         stream = batches.TrainBatches(
             *train, batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed, device=device,
-            scale=SCALE.get(dataset), size=val[0].shape[-1], workers=args.workers,
+            scale=SCALE.get(dataset), size=val[0].shape[-1], cutout=args.cutout,
+            workers=args.workers,
         )
 
     def exhibits(count):

@@ -124,6 +124,17 @@ def resized_crop(images: Tensor, drawn: Tensor, mirrored: Tensor, size: int, sca
     return F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
 
 
+def cut_out(images: Tensor, centre: Tensor, side: int) -> None:
+    """Fill a square of `side` pixels around `centre` (2, B) with 0, the mean of normalised images, in place.
+
+    Parts outside the image are lost, as in the paper (DeVries and Taylor, arXiv 1708.04552).
+    """
+    places = [torch.arange(n, device=images.device) - at[:, None] + side // 2
+              for n, at in zip(images.shape[2:], centre, strict=True)]
+    down, right = ((place >= 0) & (place < side) for place in places)
+    images.masked_fill_((down[:, :, None] & right[:, None, :])[:, None], 0.0)
+
+
 class TrainBatches:
     """An endless, stateless stream of augmented batches.
 
@@ -134,6 +145,7 @@ class TrainBatches:
         device: where the batches are wanted; default: where the images are.
         pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
         scale, size: of images larger than size x size crop instead a random box with this range of areas, and resize.
+        cutout: side of the square that is cut out of each image, in pixels; 0: none.
         workers: processes that decode, where the images are not decoded yet.
     """
 
@@ -150,6 +162,7 @@ class TrainBatches:
         pad: int | None = None,
         scale: tuple[float, float] | None = None,
         size: int | None = None,
+        cutout: int = 0,
         workers: int = 0,
     ):
         N, _, H, _ = images.shape
@@ -157,6 +170,7 @@ class TrainBatches:
             raise ValueError(f"a batch of {batch_size} images is more than the {N} there are: lower --batch-size")
         self.normalize = Normalize(images)
         self.images, self.labels, self.seed, self.workers = images, labels.cpu(), seed, workers
+        self.cutout = cutout
         self.device, self.pad = device or labels.device, H // 16 if pad is None else pad
         self.size, self.scale = (size, scale) if scale and size and size < H else (H, None)
         self.batch_size, self.steps_per_epoch = batch_size, N // batch_size
@@ -204,6 +218,9 @@ class TrainBatches:
         for i in range(0, len(images), piece):
             some = slice(i, i + piece)
             self.normalize(crop(images[some], drawn[:, some], mirrored[some]), out=batch[some])
+        if self.cutout:
+            centre = torch.randint(0, self.size, (2, self.batch_size), generator=self.generator("cutout", step))
+            cut_out(batch, send(centre[:, self.mine], self.device), self.cutout)
         return batch, send(self.labels[index], self.device)
 
 

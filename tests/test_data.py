@@ -222,3 +222,19 @@ def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(cifar10.urllib.request, "urlopen", lambda *args, **kwargs: never.wait())
     assert not cifar10.reachable("https://example.invalid", seconds=0.2)
+
+
+def test_cutout_takes_one_square_out_of_each_image_the_same_on_any_number_of_ranks():
+    images, labels = synthetic.draw(0, 40, seed=0)
+    plain = batches.TrainBatches(images, labels, batch_size=20).at(3)[0]
+    whole = batches.TrainBatches(images, labels, batch_size=20, cutout=8).at(3)[0]
+    halves = [batches.TrainBatches(images, labels, batch_size=20, cutout=8, rank=r, world_size=2).at(3)[0]
+              for r in range(2)]
+    assert torch.equal(whole, torch.cat(halves))
+    for before, after in zip(plain, whole, strict=True):
+        gone = (after == 0).all(0) & ~(before == 0).all(0)
+        rows, columns = gone.any(1).nonzero().flatten(), gone.any(0).nonzero().flatten()
+        height, width = (int(at[-1] - at[0]) + 1 for at in (rows, columns))
+        assert 4 <= height <= 8 and 4 <= width <= 8 and (after == 0).all(0)[rows[0]:rows[-1] + 1,
+                                                                         columns[0]:columns[-1] + 1].all()
+        assert torch.equal(after[:, ~gone], before[:, ~gone])

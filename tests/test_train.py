@@ -357,13 +357,17 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, 
     code, _, err, _ = run("--tensorboard", out="without")
     assert code == 2 and "pip install tensorboard" in err
     told = []
-    board = SimpleNamespace(add_scalar=lambda *args: told.append(args), add_text=lambda *args: told.append(args))
+    pictures = []
+    board = SimpleNamespace(add_scalar=lambda *args: told.append(args), add_text=lambda *args: None,
+                            add_image=lambda name, image, step, dataformats: pictures.append((image.shape, step)))
     stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     code, last, _, _ = run("--tensorboard", "--max-steps", 3)
     assert code == 0 and ("val_loss", 3) in [(name, step) for name, _, step in told]
     assert last["val_loss"] in [round(value, 4) for name, value, _ in told if name == "val_loss"]
     assert {step for name, _, step in told if name == "loss"} == {1, 2, 3}
+    assert run("--tensorboard", "--model", "slat_vae-test", "--max-steps", 2, out="shown")[0] == 0
+    assert pictures == [((4 * 33 + 1, 8 * 33 + 1, 3), 2)]
 
 
 @pytest.mark.parametrize("model, file", [("dit-test", ".png"), ("slat_vae-test", ".png"), ("vlm-test", ".txt")])
