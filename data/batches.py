@@ -76,13 +76,23 @@ class Normalize:
         variance = squares.double() / pixels - mean**2
         self.mean = mean.float().view(1, 3, 1, 1)
         self.std = variance.clamp(min=1.0).sqrt().float().view(1, 3, 1, 1)
+        self.sent: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+    def lines(self, images: Tensor) -> list[Tensor]:
+        """Mean and deviation as a line of pixels each, sent to a device once: a copy in each step would make it wait.
+
+        A line, because over the three numbers of a pixel alone a CPU's innermost loop is too short to be vectorised.
+        """
+        key = images.device, images.shape[3]
+        if key not in self.sent:
+            lines = (x.to(images.device).expand(1, 3, 1, images.shape[3]) for x in (self.mean, self.std))
+            self.sent[key] = [x.contiguous(memory_format=torch.channels_last) for x in lines]
+        return self.sent[key]
 
     def __call__(self, images: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty_like(images, dtype=torch.float32, memory_format=torch.channels_last)
-        # A line of means: over the three of a pixel alone, the innermost loop would be too short to be vectorised.
-        lines = (x.to(out.device).expand(1, 3, 1, out.shape[3]) for x in (self.mean, self.std))
-        mean, std = (x.contiguous(memory_format=torch.channels_last) for x in lines)
+        mean, std = self.lines(out)
         return out.copy_(images).sub_(mean).div_(std)
 
 

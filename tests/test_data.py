@@ -238,3 +238,24 @@ def test_cutout_takes_one_square_out_of_each_image_the_same_on_any_number_of_ran
         assert 4 <= height <= 8 and 4 <= width <= 8 and (after == 0).all(0)[rows[0]:rows[-1] + 1,
                                                                          columns[0]:columns[-1] + 1].all()
         assert torch.equal(after[:, ~gone], before[:, ~gone])
+
+
+def test_the_statistics_are_sent_to_a_device_once_and_no_step_waits_for_them():
+    normalize = batches.Normalize(synthetic.draw(0, 40, seed=0)[0])
+    images = torch.zeros(2, 3, 32, 32)
+    first = normalize.lines(images)
+    assert normalize.lines(images) is first and normalize.lines(images[..., :16]) is not first
+    torch.testing.assert_close(normalize(images), (images - normalize.mean) / normalize.std)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_batch_on_cuda_makes_nobody_wait():
+    device = torch.device("cuda")
+    images, labels = synthetic.draw(0, 40, seed=0)
+    stream = batches.TrainBatches(batches.place(images, device), labels, batch_size=20, device=device, cutout=4)
+    stream.at(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream.at(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
