@@ -3,13 +3,15 @@ What the cases of the gallery share: two training loops and one table.
 
 `bare` is everybody's loop: autocast, GradScaler where it is fp16, no questions asked. `guarded` is train.py's step with
 the verdict read at once; at the first bad step that is no mere calibration of the loss scale it stops and examines.
-Both take the same model (`net(*batch)` returns `(loss, metrics)`), the same batches and a dtype, and return a Run.
+Both train a copy of a model (`net(*batch)` returns `(loss, metrics)`) with AdamW without weight decay, from the same
+random state, and return a Run.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +32,20 @@ NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 class Run:
     """What one loop did. `first` and `what`: step and name of the first bad thing, 0 and "" if there was none."""
 
+    net: nn.Module
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of the gradient, unscaled: bare with clip measures it
+    scales: list[float] = field(default_factory=list)  # the loss scale after each step
+    skipped: list[int] = field(default_factory=list)  # steps
     first: int = 0
     what: str = ""
-    scale: float = 1.0
-    skipped: int = 0
     report: autopsy.Report | None = None
-    sick: list[str] = field(default_factory=list)  # non-finite parameters and buffers at the end
     spikes: list[str] = field(default_factory=list)
+
+    @property
+    def sick(self) -> list[str]:
+        """Parameters and buffers that hold a non-finite number at the end."""
+        return non_finite(self.net)
 
     @property
     def trains(self) -> bool:
@@ -52,8 +60,7 @@ class Run:
 
     def __str__(self) -> str:
         if self.report:
-            where = f"{self.report.op.removesuffix('.default')} in {self.report.module or 'the model itself'}"
-            return f"{self.report.verdict} @ {self.first}: {where if self.report.op else self.what}"
+            return f"{self.report.verdict} @ {self.first}: {where(self.report) if self.report.op else self.what}"
         if self.first:
             return f"{self.what} @ {self.first}"
         return f"finite, loss {self.losses[0]:.3g} -> {self.losses[-1]:.3g}"
@@ -67,6 +74,14 @@ class Case:
     rows: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     claims: list[tuple[str, bool]] = field(default_factory=list)
+
+    def row(self, name: str, published: Any, watched: Any, cured: Any) -> None:
+        """A line of the table: Runs, or sentences. Of Runs it claims what every case must show."""
+        self.rows.append((name, published, watched, cured))
+        if isinstance(watched, Run):
+            self.claim(f"{name}: guarded, the weights stay finite", not watched.sick)
+        if isinstance(cured, Run):
+            self.claim(f"{name}: cured, it trains", cured.trains)
 
     def claim(self, sentence: str, holds: bool) -> None:
         self.claims.append((sentence, bool(holds)))
@@ -89,6 +104,10 @@ def show(*cases: Case) -> int:
     return int(not all(case.holds for case in cases))
 
 
+def where(report: autopsy.Report) -> str:
+    return f"{report.op.removesuffix('.default')} in {report.module or 'the model itself'}"
+
+
 def images(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """`count` synthetic images, fp32 (count, 3, 32, 32) in -1..1, and their labels 0..9."""
     pixels, labels = synthetic.draw(0, count, seed)
@@ -100,41 +119,56 @@ def around(batches: list[tuple], steps: int) -> list[tuple]:
     return [batches[i % len(batches)] for i in range(steps)]
 
 
+def autocast(dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast("cpu", dtype, enabled=dtype is not F32)
+
+
 def non_finite(net: nn.Module) -> list[str]:
     return [n for n, t in (*net.named_parameters(), *net.named_buffers()) if not bool(t.isfinite().all())]
 
 
-def bare(net: nn.Module, batches: Iterable[tuple], dtype: torch.dtype, optimizer: torch.optim.Optimizer, *,
-         scaled: bool = True, clip: float | None = None) -> Run:
-    """The loop as published. It goes on after the first bad step, as those runs did."""
-    run = Run()
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled and dtype is F16)
+def refusal(net: nn.Module, **options: Any) -> str:
+    """What our AdamW says to these weights instead of starting; "" if it starts."""
+    try:
+        ClippedAdamW(net.parameters(), **options)
+    except ValueError as sentence:
+        return str(sentence)
+    return ""
+
+
+def bare(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
+         growth_interval: int = 2000, **options: Any) -> Run:
+    """The loop as published: it goes on after the first bad step, as those runs did. `options`: torch's AdamW's."""
+    torch.manual_seed(1)
+    run = Run(copy.deepcopy(net))
+    optimizer = torch.optim.AdamW(run.net.parameters(), lr, weight_decay=0.0, **options)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval, enabled=dtype is F16)
     for step, batch in enumerate(batches, 1):
-        with torch.autocast("cpu", dtype, enabled=dtype is not F32):
-            loss, _ = net(*batch)
+        with autocast(dtype):
+            loss, _ = run.net(*batch)
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
+            run.norms.append(nn.utils.clip_grad_norm_(run.net.parameters(), clip).item())
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        run.skipped += scaler.get_scale() < before
         optimizer.zero_grad()
         run.losses.append(loss.item())
+        run.scales.append(scaler.get_scale())
+        run.skipped += [step] * (run.scales[-1] < before)
         if not run.first:
             run.what = "" if math.isfinite(run.losses[-1]) else f"loss {run.losses[-1]}"
-            run.what = run.what or next((f"non-finite {n}" for n in non_finite(net)), "")
+            run.what = run.what or next((f"non-finite {n}" for n in run.sick), "")
             run.first = step if run.what else 0
-    run.scale, run.sick = scaler.get_scale(), non_finite(net)
     return run
 
 
-def rerun(net: nn.Module, policy: amp_policy.Policy) -> Callable:
-    """For autopsy.examine: forward and backward of one micro-batch, in the policy's precision or in fp32."""
+def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
+    """For autopsy.examine: forward and backward of one micro-batch, under autocast or in fp32."""
 
     def run_step(batch: tuple, fp32: bool):
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+        with amp_policy.fp32_eval(net) if fp32 else autocast(dtype):
             loss, _ = net(*batch)
             loss.backward()
             return loss, {name: p.grad for name, p in net.named_parameters()}
@@ -142,19 +176,22 @@ def rerun(net: nn.Module, policy: amp_policy.Policy) -> Callable:
     return run_step
 
 
-def guarded(net: nn.Module, batches: Iterable[tuple], dtype: torch.dtype, optimizer: ClippedAdamW, *,
-            scaled: bool = True, num_classes: int | None = None) -> Run:
-    """train.py's step. It stops at the first bad step that has a cause, with the autopsy's report."""
-    run = Run()
-    policy = amp_policy.choose_policy(NAMES[dtype], amp_policy.capabilities("cpu"))
-    scaler = amp_policy.LossScaler("cpu", enabled=scaled and policy.scales)
-    guard = guards.Guard(net, num_classes=num_classes, lag=False)
+def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
+            stop: bool = True, **options: Any) -> Run:
+    """train.py's step. It stops at the first bad step that has a cause, with the autopsy's report.
+
+    `stop=False`: bad steps are only skipped. `options`: ClippedAdamW's. It raises ValueError where that refuses.
+    """
+    torch.manual_seed(1)
+    run = Run(net := copy.deepcopy(net))
+    optimizer = ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options)
+    scaler, guard = amp_policy.LossScaler("cpu", enabled=dtype is F16), guards.Guard(net, lag=False)
     for step, batch in enumerate(batches, 1):
         record = autopsy.StepRecord(step, net)
         record.keep(*batch)
         guard.open(step)
         guard.see_batch(batch[0], batch[1:])
-        with policy.autocast():
+        with autocast(dtype):
             loss, _ = net(*batch)
         guard.see_loss(loss)
         scaler.scale(loss).backward()
@@ -164,14 +201,15 @@ def guarded(net: nn.Module, batches: Iterable[tuple], dtype: torch.dtype, optimi
         scaler.update(result.found_inf)
         optimizer.zero_grad()
         run.losses.append(loss.item())
+        run.scales.append(float(scaler.scale_tensor))
         verdict = guard.verdict()
         run.spikes += [f"step {step}: {sentence}" for sentence in verdict.spikes]
-        if verdict.accepted:
+        run.skipped += [step] * (not verdict.accepted)
+        if verdict.accepted or not stop:
             continue
-        report = autopsy.examine(rerun(net, policy), record, net, state=optimizer.state_dict(),
-                                 num_classes=num_classes, precision=policy.name, scale=scale)
+        report = autopsy.examine(rerun(net, dtype), record, net, state=optimizer.state_dict(), precision=NAMES[dtype],
+                                 scale=scale)
         if report.verdict != "not reproducible" or scale <= scaler.floor:  # else: finite at scale 1, calibration
             run.first, run.what, run.report = step, " and ".join(verdict.reasons), report
             break
-    run.scale, run.skipped, run.sick = float(scaler.scale_tensor), guard.skipped, non_finite(net)
     return run

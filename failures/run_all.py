@@ -1,11 +1,9 @@
 """
-All failures, one after the other, and one table: python failures/run_all.py   (2 cores: one to two minutes)
+All failures, one after the other, and one table: python failures/run_all.py   (2 cores: about a minute)
 
 It prints each case's own table with its claims, then one line a case, written as Markdown to failures/TABLE.md, and
 leaves with 1 if any claim failed.
 """
-
-from __future__ import annotations
 
 import sys
 import time
@@ -13,7 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from failures import (
-    more_of_the_kind,
+    more_batchnorm_buffers,
+    more_bf16_weights,
+    more_fp16_loss,
+    more_loss_scale_zero,
+    more_one_rank_skips,
+    more_order_of_calls,
     nanovlm_masked_rows,
     opendit_modulate_kernel,
     swin_attention_overflow,
@@ -24,7 +27,8 @@ from failures import (
 from failures.loops import Case, show
 
 FILES = (vmamba_eval_nan, swin_attention_overflow, nanovlm_masked_rows, trellis_adamw_fp16, opendit_modulate_kernel,
-         through_train, more_of_the_kind)
+         through_train, more_batchnorm_buffers, more_loss_scale_zero, more_bf16_weights, more_one_rank_skips,
+         more_order_of_calls, more_fp16_loss)
 
 
 def markdown(cases: list[tuple[str, Case]]) -> str:

@@ -16,8 +16,6 @@ Evidence    The models of models/, smallest presets. Two of them start grown, as
 Run         python failures/through_train.py [CIFAR10_FOLDER]
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -33,40 +31,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train
 from data.batches import TrainBatches
-from failures.loops import F16, Case, bare, show
+from failures.loops import F16, F32, Case, bare, show
 from models import RECIPE, slat_vae, swin, vmamba, wrap
+
+
+def of_type(net: nn.Module, kind: type) -> list:
+    return [module for module in net.modules() if isinstance(module, kind)]
 
 
 def grown_swin(names: list[str], size: int) -> nn.Module:
     """Swin V1 with the published attention, logits in half precision; the first block's queries and keys have grown."""
     net = train.MODELS["swin-test"][0](names, size)
-    for module in net.modules():
-        if isinstance(module, swin.WindowAttention):
-            module.fp32_logits = False
-    attn = next(m for m in net.modules() if isinstance(m, swin.WindowAttention))
-    attn.k.weight.data.mul_(3000.0)
-    attn.qv.weight.data.chunk(2)[0].mul_(3000.0)
+    attentions = of_type(net, swin.WindowAttention)
+    for attn in attentions:
+        attn.fp32_logits = False
+    attentions[0].k.weight.data.mul_(3000.0)
+    attentions[0].qv.weight.data.chunk(2)[0].mul_(3000.0)
     return net
 
 
 class PublishedVMamba(vmamba.VMamba):
     """Full precision out of the scan in training only: `self.training` decided, between two commits of early 2024."""
 
-    def train(self, mode: bool = True) -> PublishedVMamba:
-        for module in self.modules():
-            if isinstance(module, vmamba.CrossSelectiveScan):
-                module.force_fp32 = mode
+    def train(self, mode: bool = True) -> nn.Module:
+        for scan in of_type(self, vmamba.CrossSelectiveScan):
+            scan.force_fp32 = mode
         return super().train(mode)
 
 
 def grown_vmamba(names: list[str], size: int) -> nn.Module:
     preset = {k: v for k, v in vmamba.PRESETS["vmamba-test"].items() if k != "grid"}
     net = PublishedVMamba(num_classes=len(names), image_size=size, patch_size=size // 4, **preset)
-    for module in net.modules():
-        if isinstance(module, vmamba.CrossSelectiveScan):
-            module.x_proj.data.mul_(60.0)
-        if isinstance(module, vmamba.SS2D):
-            module.conv2d.weight.data.mul_(60.0)
+    for scan in of_type(net, vmamba.CrossSelectiveScan):
+        scan.x_proj.data.mul_(60.0)
+    for block in of_type(net, vmamba.SS2D):
+        block.conv2d.weight.data.mul_(60.0)
     return net.train()
 
 
@@ -87,17 +86,15 @@ def go(*flags: str) -> tuple[int, dict, list[dict], str]:
 
 def swin_case(batches: list, steps: int) -> Case:
     out = Case("Swin through train.py")
-    torch.manual_seed(0)
-    model = wrap(grown_swin(list("abcdefghij"), 32))
-    published = bare(model, batches, F16, torch.optim.AdamW(model.parameters(), 1e-3), clip=1.0)
+    published = bare(wrap(grown_swin(list("abcdefghij"), 32)), batches, F16, 1e-3, clip=1.0)
     common = ("--model", "grown-swin", "--precision", "O1", "--max-steps", str(steps))
     skip_code, skipped, _, _ = go(*common, "--on-nonfinite", "skip", "--max-skips", "10")
     code, healed, lines, _ = go(*common)
     cures = [line for line in lines if line.get("event") == "cure"]
-    out.rows.append(("fp16", published, f"{cures[0]['verdict']}: {cures[0]['op']} in {cures[0]['module']}" if cures
-                     else "nothing", f"healed: {', '.join(healed['healed'])}; val_loss {healed['val_loss']:.3g}"))
+    named = f"{cures[0]['verdict']}: {cures[0]['op']} in {cures[0]['module']}" if cures else "nothing"
+    out.row("fp16", published, named, f"healed: {', '.join(healed['healed'])}; val_loss {healed['val_loss']:.3g}")
     out.notes.append(f"--on-nonfinite skip: exit {skip_code}, {skipped['steps']} steps, {skipped['updates']} updates")
-    out.claim("as published, no loss is finite", published.first == 1)
+    out.claim("as published, no loss is finite", not any(map(math.isfinite, published.losses)))
     out.claim("skipping alone stands still and says so", skip_code == 3 and skipped["updates"] == 0)
     out.claim("the default names the attention, keeps it in fp32 and goes on", code == 0 and len(cures) == 1
               and "attn" in cures[0]["module"] and healed["healed"] == [cures[0]["module"]])
@@ -112,33 +109,27 @@ def vmamba_case(steps: int) -> Case:
     _, forced, forced_lines, _ = go(*common)
     losses = [float(line["loss"]) for line in lines if "grad_norm" in line and "event" not in line]
     warnings = [line["text"] for line in forced_lines if "fp32 evaluation differ" in line.get("text", "")]
-    out.rows.append(("fp16", f"trains ({losses[-1]:.3g}), val_loss {published['val_loss']:.3g}",
-                     f"warned: {warnings[0].split('; ')[-1]}" if warnings else "nothing",
-                     f"val_loss {forced['val_loss']:.3g}"))
+    out.row("fp16", f"trains ({losses[-1]:.3g}), val_loss {published['val_loss']:.3g}",
+            f"warned: {warnings[0].split('; ')[-1]}" if warnings else "nothing", f"val_loss {forced['val_loss']:.3g}")
     out.claim("as published, the training loss is finite and the evaluation NaN",
               all(map(math.isfinite, losses)) and not math.isfinite(published["val_loss"]))
     out.claim("the default evaluates in fp32, and says what fp16 would have given and from which layer on",
-              math.isfinite(forced["val_loss"]) and bool(warnings) and "core" in warnings[0])
+              math.isfinite(forced["val_loss"]) and warnings and "core" in warnings[0])
     return out
 
 
 def trellis_case(batch: tuple, steps: int) -> Case:
     out = Case("TRELLIS through train.py")
     preset = {k: v for k, v in slat_vae.PRESETS["slat_vae-test"].items() if k != "grid"}
-    torch.manual_seed(0)
     net = slat_vae.SLatVAE(num_classes=10, patch_size=8, half_torso=True, **preset)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    net(*batch)[0].backward()
-    gradients = all(bool(p.grad.isfinite().all()) for p in net.parameters())
-    optimizer.step()
-    sick = [name for name, p in net.named_parameters() if not bool(p.isfinite().all())]
+    published = bare(net, [batch], F32, 1e-4, clip=1e9)  # no limit: the clip measures the gradient's norm
     code, _, _, said = go("--model", "slat_vae-test", "--precision", "O3", "--max-steps", "2")
     good, trained, _, _ = go("--model", "slat_vae-test", "--precision", "O2", "--max-steps", str(steps))
     half = sum(p.dtype == F16 for p in net.parameters())
-    out.rows.append(("fp16, AdamW", f"{len(sick)} of {half} fp16 tensors non-finite @ 1", f"exit {code}: {said}",
-                     f"--precision O2: val_mse {trained['val_mse']:.3g}"))
+    out.row("fp16, AdamW", f"{len(published.sick)} of {half} fp16 tensors non-finite @ 1", f"exit {code}: {said}",
+            f"--precision O2: val_mse {trained['val_mse']:.3g}")
     out.claim("as published, the fp16 weights are gone after one step with finite gradients",
-              gradients and len(sick) > half / 2)
+              math.isfinite(published.norms[0]) and len(published.sick) > half / 2)
     out.claim("train.py refuses to start, and says why", code == 2 and "eps" in said)
     out.claim("fp32 masters train", good == 0 and math.isfinite(trained["val_mse"]) and trained["updates"] > 0)
     return out
@@ -147,9 +138,11 @@ def trellis_case(batch: tuple, steps: int) -> Case:
 def case(steps: int = 30, folder: str | None = None) -> list[Case]:
     (x, y), (x_val, y_val), names, dataset = data.load(None, folder, iter)
     some, few = torch.arange(0, len(y), len(y) // 500)[:500], torch.arange(0, len(y_val), len(y_val) // 100)[:100]
-    real, data.cifar10.load = data.cifar10.load, lambda *_: ((x[some], y[some]), (x_val[few], y_val[few]), names)
+    real, draw = data.cifar10.load, train.report.draw_curves
+    data.cifar10.load = lambda *_: ((x[some], y[some]), (x_val[few], y_val[few]), names)
+    train.report.draw_curves = lambda path: None
     train.MODELS |= {"grown-swin": (grown_swin, RECIPE), "grown-vmamba": (grown_vmamba, RECIPE)}
-    draw, train.report.draw_curves = train.report.draw_curves, lambda path: None
+    torch.manual_seed(0)
     try:
         stream = TrainBatches(x[some], y[some], batch_size=16)
         batches = [stream.at(step) for step in range(6)]

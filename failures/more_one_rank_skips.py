@@ -1,0 +1,97 @@
+"""
+One rank sees a NaN and skips alone
+
+Reported    pytorch/audio 3749: a rank finds its loss NaN and `continue`s before backward; later the job hangs until
+            NCCL's time-out.
+First bad   step 3: the other rank's gradients are averaged with those of this rank's step 4.
+Why         backward() is a collective. The rank that skips does not take part in it; the other's all-reduce waits and
+            meets the first rank's *next* backward. From then on two different steps are averaged, with no error and no
+            NaN, until one rank has run out of steps and the other waits for nobody.
+Cure        Nobody leaves early. Each rank raises a flag, one all-reduce of flags after the last backward, and all
+            ranks skip together (Guard.decide).
+Tried, no   A longer time-out. The same `continue` on every rank: each decides on its own loss.
+Evidence    Mechanism only: two processes, gloo. The gradient of `stamp` is the step's number, so whatever DDP averaged
+            shows which steps they were.
+Run         python failures/more_one_rank_skips.py
+"""
+
+import datetime
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from failures.loops import Case, non_finite, show
+from guards import Guard
+from optim import ClippedAdamW
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.stamp = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return self.head(x).square().mean() + self.stamp * step
+
+
+def train(rank: int, folder: str, guarded: bool, steps: int = 6) -> None:
+    """One of two ranks; rank 1 gets a NaN at step 3. Leaves in a file which pairs of steps were averaged."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{guarded}", rank=rank, world_size=2,
+                            timeout=datetime.timedelta(seconds=4))
+    torch.manual_seed(0)
+    net, mixed, said = Net(), [], ""
+    ranks = nn.parallel.DistributedDataParallel(net)
+    optimizer, guard = ClippedAdamW(net.parameters()), Guard(net, lag=False)
+    try:
+        for step in range(1, steps + 1):
+            x = torch.randn(8, 4) * (float("nan") if (rank, step) == (1, 3) else 1.0)
+            guard.open(step)
+            loss = ranks(x, step)
+            guard.see_loss(loss)
+            if not guarded and not bool(loss.isfinite()):
+                continue  # this rank alone
+            loss.backward()
+            mixed.append((step, 2 * net.stamp.grad.item() - step))
+            result = optimizer.step(skip=guard.decide() if guarded else None)
+            guard.close(result.found_inf)
+            verdict = guard.verdict()
+            if guarded and not verdict.accepted:
+                said = f"step {step} rejected by both: {' and '.join(verdict.reasons)} on rank {verdict.rank}"
+            optimizer.zero_grad()
+    except RuntimeError:  # gloo's time-out
+        said = f"rank {rank} hangs in the all-reduce of step {step}"
+    torch.save({"mixed": mixed, "said": said, "weight": net.head.weight.detach(), "sick": non_finite(net)},
+               f"{folder}/{guarded}{rank}.pt")
+    os._exit(0)  # a group that timed out cannot be destroyed in peace
+
+
+def case() -> Case:
+    out = Case("one rank skips alone")
+    with tempfile.TemporaryDirectory() as folder:
+        for guarded in (False, True):
+            mp.spawn(train, (folder, guarded), nprocs=2)
+        (alone, _), (one, two) = ([torch.load(f"{folder}/{guarded}{rank}.pt") for rank in (0, 1)]
+                                  for guarded in (False, True))
+    wrong = [(mine, other) for mine, other in alone["mixed"] if mine != other]
+    right = [(mine, other) for mine, other in one["mixed"] if mine == other]
+    first = "rank 0's step {} was averaged with rank 1's step {:g}".format(*wrong[0]) if wrong else "nothing mixed"
+    out.row("fp32", f"{first}; {alone['said'] or 'no hang'}", one["said"],
+            f"{len(right)} steps averaged, each with its own")
+    out.claim("as published: different steps are averaged, then a rank waits for nobody",
+              wrong and "hangs" in alone["said"])
+    out.claim("guarded: both ranks reject step 3, and rank 1 is named",
+              one["said"] == two["said"] == "step 3 rejected by both: loss on rank 1")
+    out.claim("cured: all other steps are averaged with their own; weights finite, equal on both ranks",
+              len(right) >= 5 and not one["sick"] and torch.equal(one["weight"], two["weight"]))
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(show(case()))

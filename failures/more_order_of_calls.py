@@ -1,0 +1,81 @@
+"""
+Right calls, wrong order: the optimizer steps twice, the clip comes before unscale_
+
+Reported    torchvision, pull request 4547, mended by 4874: its reference loop called scaler.step(optimizer) and then
+            optimizer.step() again. PyTorch's AMP notes warn of clipping before unscale_.
+First bad   the weights, at step 1: the scaler skips an overflow, the second optimizer.step() writes it.
+Why         scaler.step() asks before it steps; optimizer.step() does not ask. And a clip before unscale_ compares its
+            limit of 1 with a gradient that is 65536 times too large: it always clips, and what is left after the
+            division is 1/65536 of the limit. Nothing is NaN; SGD just stands still.
+Cure        One call that unscales, measures, clips and decides, in this order (ClippedAdamW.step).
+Tried, no   A larger clipping limit: it would have to follow the scale. A lower rate: inf stays inf.
+Evidence    Mechanism only: torchvision's loop of October 2021 on a small network whose first steps overflow at 65536.
+Run         python failures/more_order_of_calls.py
+"""
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from failures.loops import F16, Case, Run, around, autocast, guarded, images, show
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Linear(8 * 64, 10)
+        self.head.weight.data.mul_(30)  # so that the first steps overflow at scale 65536
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict]:
+        return F.cross_entropy(self.head(F.relu(self.bn(self.conv(x))).flatten(1)).float(), y), {}
+
+
+def loop(net: Net, batches: list[tuple], wrong: str) -> Run:
+    run = Run(net := copy.deepcopy(net))
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.01), torch.amp.GradScaler("cpu")
+    for step, batch in enumerate(batches, 1):
+        with autocast(F16):
+            loss, _ = net(*batch)
+        scaler.scale(loss).backward()
+        if wrong == "clip first":
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.unscale_(optimizer)
+        run.norms.append(torch.stack([p.grad.norm() for p in net.parameters()]).norm().item() * scaler.get_scale())
+        scaler.step(optimizer)
+        if wrong == "step twice":
+            optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        if run.sick and not run.first:
+            run.first, run.what = step, f"non-finite {run.sick[0]}"
+    return run
+
+
+def case(steps: int = 10) -> Case:
+    x, y = images(16)
+    batches, out = around([(x, y)], steps), Case("step twice, clip first")
+    torch.manual_seed(0)
+    start = Net()
+    twice, early = (loop(start, batches, wrong) for wrong in ("step twice", "clip first"))
+    cured = guarded(start, batches, F16, 1e-2, clip=1.0)
+    finite = [norm for norm in early.norms if math.isfinite(norm)]
+    constant = sum(0.99 < norm < 1.01 for norm in finite)
+    out.row("fp16", twice, f"impossible: one call; {len(cured.skipped)} skipped", cured)
+    out.row("fp16, clip first", f"loss {early.losses[-4]:.5g} -> {early.losses[-1]:.5g}",
+            f"norm * scale is the clip at {constant} of {len(finite)} steps that count", cured)
+    out.claim("as published: the step that the scaler skipped is taken", twice.first == 1)
+    out.claim("clip first: stands still, and its norms show why", constant >= 3
+              and abs(early.losses[-1] - early.losses[-4]) < 0.01 * early.losses[-1])
+    out.claim("one call in the right order skips the same overflow", cured.skipped)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(show(case()))
