@@ -82,6 +82,7 @@ def parse(argv, about, models, datasets):
     run.add_argument("--seed", type=number(int, 0), default=0)
     run.add_argument("--deterministic", action=switch, default=False, help="bit-identical reruns on CUDA too")
     run.add_argument("--compile", action=switch, default=False, help="torch.compile; minutes at the start")
+    run.add_argument("--cuda-graph", action=switch, help="the step as one CUDA graph; default: the model's recipe")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     run.add_argument("--log-every", type=count, default=10, metavar="STEPS")
     run.add_argument("--tensorboard", action=switch, default=False, help="scalars and pictures, if it is installed")
@@ -93,7 +94,7 @@ def parse(argv, about, models, datasets):
     if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
         refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
     args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
-    for name in ("lr", "weight_decay", "batch_size", "ema"):
+    for name in ("lr", "weight_decay", "batch_size", "ema", "cuda_graph"):
         if getattr(args, name) is None:
             setattr(args, name, models[args.model][1][name])
     return args

@@ -20,44 +20,44 @@ Three rules are behind it. (1) Flags travel between ranks, never values: an all-
 rejection is a select (`where`), never a product: 0 * NaN is NaN, and `lerp` with weight 0 is no better. (3) Compare so
 that NaN fails: `not (x <= limit)`; `x > limit` is False for NaN. And "finite" means below 1.8e19 (see LIMIT).
 
-Also here: SpikeDetector, check_state (before a save), first_step_checks, Probes (headroom before anything overflows)
-and Injector, which plants faults, because a guard that was never seen to bark is no guard. What this file does not do:
-it does not find the operation that made the number, and it does not cure. To copy it: it needs torch, nothing else.
-`python guards.py` plants an inf in a small network and shows that nothing of it stays.
+Also here: SpikeDetector, check_state (before a save), first_step_checks, and Probes (headroom before anything
+overflows). What this file does not do: it does not find the operation that made the number (autopsy.py does), and it
+does not cure. To copy it: it needs torch, nothing else. `python guards.py` puts an inf into a small network and shows
+that nothing of it stays.
 """
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 # All but the last reject the step. "veto" is the caller's own; "signal" carries the number of a stop request.
 FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SLOTS = 4  # numbers on their way to the host; two are in use when verdict() is called once a step
+SLOTS = 2  # steps whose numbers are on their way to the host: this one and the one before
+BAD = 3e38  # beyond LIMIT: a flag raised by other evidence than a magnitude
 
 
-def beyond(x: Tensor) -> Tensor:
-    """0-dim bool on x's device, no sync: does `x` (any float dtype, not empty) hold NaN, inf or more than LIMIT?"""
-    low, high = torch.aminmax(x.detach())  # one read, NaN propagates; .float(): LIMIT itself would be inf in fp16
-    return ((low.float() >= -LIMIT) & (high.float() <= LIMIT)).logical_not()
+def magnitude(x: Tensor) -> Tensor:
+    """Largest magnitude of x (any float dtype, not empty) as 0-dim fp32, NaN if it holds one: one read, no sync."""
+    if x.is_cpu:  # where the norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1.5
+        low, high = torch.aminmax(x.detach())
+        return torch.maximum(low.neg(), high).float()
+    return torch.linalg.vector_norm(x.detach(), math.inf).float()
 
 
 def largest(tensors: list[Tensor]) -> Tensor:
     """Largest magnitude of each tensor as 1-D fp32; NaN and inf stay. Same device and dtype: one pass, no sync."""
-    if tensors[0].is_cpu:  # where the norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1.5
-        ends = [torch.aminmax(t.detach()) for t in tensors]
-        return torch.stack([torch.maximum(low.neg(), high).float() for low, high in ends])
+    if tensors[0].is_cpu:
+        return torch.stack([magnitude(t) for t in tensors])
     return torch.stack([norm.float() for norm in torch._foreach_norm([t.detach() for t in tensors], math.inf)])
 
 
@@ -139,10 +139,13 @@ class Guard:
         self.spikes = spikes or SpikeDetector()
         self.steps = self.skipped = self.skipped_in_a_row = 0
         self.step = 0
-        self._flags = torch.zeros(len(FLAGS), device=self.device)
-        self._flag = dict(zip(FLAGS, self._flags.unbind(), strict=True))
+        self._worst = torch.zeros(len(FLAGS), device=self.device)  # largest magnitudes: beyond LIMIT, a flag is up
+        self._worst_of = dict(zip(FLAGS, self._worst.unbind(), strict=True))
+        self._flags = self._worst.clone()
+        self._is_signal = torch.tensor([name == "signal" for name in FLAGS], device=self.device)
         self._pending: deque[tuple[int, int, dict[str, float]]] = deque()
         self._keys: tuple[str, ...] | None = None
+        self._due = False
         self.watch(net)
 
     def watch(self, net: nn.Module) -> None:
@@ -157,7 +160,7 @@ class Guard:
             if not b.numel() or b.device.type != self.device.type or \
                     any(s == 0 and n > 1 for s, n in zip(b.stride(), b.shape, strict=True)):  # expanded: cannot change
                 continue
-            if b.dtype in CHECKED and "running_" not in name and bool(beyond(b)) and not bool(b.isnan().any()):
+            if b.dtype in CHECKED and "running_" not in name and float(magnitude(b)) > LIMIT:  # False for NaN
                 self.lawful.add(name)
             groups.setdefault((b.dtype, b.dtype in CHECKED and name not in self.lawful), []).append(b)
         self._kept: list[_Kept] = []
@@ -170,8 +173,10 @@ class Guard:
     @torch.no_grad()
     def open(self, step: int) -> None:
         """Begin a step (attempted, not update): flags down, buffers aside."""
+        if self._due:  # nobody asked for the last one's verdict: it still counts
+            self.verdict()
         self.step = step
-        self._flags.zero_()
+        self._worst.zero_()
         for kept in self._kept:
             torch._foreach_copy_(kept.saved_views, kept.live)
 
@@ -184,25 +189,25 @@ class Guard:
         """
         for x in tree_leaves(images):
             if isinstance(x, Tensor) and x.dtype in CHECKED and x.numel():
-                self._flag["input"].add_(beyond(x))
+                self._see("input", magnitude(x))
         return tree_map(self._safe_labels, labels)
 
     def _safe_labels(self, y: Any) -> Any:
         if not isinstance(y, Tensor) or not y.numel() or y.dtype == torch.bool:
             return y
         if y.dtype in CHECKED:  # soft labels, regression targets
-            self._flag["label"].add_(beyond(y))
+            self._see("label", magnitude(y))
             return y
         if self.num_classes is None:
             return y
         wrong = ((y < 0) | (y >= self.num_classes)) & (y != self.ignore_index)
-        self._flag["label"].add_(wrong.any())
+        self._see("label", wrong.any() * BAD)
         return y.masked_fill(wrong, 0)
 
     @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
         """0-dim loss of one micro-batch, before the loss scale."""
-        self._flag["loss"].add_(beyond(loss))
+        self._see("loss", loss.detach().abs().float())
 
     @torch.no_grad()
     def see_state(self, **trees: Any) -> None:
@@ -212,15 +217,18 @@ class Guard:
         """
         for flag, tree in trees.items():
             for tensors in _alike(t for _, t in named_floats(tree) if t.device.type == self.device.type):
-                self._flag[flag].add_((largest(tensors) <= LIMIT).all().logical_not())
+                self._see(flag, largest(tensors).amax())
 
+    def _see(self, flag: str, magnitude: Tensor) -> None:
+        torch.maximum(self._worst_of[flag], magnitude, out=self._worst_of[flag])  # NaN stays
+
+    @torch.no_grad()
     def raise_flag(self, name: str, value: float | Tensor = 1.0) -> None:
-        """Raise a flag (highest value wins, over calls and ranks): a veto, a probe's finding, a signal's number."""
-        flag = self._flag[name]
+        """Raise a flag unless `value` is 0: a veto, a probe's finding; "signal" keeps the highest number."""
         if isinstance(value, Tensor):
-            flag.copy_(torch.maximum(flag, value.to(flag)))
-        else:
-            flag.clamp_(min=float(value))
+            self._see(name, (value != 0).reshape(()) * BAD)
+        elif value:
+            self._worst_of[name].clamp_(min=float(value) if name == "signal" else BAD)
 
     @torch.no_grad()
     def decide(self) -> Tensor:
@@ -228,16 +236,20 @@ class Guard:
         for kept in self._kept:
             torch._foreach_copy_(kept.now_views, kept.live)
             if kept.checked:
-                self._flag["buffer"].add_(beyond(kept.now))
-        faults = self._flags[:-1]
-        faults.copy_(faults.gt(0) * (self.rank + 1.0))  # MAX then also says on whose machine to look
+                self._see("buffer", magnitude(kept.now))
+        # A fault's flag is 1 + rank, so that MAX also says on whose machine to look.
+        lawful = self._worst <= LIMIT  # False for NaN
+        self._flags.copy_(torch.where(lawful, self._worst * self._is_signal, self.rank + 1.0))
         if self.together:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        return faults.gt(0).any().float()
+        return self._flags[:-1].amax().clamp(max=1)
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor | float) -> None:
-        """End the step. `found_inf`: 1.0 = rejected (0-dim, device). `stats`: 0-dim device tensors, or numbers."""
+        """End the step. `found_inf`: 1.0 = rejected (0-dim, device). `stats`: 0-dim device tensors, or numbers.
+
+        Everything from open() to here stays on the device, so that a CUDA graph can hold it.
+        """
         rejected = found_inf.reshape(()) > 0
         for kept in self._kept:
             torch.where(rejected, kept.saved, kept.now, out=kept.now)
@@ -248,13 +260,7 @@ class Guard:
         self._row[0].copy_(rejected)
         self._row[1 : 1 + len(FLAGS)].copy_(self._flags)
         torch._foreach_copy_(self._cells, list(on_device.values())) if on_device else None
-        if len(self._pending) == SLOTS:
-            self._read()  # nobody asked for so long that the oldest must make room: it still counts
-        slot = self._slot = (self._slot + 1) % SLOTS
-        self._host[slot].copy_(self._row, non_blocking=True)
-        if self._events:
-            self._events[slot].record()
-        self._pending.append((self.step, slot, {k: float(v) for k, v in stats.items() if not isinstance(v, Tensor)}))
+        self._numbers, self._due = {k: float(v) for k, v in stats.items() if not isinstance(v, Tensor)}, True
 
     def _make_room(self, keys: tuple[str, ...]) -> None:
         while self._pending:  # the old layout's numbers are read before its memory goes
@@ -268,12 +274,19 @@ class Guard:
         self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
 
     def verdict(self) -> Verdict | None:
-        """Call once after each close(). The oldest verdict not told yet; None if it is still too young (lag)."""
+        """Call once after each close(), or after the replay of a graph that holds it: sends this step's numbers to the
+        host, and returns the oldest verdict not told yet; None if that is too young (lag)."""
+        slot = self._slot = (self._slot + 1) % SLOTS
+        self._host[slot].copy_(self._row, non_blocking=True)
+        if self._events:
+            self._events[slot].record(torch.cuda.current_stream(self._row.device))
+        self._pending.append((self.step, slot, dict(self._numbers)))
+        self._due = False
         return self._read() if len(self._pending) > (1 if self.lag else 0) else None
 
     def flush(self) -> Verdict | None:
         """Wait for everything under way; the last verdict, or None."""
-        last = None
+        last = self.verdict() if self._due else None
         while self._pending:
             last = self._read()
         return last
@@ -438,159 +451,20 @@ class Probes:
         return said
 
 
-# ---- planting faults: everything below stands by itself ----
-
-KINDS = ("nan", "inf", "big")
-PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
-
-
-class Fault(NamedTuple):
-    """One fault to plant in steps first..last, on one rank or (None) on all."""
-
-    kind: str
-    where: str
-    name: str | None
-    first: int
-    last: int
-    rank: int | None = None
-
-
-def parse_inject(spec: str) -> tuple[Fault, ...]:
-    """`KIND:WHERE[:NAME]@step=N[..M][,rank=R]`, joined by ';' if several. ValueError, one sentence, for all else."""
-    faults = []
-    for part in filter(None, (p.strip() for p in (spec or "").split(";"))):
-        m = re.fullmatch(r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?", part)
-        if not m:
-            raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R], "
-                             "e.g. nan:grad:head.weight@step=5,rank=1")
-        kind, where, name, first, last, rank = m.groups()
-        if kind not in KINDS or where not in PLACES:
-            raise ValueError(f"--inject {part!r}: KIND is one of {', '.join(KINDS)}; WHERE one of {', '.join(PLACES)}")
-        if int(last or first) < int(first):
-            raise ValueError(f"--inject {part!r}: the last step comes before the first")
-        faults.append(Fault(kind, where, name, int(first), int(last or first), None if rank is None else int(rank)))
-    return tuple(faults)
-
-
-def fault_value(kind: str, dtype: torch.dtype) -> float | int:
-    """What is planted. An integer cannot be NaN or inf: it gets what a cast of one leaves behind. 6e4: fp16 holds it
-    and no sum of two; 1e30: fp32 and bf16 hold it and not its square."""
-    if dtype.is_floating_point:
-        return {"nan": math.nan, "inf": math.inf, "big": 6e4 if dtype == torch.float16 else 1e30}[kind]
-    if dtype in (torch.uint8, torch.bool):
-        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion to float")
-    info = torch.iinfo(dtype)
-    return {"nan": info.min, "inf": info.max, "big": min(10**9, info.max)}[kind]
-
-
-def pick(fault: Fault, names: Iterable[str]) -> str:
-    """The first name that fits the fault's NAME (exact, then pattern); the first of all if it has none."""
-    names = list(names)
-    fits = names if fault.name is None else [n for n in names if n == fault.name] or fnmatch.filter(names, fault.name)
-    if not fits:
-        raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {', '.join(names) or 'none'}")
-    return fits[0]
-
-
-def spoil(t: Tensor, kind: str, gate: Tensor) -> Tensor:
-    """`t` with its first element replaced where `gate` (0-dim bool) is set: no branch, no sync, no recompiling."""
-    where = torch.zeros_like(t, dtype=torch.bool)
-    where[(0,) * t.dim()] = gate
-    return t.masked_fill(where, fault_value(kind, t.dtype))
-
-
-class Injector:
-    """Plants faults where the loop calls it; without faults every method is a pass-through.
-
-    begin(step) first. input(x, micro), label(y, micro), loss(loss, micro) plant in micro-batch 0, sample 0, and return.
-    params(), optstate(tree), scale(tensor) write in place, before the forward; buffers() after it, before decide().
-    "act" (a module's output) and "grad" (a parameter's gradient, before DDP reduces it) are hooks: create the injector
-    before torch.compile. They are armed by a device flag, so a re-run of the same step meets the same fault.
-    """
-
-    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0):
-        self.net, self.step = net, -1
-        self.faults = [f for f in faults if f.rank in (None, rank)]
-        self._gates: list[tuple[Fault, Tensor]] = []
-        modules = {n: m for n, m in net.named_modules() if n}
-        leaves = {n: m for n, m in modules.items() if not any(m.children())}
-        params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-        for f in self.faults:
-            gate = torch.zeros((), dtype=torch.bool, device=next(net.parameters()).device)
-            if f.where == "act":
-                module = modules[pick(f, modules if f.name else leaves)]
-                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: _first(
-                    out, lambda t: spoil(t, f.kind, gate)))
-            elif f.where == "grad":
-                params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
-            self._gates.append((f, gate))
-
-    def begin(self, step: int) -> None:
-        self.step = step
-        for f, gate in self._gates:
-            gate.fill_(f.first <= step <= f.last)
-
-    def _due(self, where: str) -> list[Fault]:
-        return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
-
-    def _plant(self, where: str, tree: Any, micro: int) -> Any:
-        for f in self._due(where) if micro == 0 else ():
-            tree = _first(tree, lambda t, f=f: spoil(t, f.kind, torch.ones((), dtype=torch.bool, device=t.device)))
-        return tree
-
-    def input(self, x: Any, micro: int = 0) -> Any:
-        return self._plant("input", x, micro)
-
-    def label(self, y: Any, micro: int = 0) -> Any:
-        return self._plant("label", y, micro)
-
-    def loss(self, loss: Tensor, micro: int = 0) -> Tensor:
-        for f in self._due("loss") if micro == 0 else ():
-            loss = loss * fault_value(f.kind, loss.dtype)  # a product, so that the backward is hit as well
-        return loss
-
-    @torch.no_grad()
-    def _write(self, where: str, named: Mapping[str, Tensor]) -> list[str]:
-        hit = [(pick(f, named), f) for f in self._due(where)]
-        for name, f in hit:
-            named[name][(0,) * named[name].dim()] = fault_value(f.kind, named[name].dtype)
-        return [name for name, _ in hit]
-
-    def params(self) -> list[str]:
-        return self._write("param", dict(self.net.named_parameters())) if self._due("param") else []
-
-    def buffers(self) -> list[str]:
-        return self._write("buffer", dict(named_floats(dict(self.net.named_buffers())))) if self._due("buffer") else []
-
-    def optstate(self, tree: Any) -> list[str]:
-        """`tree`: a nest that holds the optimizer's own tensors (not copies), e.g. dict(optimizer.state)."""
-        due = self._due("optstate")
-        return self._write("optstate", {n: t for n, t in named_floats(tree) if t.dim()}) if due else []
-
-    def scale(self, scale: Tensor) -> list[str]:
-        return self._write("scale", {"scale": scale})
-
-
-def _first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    leaves, shape = tree_flatten(tree)
-    i = next(i for i, t in enumerate(leaves) if isinstance(t, Tensor))
-    return tree_unflatten([*leaves[:i], change(leaves[i]), *leaves[i + 1 :]], shape)
-
-
 def demo() -> None:
     """A BatchNorm network under fused AdamW; an inf in its second layer at step 3."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
     optimizer.grad_scale = None
-    injector = Injector(net, parse_inject("inf:act:0@step=3"))
     guard = Guard(net, num_classes=10, lag=False)
     images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,))
     for step in range(6):
-        injector.begin(step)
         before = [t.clone() for t in (*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values())]
         guard.open(step)
-        loss = nn.functional.cross_entropy(net(images), guard.see_batch(images, labels))
+        hidden = net[0](images)
+        hidden = hidden * math.inf if step == 3 else hidden  # one overflow
+        loss = nn.functional.cross_entropy(net[1:](hidden), guard.see_batch(images, labels))
         guard.see_loss(loss)
         loss.backward()
         norm = torch.stack(torch._foreach_norm([p.grad for p in net.parameters()])).norm()

@@ -30,9 +30,10 @@ import amp_policy
 import autopsy
 import checkpoint
 import guards
+import inject
 
 
-def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: guards.Injector,
+def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: inject.Injector,
           evidence: autopsy.StepRecord):
     """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1.
 
@@ -67,7 +68,7 @@ def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector:
 class Healer:
     """Examines bad steps and applies the cure. `parts`: what train.py trains, model, optimizer, scaler and average."""
 
-    def __init__(self, model: nn.Module, net: nn.Module, parts: dict, guard: guards.Guard, injector: guards.Injector,
+    def __init__(self, model: nn.Module, net: nn.Module, parts: dict, guard: guards.Guard, injector: inject.Injector,
                  checkpoints: checkpoint.Checkpoints, *, device, rank: int, num_classes: int, max_cures: int):
         self.model, self.net, self.parts, self.guard, self.injector = model, net, parts, guard, injector
         self.checkpoints, self.device, self.rank = checkpoints, device, rank
@@ -191,7 +192,7 @@ def replay(path: str | Path, models: dict, wrap) -> int:
         amp_policy.keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
     evidence = autopsy.unpack(capsule, net)
-    injector = guards.Injector(net, guards.parse_inject(capsule["inject"]), capsule["rank"])
+    injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
     injector.begin(evidence.step)
     model = wrap(net, recipe["label_smoothing"])
     report = autopsy.examine(

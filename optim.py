@@ -198,7 +198,8 @@ class ClippedAdamW:
         self.params = [p.detach().float().clone() if masters and p.dtype in HALF else p for p in self.model_params]
         self._half = [(p, t) for p, t in zip(self.model_params, self.params, strict=True) if p is not t]
         self._plain = [p for p, t in zip(self.model_params, self.params, strict=True) if p is t]
-        self.fused = all(fused_works(p) for p in self.params) if fused is None else fused
+        kinds = {(p.device, p.dtype): p for p in self.params}
+        self.fused = all(map(fused_works, kinds.values())) if fused is None else fused
         self.clip, self.zclip = clip, zclip
         device = self.params[0].device
         self.schedule = torch.ones(1, device=device) if schedule is None else schedule.to(device, torch.float32)
@@ -213,8 +214,12 @@ class ClippedAdamW:
         for g in self.param_groups:
             g["params"] = [target[p] for p in g["params"]]
         inner = [{k: g[k] for k in ("params", "weight_decay")} for g in self.param_groups if not g["muon"]]
-        options = dict(lr=lr, betas=betas, eps=eps, amsgrad=amsgrad, fused=self.fused, foreach=not self.fused)
+        graph = self.fused and device.type == "cuda"  # a CUDA graph may hold the step
+        options = dict(lr=lr, betas=betas, eps=eps, amsgrad=amsgrad, fused=self.fused, foreach=not self.fused,
+                       capturable=graph)
         self.adamw = torch.optim.AdamW(inner, **options) if inner else None
+        if inner and graph:  # not every step is in a graph, and that is no mistake
+            self.adamw._warned_capturable_if_run_uncaptured = True
         # Muon steps shadow matrices, with lr 1, which makes them directions; _muon_step applies those on the device.
         matrices = [p for g in self.param_groups if g["muon"] for p in g["params"]]
         self._shadows = {p: torch.zeros(p.flatten(1).shape, device=device) for p in matrices}
@@ -263,9 +268,8 @@ class ClippedAdamW:
         good = norm * norm < math.inf  # False for NaN
         good = good if skip is None else good & (skip == 0)
         bad = ~good
-        found_inf, zero = bad.float(), torch.zeros_like(norm)
-        limit = self._limit(norm, bad)
-        coef = torch.where(bad, zero, (limit / (norm + 1e-6)).clamp(max=1.0))  # + 1e-6 as in clip_grad_norm_
+        found_inf = bad.float()
+        coef = (self._limit(norm, bad) / (norm + 1e-6)).clamp(max=1.0).masked_fill(bad, 0.0)  # as in clip_grad_norm_
         scaled = grad_scale is not None or self.clip or self.zclip
         divisor = (1.0 if grad_scale is None else grad_scale) / coef if scaled else None  # None: no gradient is stored
         # take(): schedule[updates] would read the index on the host
@@ -319,15 +323,16 @@ class ClippedAdamW:
             new = p * (1 - group["lr"] * group["weight_decay"]) + group["lr"] * self._shadows[p].view(p.shape)
             p.copy_(torch.where(bad, p, new))
 
-    def _limit(self, norm: Tensor, bad: Tensor) -> Tensor:
+    def _limit(self, norm: Tensor, bad: Tensor) -> Tensor | float:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two.
 
         ZClip: z = (norm - mean) / std over the accepted norms. A spike, z > zclip, is cut to mean + std * zclip**2 / z:
         the worse, the closer to the mean. The first 25 norms count equally, later ones 3 % each; only what is finite,
         accepted and already clipped enters, and where() drops the rest (a product with 0 would let a NaN in).
         """
-        limit = torch.full_like(norm, self.clip or math.inf)
+        limit = self.clip or math.inf
         if self.zclip:
+            limit = torch.full_like(norm, limit)
             count, mean, var = self.history.unbind()
             std = var.sqrt().clamp(min=1e-12)
             z = (norm - mean) / std

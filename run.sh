@@ -47,7 +47,7 @@ case ${1:-} in
     for bench in guard_cost optim_step adam_in_half save_stall scan died_and_healed kill_resume; do "$python" "$here/bench/$bench.py"; done
     ;;
   gpu)
-    set_up "pytest, ruff, matplotlib" requirements-dev.txt
+    set_up "pytest, matplotlib" requirements-dev.txt
     cd "$here"
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }

@@ -38,8 +38,10 @@ import amp_policy
 import autopsy
 import checkpoint
 import flags
+import graphs
 import guards
 import heal
+import inject
 import optim
 import report
 import validation
@@ -109,8 +111,8 @@ def main(argv=None):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
         amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
-        faults = guards.parse_inject(args.inject)
-        injector = guards.Injector(net, faults, rank)
+        faults = inject.parse_inject(args.inject)
+        injector = inject.Injector(net, faults, rank)
         if any(fault.where == "scale" for fault in faults) and not policy.scales:
             raise ValueError(f"--inject {args.inject}: there is no loss scale in {policy.name}")
     model = wrap(net, recipe["label_smoothing"])
@@ -146,6 +148,7 @@ def main(argv=None):
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         ranks = DistributedDataParallel(model, [device] if cuda else None, **{sync: False})
     fast = torch.compile(ranks) if args.compile and not faults else ranks
+    graphed = args.cuda_graph and cuda and world_size == 1 and not (faults or args.detect_anomaly)
 
     # Where to write, and what to go on from
     out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -216,6 +219,7 @@ def main(argv=None):
         "model": f"{args.model}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f} million parameters",
         "optimizer": f"{optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
         "batch": f"{args.batch_size} images = {micro} a micro-batch x {args.accum_steps} x {world_size} rank(s){rule}",
+        "step": "one CUDA graph, guards included" if graphed else "kernel by kernel",
         "length": f"{total_steps} steps = {total_steps / epoch_steps:.1f} epochs: {why}",
         "output": f"{out_dir}{note}",
     }.items():
@@ -262,8 +266,7 @@ def main(argv=None):
             status, code = f"stopped by signal {verdict.signal}", 128 + verdict.signal
         if verdict.step % args.log_every == 0:
             record(step=verdict.step, **stats, skipped=guard.skipped)
-            bar.set_postfix({name: f"{stats[name]:.4g}" for name in (*sums, "lr", "grad_norm", "scale")},
-                            skipped=guard.skipped)
+            bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()}, skipped=guard.skipped)
 
     def check_up(probes):
         """What is too dear for every step, between the last backward and the decision: all weights and all moments."""
@@ -276,6 +279,42 @@ def main(argv=None):
             record(event="warning", step=step, text=warning)
             say(f"step {step}: {warning}")
 
+    def take_step(images, labels, forward, look=False, probes=None):
+        """All of a step that happens on the device. No host sync, no branch on a value: a CUDA graph can hold it."""
+        # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
+        #    on the device and nothing else: leaving early would make the ranks average different steps.
+        sums, micro_batches = {}, list(zip(images.chunk(accum), labels.chunk(accum), strict=True))
+        for i, (x, y) in enumerate(micro_batches):
+            y = guard.see_batch(x, y)
+            share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
+            wait = world_size > 1 and i + 1 < len(micro_batches)
+            with ranks.no_sync() if wait else contextlib.nullcontext():
+                with policy.autocast():
+                    loss, metrics = forward(x, y)
+                loss = injector.loss(loss, i)
+                guard.see_loss(loss)
+                scaler.scale(loss * share).backward()
+            for name, value in (metrics | {"loss": loss.detach()}).items():
+                sums[name] = sums.get(name, 0.0) + value.mean() * share
+        injector.buffers()
+        if look or probes:
+            check_up(probes)
+        # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
+        #    them equal.
+        bad = guard.decide()
+        # 3. Unscale, measure, clip, skip and AdamW in one pass. Clipping before the verdict would turn one NaN
+        #    into a model of NaNs; clipping before unscaling would compare the norm with 65536 times the limit.
+        result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad, measure=look)
+        # 4. Rejected: BatchNorm's statistics go back too. Accepted: the average moves. The schedule counts accepted
+        #    updates only, the loss scale learns from both.
+        guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
+                    updates=optimizer.updates)
+        scaler.update(result.found_inf)
+        if average:
+            average.update(optimizer.params, result.found_inf)
+        optimizer.zero_grad()
+
+    graph = graphs.StepGraph(functools.partial(take_step, forward=fast)) if graphed else None
     status, code, trained, busy = "done", 0, 0, 0.0
     doubt = agreed(step == 0 or not checkpoints.last_good.exists()) and save()  # always a last_good to go back to
     bar = tqdm(total=total_steps, initial=step, disable=quiet(), unit="step")
@@ -283,13 +322,13 @@ def main(argv=None):
     tick = time.time()
     remedy = "\n  try: the same command with twice the --accum-steps, and --resume auto"
     with (refusing(checkpoint.CheckpointError, code=1), refusing(torch.OutOfMemoryError, code=1, advice=remedy),
-          checkpoint.StopSignals() as stop, checkpoints, bar):
+          refusing(graphs.NoGraph, code=1, advice="\n  try: --no-cuda-graph"), checkpoint.StopSignals() as stop,
+          checkpoints, bar):
         while step < total_steps and status == "done":
             step += 1
             injector.begin(step)
             images, labels = stream.at(step - 1)
             images, labels = injector.input(images), injector.label(labels)
-            micro_batches = list(zip(images.chunk(accum), labels.chunk(accum), strict=True))
             evidence = None
             if args.on_nonfinite == "heal":  # after a bad step record the next ones, and read their verdicts at once
                 if guard.lag != (step > hunt_until):
@@ -297,13 +336,12 @@ def main(argv=None):
                     guard.lag = step > hunt_until
                 if not guard.lag:
                     evidence = autopsy.StepRecord(step, net, rank=rank)
-                    where = stream.indices(step - 1).chunk(accum)
-                    for batch, indices in zip(micro_batches, where, strict=True):
-                        evidence.keep(*batch, indices=indices.tolist())
+                    cut = (t.chunk(accum) for t in (images, labels, stream.indices(step - 1)))
+                    for x, y, indices in zip(*cut, strict=True):
+                        evidence.keep(x, y, indices=indices.tolist())
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
             if probes:
                 probes.attach()
-            forward = ranks if probes or evidence else fast  # compiled code ignores hooks that came after it
             injector.params()
             injector.optstate(optimizer.adamw.state)
             injector.scale(scaler.scale_tensor)
@@ -311,39 +349,13 @@ def main(argv=None):
             guard.raise_flag("signal", stop.number)
             guard.raise_flag("param", doubt)
 
-            # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad raises a flag
-            #    on the device and nothing else: leaving early would make the ranks average different steps.
-            sums = {}
-            for i, (x, y) in enumerate(micro_batches):
-                y = guard.see_batch(x, y)
-                share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
-                wait = world_size > 1 and i + 1 < len(micro_batches)
-                with ranks.no_sync() if wait else contextlib.nullcontext():
-                    with policy.autocast():
-                        loss, metrics = forward(x, y)
-                    loss = injector.loss(loss, i)
-                    guard.see_loss(loss)
-                    scaler.scale(loss * share).backward()
-                for name, value in (metrics | {"loss": loss.detach()}).items():
-                    sums[name] = sums.get(name, 0.0) + value.mean() * share
-            injector.buffers()
-            look = step % CHECK_EVERY == 0
-            if look or probes or step == 1:
-                check_up(probes)
-            # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
-            #    them equal.
-            bad = guard.decide()
-            # 3. Unscale, measure, clip, skip and AdamW in one pass. Clipping before the verdict would turn one NaN
-            #    into a model of NaNs; clipping before unscaling would compare the norm with 65536 times the limit.
-            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad, measure=look)
-            # 4. Rejected: BatchNorm's statistics go back too. Accepted: the average moves. The schedule counts accepted
-            #    updates only, the loss scale learns from both.
-            guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
-                        updates=optimizer.updates)
-            scaler.update(result.found_inf)
-            if average:
-                average.update(optimizer.params, result.found_inf)
-            optimizer.zero_grad()
+            look = step % CHECK_EVERY == 0 or step == 1
+            if graph and not (evidence or probes or look):
+                graph(images, labels)
+            else:  # compiled code ignores hooks that came after it
+                take_step(images, labels, ranks if probes or evidence else fast, look, probes)
+            if graph and evidence:
+                graph.drop()  # a cure exchanges what it holds
             # 5. What happened reaches the host one step late: the device never waits for a question.
             verdict = guard.verdict()
             digest(verdict)

@@ -27,11 +27,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import guards  # noqa: E402
+import inject  # noqa: E402
 import train  # noqa: E402
 from data import cifar10, synthetic  # noqa: E402
 from models import RECIPE  # noqa: E402
 
-PLACES, KINDS, PRECISIONS = guards.PLACES, guards.KINDS, ("fp32", "bf16", "O1", "O2")
+PLACES, KINDS, PRECISIONS = inject.PLACES, inject.KINDS, ("fp32", "bf16", "O1", "O2")
 CELLS = list(itertools.product(PLACES, KINDS, PRECISIONS))
 STEP, STEPS = 6, 12
 # Where each fault first shows. A parameter's and an activation's are seen through what they do to the loss or gradient.

@@ -21,8 +21,10 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_step_in_the_readme_is_the_step_of_train_py():
     source = (ROOT / "train.py").read_text()
-    start, end = source.index("            # 1. Every micro-batch"), source.index("            digest(verdict)\n")
-    assert textwrap.indent(textwrap.dedent(source[start:end]).strip(), "    ") in README
+    for first, end in (("        # 1. Every micro-batch", "    graph = graphs."),
+                       ("            look = step %", "            digest(verdict)\n")):
+        quoted = source[source.index(first):source.index(end)]
+        assert textwrap.indent(textwrap.dedent(quoted).strip(), "    ") in README
 
 
 def test_every_file_the_readme_names_exists():

@@ -319,12 +319,13 @@ def test_run_sh_gpu_says_what_it_needs():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graph", ["--cuda-graph", "--no-cuda-graph"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "O2"])
-def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(run, monkeypatch, precision):
+def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(run, monkeypatch, precision, graph):
     opened, closed = guards.Guard.open, guards.Guard.verdict
 
     def open_(self, step):
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        torch.cuda.set_sync_debug_mode("error" if step > 5 else "default")  # by then the graph is recorded
         return opened(self, step)
 
     def verdict(self):
@@ -334,7 +335,7 @@ def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(run, mon
 
     monkeypatch.setattr(guards.Guard, "open", open_)
     monkeypatch.setattr(guards.Guard, "verdict", verdict)
-    code, last, _, _ = run("--device", "cuda", "--precision", precision)
+    code, last, _, _ = run("--device", "cuda", "--precision", precision, graph)
     assert (code, last["status"]) == (0, "done")
 
 
