@@ -2,8 +2,8 @@
 # bash run.sh [ARGUMENTS]   sets up what is missing and trains: the arguments are train.py's (bash run.sh --help)
 # bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests: the arguments are pytest's
 # bash run.sh failures      the published failures: as they happened, guarded, cured
-# bash run.sh bench         what safety costs, and a hundred kills; raw files go to bench/results
-# bash run.sh gpu           the tests that need CUDA, and the benches, on a GPU
+# bash run.sh bench         what safety costs and what it buys, half an hour; raw files go to bench/results
+# bash run.sh gpu           the tests that need CUDA, and the benches, on a GPU: nine minutes
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -44,7 +44,10 @@ case ${1:-} in
     ;;
   bench)
     set_up tqdm requirements.txt
-    for bench in guard_cost optim_step adam_in_half save_stall scan died_and_healed kill_resume; do "$python" "$here/bench/$bench.py"; done
+    for bench in guard_cost precision_ladder scaling compile_models optim_step adam_in_half save_stall scan died_and_healed; do
+      "$python" "$here/bench/$bench.py"
+    done
+    "$python" "$here/bench/kill_resume.py" --kills 25  # a hundred without the number
     ;;
   gpu)
     set_up "pytest, matplotlib" requirements-dev.txt
@@ -52,7 +55,9 @@ case ${1:-} in
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
     "$python" -m pytest -q -k cuda
-    for bench in guard_cost optim_step save_stall scan; do "$python" "bench/$bench.py"; done
+    for bench in guard_cost precision_ladder scaling compile_models optim_step save_stall scan; do
+      "$python" "bench/$bench.py"
+    done
     ;;
   *)
     set_up tqdm requirements.txt

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import sys
 from pathlib import Path
@@ -29,8 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from optim import ClippedAdamW
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.record import header, write  # noqa: E402
+from optim import ClippedAdamW  # noqa: E402
 
 LR, EPS = 1e-4, 1e-8
 ROWS = {  # name: half weights, options; "masters" is ours, all others torch.optim.AdamW
@@ -121,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     if args.steps < 10:
         parser.error("--steps: at least 10")
@@ -142,7 +144,7 @@ def main() -> None:
         numbers = [final, travelled, *quantiles]
         final, travelled, *quantiles = (n if math.isfinite(n) else str(n) for n in numbers)  # JSON has no NaN
         table[name] = {"final_l1": final, "moved": moved, "ten_updates": travelled, "first_step": quantiles}
-    print(json.dumps({"bench": "adam_in_half", "steps": args.steps, "torch": torch.__version__, "rows": table}))
+    write(header("adam_in_half", vars(args), device) | {"rows": table}, args.results, device)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,27 @@
 """
 What the guard costs: time per training step as a ratio to the bare loop, beside the peers' ways to see a NaN.
 
-    python bench/guard_cost.py                 # the GPU if there is one, else the CPU; about 3 minutes
-    python bench/guard_cost.py --smoke         # seconds: does it run?
+    python bench/guard_cost.py                 # the GPU if there is one (about 2 minutes), else the CPU (about 6)
+    python bench/guard_cost.py --smoke         # does it run?
 
 The bare loop is the fastest honest one: autocast, backward, torch.optim.AdamW(fused=True). No clipping, no checks. Ours
-is train.py's step: Guard, loss scale, ClippedAdamW (measure, clip, skip and step in one pass), verdict. Every
-contestant has its own copy of the same network and takes the same batches. They are interleaved in one process: a
-round times a block of steps of each in a new random order, and a ratio is the median of ratios within rounds. The peers
-that cost a lot are timed in every `--slow-every`th round. On a GPU, time is taken with a synchronisation around a
-block; whatever else waits for the device (the peers' `.item()`) does so by its own doing.
+is train.py's step: Guard, loss scale, ClippedAdamW (measure, clip, skip and step in one pass), verdict. The stock AMP
+recipe is the PyTorch tutorial's: autocast, GradScaler, unscale_, clip_grad_norm_, AdamW.
+
+Every contestant has its own copy of the same network and takes the same batches. They are interleaved in one process: a
+round times a block of steps of each in a new random order, and a ratio is the median of ratios within rounds. Costly
+peers are timed in every fourth round. On a GPU, time is taken with a synchronisation around a block; whatever else
+waits for the device (the peers' `.item()`) does so by its own doing. Beside the time of a step stand its
+
+    host syncs   On a GPU those that torch.cuda.set_sync_debug_mode reports; on a CPU, where nothing waits, the calls
+                 that would: a number read by Python (.item(), bool()), a shape that depends on numbers.
+    MB added     over the bare loop. On a GPU what is kept between steps, and the step's peak above it (a CUDA graph
+                 keeps its memory where torch does not count: left out); on a CPU, which knows no peak, what is kept.
+
+A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows. Two pairs take Python
+out: "CUDA graph" (the step recorded once and replayed, all but verdict()) and "compiled" (torch.compile of the model);
+each of ours is compared with its own bare partner. Then come two ranks, and growth in parameters and in tensors, with
+a tiny batch, so that the optimizer dominates: the worst case.
 """
 
 from __future__ import annotations
@@ -18,105 +30,114 @@ import argparse
 import collections
 import contextlib
 import copy
+import gc
+import inspect
+import itertools
 import json
-import platform
+import math
+import os
 import random
-import statistics
-import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from amp_policy import LossScaler  # noqa: E402
+from bench.record import header, spread, write  # noqa: E402
+from graphs import StepGraph  # noqa: E402
 from guards import Guard, Probes  # noqa: E402
-from models.cifarnet import CifarNet  # noqa: E402
+from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
+from ranks import agreed  # noqa: E402
 
 GOAL = {"cpu": 1.02, "cuda": 1.01}  # ours / bare, at most
-CLASSES = 10
+NAMES = [str(i) for i in range(10)]
+TRIO = ("bare", "ours", "stock AMP recipe (clip)")
+SLOW = ("ours, state seen each step", "ours, probes each step", "isnan().any() a parameter", "detect_anomaly",
+        "underflow/overflow hooks")
+PARTNER = {"ours, CUDA graph": "bare, CUDA graph", "ours, compiled": "bare, compiled"}  # of all others: "bare"
+GRAPH, COMPILED = [pair[::-1] for pair in PARTNER.items()]
+WORKLOADS = {  # model, batch, pixels
+    "cpu": [("cifarnet", 64, 32), ("cifarnet", 256, 32), ("vit", 64, 32), ("vit", 256, 32), ("resnet50", 16, 64)],
+    "cuda": [("cifarnet", 64, 32), ("cifarnet", 1024, 32), ("vit", 64, 32), ("vit", 1024, 32), ("resnet50", 32, 224),
+             ("resnet50", 128, 224)],
+}
+GROWTH = [(1, 3), (10, 3), (50, 3), (100, 3), (200, 3), (10, 25), (10, 250), (10, 2500)]  # million parameters, layers
 
 
-class ViT(nn.Module):
-    """A plain vision transformer for 32x32 images: 64 patches of 4x4, width 192, depth 6. 2.7 million parameters."""
+class Chain(nn.Module):
+    """(B, width) -> (B, classes): `depth` times x + Linear(LayerNorm(x)). 4 tensors a layer, as many as you like."""
 
-    def __init__(self, width: int = 192, depth: int = 6):
+    def __init__(self, width: int, depth: int):
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, stride=4)
-        self.position = nn.Parameter(torch.randn(1, 64, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            width, 3, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, CLASSES)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2) + self.position
-        return self.head(self.norm(self.blocks(x)).mean(1))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x[:, : len(NAMES)]
 
 
-WORKLOADS = {"cifarnet, batch 64": (CifarNet, 64), "cifarnet, batch 256": (CifarNet, 256), "vit, batch 64": (ViT, 64)}
-
-
-class UnderflowOverflow:
+def watch_under_and_overflow(net: nn.Module) -> None:
     """The way of transformers.debug_utils.DebugUnderflowOverflow: a forward hook on every module takes the smallest and
     largest magnitude of its weights, inputs and outputs to the host, and looks for NaN and inf in them."""
+    frames = collections.deque(maxlen=21)
 
-    def __init__(self, net: nn.Module):
-        self.frames: collections.deque[list[str]] = collections.deque(maxlen=21)
-        for name, module in net.named_modules():
-            module.register_forward_hook(self._hook(name))
+    def hook(module, args, out):
+        tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
+        sizes = [x.detach().abs() for x in (*module.parameters(recurse=False), *tensors)]
+        frames.append([f"{size.min():8.2e} {size.max():8.2e}" for size in sizes])
+        if any(x.isnan().any().item() or x.isinf().any().item() for x in tensors):
+            raise FloatingPointError(type(module).__name__)
 
-    @staticmethod
-    def _line(name: str, x: Tensor) -> str:
-        size = x.detach().abs()
-        return f"{size.min():8.2e} {size.max():8.2e} {name}"
-
-    def _hook(self, name: str):
-        def hook(module: nn.Module, args: tuple, out: object) -> None:
-            tensors = [(f"input[{i}]", x) for i, x in enumerate(args) if isinstance(x, Tensor)]
-            tensors += [("output", out)] if isinstance(out, Tensor) else []
-            parameters = list(module.named_parameters(recurse=False))
-            self.frames.append([name, *(self._line(n, x) for n, x in (*parameters, *tensors))])
-            for n, x in tensors:
-                if x.isnan().any().item() or x.isinf().any().item():
-                    raise FloatingPointError(f"{name} {n}")
-
-        return hook
+    for module in net.modules():
+        module.register_forward_hook(hook)
 
 
-def contestants(build, batch: int, device: torch.device, dtype: torch.dtype) -> dict:
-    """Name -> function that takes training step number i."""
+def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> dict:
+    """Name -> function that copies the network and returns a function without arguments: one training step."""
     torch.manual_seed(0)
     original = build().to(device, memory_format=torch.channels_last)
-    images = [torch.randn(batch, 3, 32, 32, device=device).to(memory_format=torch.channels_last) for _ in range(4)]
-    labels = [torch.randint(0, CLASSES, (batch,), device=device) for _ in range(4)]
+    batches = [(torch.randn(shape, device=device), torch.randint(0, len(NAMES), shape[:1], device=device))
+               for _ in range(4)]
+    if len(shape) == 4:
+        batches = [(x.to(memory_format=torch.channels_last), y) for x, y in batches]
     scales = dtype is torch.float16
+    autocast = partial(torch.autocast, device.type, dtype)
 
-    def autocast():
-        return torch.autocast(device.type, dtype)
-
-    def stock(check=None, clip=False, anomaly=False, hooks=False):
-        """The usual loop; `check`: called with the parameters after backward, False = skip the step."""
+    def copied(compiled):
         model = Classifier(copy.deepcopy(original))
-        own = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True)
-        scaler = torch.amp.GradScaler(device.type, enabled=scales and clip)
-        if hooks:
-            UnderflowOverflow(model.net)
+        if dist.is_initialized():  # as train.py wraps it; torch 2.15 has a new name for broadcast_buffers
+            known = inspect.signature(DistributedDataParallel).parameters
+            sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            return model, DistributedDataParallel(model, **{sync: False})
+        return model, torch.compile(model) if compiled else model
 
-        def step(i: int) -> None:
+    def stock(check=None, clip=False, anomaly=False, hooks=False, graph=False, compiled=False):
+        """The usual loop; `check`: called with the parameters after backward, False = skip the step."""
+        model, forward = copied(compiled)
+        own = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True, capturable=graph)
+        scaler = torch.amp.GradScaler(device.type, enabled=scales and clip)
+        count = itertools.count()
+        if hooks:
+            watch_under_and_overflow(model.net)
+
+        def run(x, y):
             with torch.autograd.set_detect_anomaly(True) if anomaly else contextlib.nullcontext():
                 with autocast():
-                    loss, _ = model(images[i % 4], labels[i % 4])
+                    loss, _ = forward(x, y)
                 scaler.scale(loss).backward()
             if clip:
                 scaler.unscale_(optimizer)
@@ -126,31 +147,32 @@ def contestants(build, batch: int, device: torch.device, dtype: torch.dtype) -> 
             scaler.update()
             optimizer.zero_grad()
 
-        return step
+        run = StepGraph(run, warm_up=2) if graph else run
+        return lambda: run(*batches[next(count) % 4])
 
-    def ours(probe=False, look=False):
+    def ours(probe=False, look=False, graph=False, compiled=False):
         """train.py's step. `probe`: at every step (--probe-every 1). `look`: see_state each step, not each 100th."""
-        model = Classifier(copy.deepcopy(original))
+        model, forward = copied(compiled)
         net = model.net
         optimizer = ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0)
         scaler = LossScaler(device.type, enabled=scales)
-        guard = Guard(net, num_classes=CLASSES, device=device)
+        guard = Guard(net, num_classes=len(NAMES), device=device)
+        count = itertools.count()
 
-        def step(i: int) -> None:
-            probes = Probes(net, device) if probe else None
-            guard.open(i)
+        def run(x, y, look=False):
+            guard.open(guard.step + 1)
             guard.raise_flag("signal", 0)
-            x, y = images[i % 4], labels[i % 4]
             y = guard.see_batch(x, y)
+            probes = Probes(net, device) if probe else None
             with probes or contextlib.nullcontext():
                 with autocast():
-                    loss, metrics = model(x, y)
+                    loss, metrics = forward(x, y)
                 guard.see_loss(loss)
                 scaler.scale(loss).backward()
             sums = {"loss": loss.detach(), "acc1": metrics["acc1"].mean()}
             if probes:
                 probes.warnings(float(scaler.scale_tensor))
-            if look or i % 100 == 99:
+            if look:
                 guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
             bad = guard.decide()
             result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
@@ -158,114 +180,205 @@ def contestants(build, batch: int, device: torch.device, dtype: torch.dtype) -> 
                         updates=optimizer.updates)
             scaler.update(result.found_inf)
             optimizer.zero_grad()
-            guard.verdict()
+
+        replay = StepGraph(run, warm_up=2) if graph else None
+
+        def step():
+            i = next(count)
+            if replay and i % 100 < 99:
+                replay(*batches[i % 4])
+            else:
+                run(*batches[i % 4], look or i % 100 == 99)
+            verdict = guard.verdict()
+            if verdict and not verdict.accepted and not scales:  # fp16 may: its loss scale finds its place
+                raise FloatingPointError(f"a step was rejected, so this measures something else: {verdict}")
 
         return step
 
     return {
-        "bare": stock(),
-        "ours": ours(),
-        "stock AMP recipe (clip)": stock(clip=True),
-        "ours, state seen each step": ours(look=True),
-        "ours, probes each step": ours(probe=True),
-        "isnan().any() a parameter": stock(check=lambda own: not any(p.grad.isnan().any() for p in own)),
-        "detect_anomaly": stock(anomaly=True),
-        "underflow/overflow hooks": stock(hooks=True),
+        "bare": stock, "ours": ours, "stock AMP recipe (clip)": partial(stock, clip=True),
+        "ours, state seen each step": partial(ours, look=True), "ours, probes each step": partial(ours, probe=True),
+        "isnan().any() a parameter": partial(stock, lambda own: not any(p.grad.isnan().any() for p in own)),
+        "detect_anomaly": partial(stock, anomaly=True), "underflow/overflow hooks": partial(stock, hooks=True),
+        "bare, CUDA graph": partial(stock, graph=True), "ours, CUDA graph": partial(ours, graph=True),
+        "bare, compiled": partial(stock, compiled=True), "ours, compiled": partial(ours, compiled=True),
     }
 
 
-FAST = ("bare", "ours", "stock AMP recipe (clip)")  # in every round
+class Questions(TorchDispatchMode):
+    """Counts the calls that would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return func(*args, **(kwargs or {}))
 
 
-def measure(steps: dict, device: torch.device, seconds: float, least: int, block: int, slow_every: int) -> list[dict]:
-    """Rounds of {name: milliseconds a step}, for `seconds` and at least `least` rounds."""
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def host_syncs(step, device: torch.device) -> int:
+    if device.type == "cpu":
+        with Questions() as asked:
+            step()
+        return asked.count
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(w.message) for w in caught)
+
+
+def held_bytes(device: torch.device) -> int:
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def enter(make, device: torch.device):
+    """A contestant's step, warm, and what it takes besides time."""
+    before = held_bytes(device)
+    step = make()
+    for _ in range(3):
+        step()
+    needs = held_bytes(device) - before
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        now = torch.cuda.memory_allocated()
+        step()
+        needs += torch.cuda.max_memory_allocated() - now
+    return step, {"host_syncs": host_syncs(step, device), "bytes": needs}
+
+
+def measure(steps: dict, device: torch.device, seconds: float, least: int) -> list[dict]:
+    """Rounds of {name: milliseconds a step}, for `seconds` and at least `least` rounds; as many on every rank."""
+
+    def timed(step, block):
+        sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        sync()
+        start = time.perf_counter()
+        for _ in range(block):
+            step()
+        sync()
+        return (time.perf_counter() - start) * 1e3 / block
+
+    # On a GPU many steps at once, so that its queue is full, but not more than 0.2 seconds of them
+    block = 1 if device.type == "cpu" else agreed(min(20, max(1, round(200 / timed(steps["bare"], 5)))))
     rounds: list[dict] = []
-    done = collections.Counter()
-    end = None
-    while end is None or len(rounds) < least or time.perf_counter() < end:
-        warm_up = end is None and done["bare"] < 2 * block
-        if not warm_up and end is None:
-            end = time.perf_counter() + seconds
-        order = [name for name in steps if warm_up or name in FAST or len(rounds) % slow_every == 0]
+    start = time.perf_counter()
+    while agreed(len(rounds) < least or time.perf_counter() - start < seconds):
+        order = [name for name in steps if name not in SLOW or len(rounds) % 4 == 0]
         random.Random(len(rounds)).shuffle(order)
-        samples = {}
-        for name in order:
-            sync()
-            start = time.perf_counter()
-            for _ in range(block):
-                steps[name](done[name])
-                done[name] += 1
-            sync()
-            samples[name] = (time.perf_counter() - start) * 1e3 / block
-        if not warm_up:
-            rounds.append(samples)
+        rounds.append({name: timed(steps[name], block) for name in order})
     return rounds
 
 
-def spread(values: list[float]) -> dict:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return {"n": len(values), "median": middle, "quartiles": [low, high]}
+def table(title: str, rounds: list[dict], goal: float, record: dict, key: str = "ratios", facts=None) -> None:
+    """Print one comparison and put it into `record`. `facts`: contestant -> what `enter` said, or why it failed."""
+    facts = facts or {name: {} for name in TRIO}
+    record["milliseconds"][title], record["facts"][title] = rounds, facts
+    ratios = record[key][title] = {}
+    print(f"\n{title}\n{'n':>33}{'ms a step':>11}{'ratio':>8}   quartiles       host syncs  MB added", flush=True)
+    for name, fact in facts.items():
+        if "failed" in fact:
+            print(f"  {name:27} failed: {fact['failed']}")
+            continue
+        own = [r for r in rounds if name in r]
+        ratio = ratios[name] = spread([r[name] / r.get(PARTNER.get(name, "bare"), math.nan) for r in own])
+        low, high = ratio["quartiles"]
+        print(f"  {name:27}{ratio['n']:4}{spread([r[name] for r in own])['median']:11.2f}{ratio['median']:8.3f}   "
+              f"{low:.3f} .. {high:.3f}", end="")
+        print(f"{fact['host_syncs']:13}" if fact else "", end="")
+        print(f"{(fact['bytes'] - facts['bare']['bytes']) / 1e6:10.2f}" if fact and "graph" not in name else "", end="")
+        met = "met" if ratio["median"] <= goal else "MISSED"
+        print(f"   goal {goal} {met}" if key == "ratios" and name in ("ours", *PARTNER) else "")
 
 
-def hardware(device: torch.device) -> str:
+def compare(title, build, shape, device, dtype, names, seconds, least, record, key="ratios") -> None:
+    makers = contestants(build, shape, device, dtype)
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return f"{models[0].split(':')[1].strip() if models else platform.processor()}, {torch.get_num_threads()} threads"
+        enter(makers["bare"], device)  # the libraries' workspaces stay allocated: they are nobody's
+    steps, facts = {}, {}
+    for name in names:
+        try:
+            steps[name], facts[name] = enter(makers[name], device)
+        except Exception as error:
+            if name not in GRAPH + COMPILED:
+                raise
+            facts[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    table(title, measure(steps, device, seconds, least), GOAL[device.type], record, key, facts)
+    torch.compiler.reset()
+
+
+def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, least: int) -> None:
+    """A process of the comparison with two ranks; rank 0 leaves its rounds in `folder`."""
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    makers = contestants(partial(MODELS["cifarnet"][0], NAMES, 32), (batch, 3, 32, 32), device, torch.bfloat16)
+    rounds = measure({name: enter(makers[name], device)[0] for name in TRIO}, device, seconds, least)
+    if rank == 0:
+        Path(folder, "rounds.json").write_text(json.dumps(rounds))
+    dist.barrier()
+    os._exit(0)  # gloo's threads sometimes abort a process that has ended well
 
 
 def main() -> None:
+    cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=55.0, help="for each workload and precision")
-    parser.add_argument("--block", type=int, help="steps timed together; default: 1, on a GPU 20")
-    parser.add_argument("--slow-every", type=int, default=4, help="rounds between two samples of the costly peers")
-    parser.add_argument("--only", nargs="*", help="workloads to run")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--seconds", type=float, help="for each workload; default: 35, on a GPU 3")
+    parser.add_argument("--only", nargs="*", help='workloads to run; "ranks" and "growth" are two more')
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=cuda, help="the CUDA graph pair")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="the compiled pair")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--smoke", action="store_true", help="batches of 8, two rounds, no file")
+    parser.add_argument("--smoke", action="store_true", help="tiny batches, two rounds, no file")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message="Anomaly Detection")
+    warnings.filterwarnings("ignore", message="Anomaly Detection|This instance was constructed with capturable")
     device = torch.device(args.device)
-    block = args.block or (1 if args.smoke or device.type == "cpu" else 20)
-    dtypes = [torch.bfloat16, *([torch.float16] if device.type == "cuda" else [])]  # fp16 on a CPU is emulated
-    chosen = {name: work for name, work in WORKLOADS.items() if not args.only or name in args.only}
-    if not chosen:
-        parser.error(f"--only: choose from {', '.join(WORKLOADS)}")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    record = {
-        "bench": "guard_cost", "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip(), "arguments": vars(args) | {"results": None, "block": block},
-        "hardware": hardware(device), "torch": str(torch.__version__), "python": platform.python_version(),
-        "milliseconds": {}, "ratios": {},
-    }
-    print(f"{record['hardware']}, torch {torch.__version__}, {block} step(s) a block; ratios to the bare loop")
-    for name, (build, batch) in chosen.items():
-        for dtype in dtypes:
-            title = f"{name}, {str(dtype).removeprefix('torch.')}"
-            steps = contestants(build, 8 if args.smoke else batch, device, dtype)
-            rounds = measure(steps, device, 0 if args.smoke else args.seconds, 2, block, args.slow_every)
-            record["milliseconds"][title] = rounds
-            ratios = record["ratios"][title] = {}
-            print(f"\n{title}\n  {'':28}{'n':>5}{'ms a step':>12}{'ratio':>9}   quartiles")
-            for contestant in steps:
-                ms = spread([r[contestant] for r in rounds if contestant in r])
-                ratio = spread([r[contestant] / r["bare"] for r in rounds if contestant in r])
-                ratios[contestant] = ratio
-                low, high = ratio["quartiles"]
-                verdict = ""
-                if contestant == "ours" and not args.smoke:
-                    goal = GOAL.get(device.type, 1.02)
-                    verdict = f"   goal {goal}: {'met' if ratio['median'] <= goal else 'MISSED'}"
-                print(f"  {contestant:28}{ratio['n']:5}{ms['median']:12.2f}{ratio['median']:9.3f}   "
-                      f"{low:.3f} .. {high:.3f}{verdict}")
+    seconds = 0.0 if args.smoke else args.seconds or (3.0 if device.type == "cuda" else 35.0)
+    least = 2 if args.smoke else 5
+    works = {}  # title: (function that builds the network, shape of a batch)
+    for name, batch, size in WORKLOADS[device.type]:
+        title = f"{name}, batch {batch}" + (f", {size} px" if size != 32 else "")
+        works[title] = partial(MODELS[name][0], NAMES, size), (4 if args.smoke else batch, 3, size, size)
+    works["1,600 tensors, batch 64"] = partial(Chain, 64, 4 if args.smoke else 400), (64, 64)
+    chosen = args.only or [*works, "ranks", "growth"]
+    if unknown := set(chosen) - {*works, "ranks", "growth"}:
+        parser.error(f"--only: {unknown} not in {', '.join(works)}, ranks, growth")
+
+    record = header("guard_cost", vars(args) | {"seconds": seconds}, device)
+    record |= {"ratios": {}, "growth": {}, "facts": {}, "milliseconds": {}}
+    print(f"{record['hardware']}, torch {record['torch']}; ratios to the bare loop")
+    for name in [name for name in works if name in chosen]:
+        names = [*TRIO, *SLOW, *(GRAPH if args.graph else ())]
+        if args.compile and name in ("cifarnet, batch 64", "vit, batch 64"):  # compiling takes half a minute
+            names += COMPILED
+        compare(f"{name}, bfloat16", *works[name], device, torch.bfloat16, names, seconds, least, record)
+        if device.type == "cuda":  # a CPU only emulates fp16
+            compare(f"{name}, float16", *works[name], device, torch.float16, TRIO, seconds / 2, least, record)
+    if "ranks" in chosen and device.type == "cuda" and torch.cuda.device_count() < 2:
+        print("\n2 ranks: left out, this machine has one GPU")
+    elif "ranks" in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            what = (folder, device.type, 4 if args.smoke else 64, seconds, least)
+            torch.multiprocessing.spawn(one_of_two, what, nprocs=2)
+            rounds = json.loads(Path(folder, "rounds.json").read_text())
+        table("cifarnet, batch 64 on each of 2 ranks, bfloat16", rounds, GOAL[device.type], record)
+    for millions, depth in GROWTH if "growth" in chosen else ():
+        if millions > 100 and device.type == "cpu" and not args.smoke:
+            print(f"\n{millions} million parameters: left out on a CPU, three contestants would take 12 GB")
+            continue
+        depth = min(depth, 25) if args.smoke else depth
+        width = max(16, math.isqrt(int(millions * (1e4 if args.smoke else 1e6) / depth)))
+        title = f"{millions} million parameters in {4 * depth:,} tensors"
+        what = title, partial(Chain, width, depth), (8, width), device, torch.bfloat16
+        compare(*what, TRIO, seconds / 6, least, record, "growth")
     if not args.smoke:
-        args.results.mkdir(parents=True, exist_ok=True)
-        path = args.results / f"guard_cost-{device.type}-{record['time'].replace(':', '')}.json"
-        path.write_text(json.dumps(record) + "\n")
-        print(f"\nraw samples: {path}")
-    print(json.dumps({k: v for k, v in record.items() if k != "milliseconds"}))
+        write(record, args.results, device, samples=("milliseconds",))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
 """
-How long a checkpoint holds up the loop: cifarnet, saved every 10 steps against never, interleaved.
+How long a checkpoint holds up the loop: cifarnet, saved every BLOCK steps against never, interleaved.
 
-    python bench/save_stall.py          # about 2 minutes on 2 CPU cores
+    python bench/save_stall.py          # about 2 minutes on 2 CPU cores, 20 seconds on a GPU
 
 Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in the background, as in
 train.py, the other does not. Measured are the call to save() itself (the snapshot) and the whole block, in which the
-writer thread of the save before may still compete for the processor. train.py saves once an epoch, 195 steps of
-this size; here it is every 10.
+writer thread of the save before may still compete for the processor. train.py saves once an epoch, 195 steps of this
+size; so does this on a GPU, where 10 steps take less time than the disk, and save() would wait for the file before. On
+a CPU it is every 10 steps. One save, which allocates the snapshot's memory, comes before the clock.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,16 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
 import optim  # noqa: E402
+from bench.record import header, write  # noqa: E402
 from models.cifarnet import PRESETS, CifarNet  # noqa: E402
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--block", type=int, default=10, help="steps between two saves")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--rounds", type=int, default=8 if cuda else 12)
+    parser.add_argument("--block", type=int, default=195 if cuda else 10, help="steps between two saves")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if cuda else "cpu"
     x = torch.randn(256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (256,), device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
@@ -51,7 +50,7 @@ def main():
             F.cross_entropy(logits.float(), y).backward()
             average.update(optimizer.params, optimizer.step().found_inf)
             optimizer.zero_grad()
-        if device == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         stalled = time.perf_counter()
         if files:
@@ -63,7 +62,8 @@ def main():
     samples = {"never": [], "saves": []}
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoint.Checkpoints(folder)
-        block(None)
+        block(files)
+        files.wait()
         for _ in range(args.rounds):
             samples["never"].append(block(None))
             samples["saves"].append(block(files))
@@ -74,13 +74,9 @@ def main():
     ratio = statistics.median(b["block"] / a["block"] for a, b in zip(samples["never"], samples["saves"], strict=True))
     print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, {save / whole:.2%} of {args.block} "
           f"steps; a block with its save takes {ratio:.4f} of one without (n = {args.rounds})")
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    raw = {"bench": "save_stall", "argv": sys.argv[1:], "commit": commit, "torch": str(torch.__version__),
-           "device": device, "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-           "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio, "samples": samples}
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"save_stall-{device}.json").write_text(json.dumps(raw))
-    print(json.dumps({k: v for k, v in raw.items() if k != "samples"}))
+    record = header("save_stall", vars(args), torch.device(device)) | {
+        "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio, "samples": samples}
+    write(record, args.results, torch.device(device), samples=("samples",))
 
 
 if __name__ == "__main__":

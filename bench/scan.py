@@ -2,6 +2,7 @@
 The selective scan: the chunked one of models/vmamba.py beside the loop of its definition, forward and backward.
 
     python bench/scan.py              # under a minute on 2 CPU cores; the GPU if there is one
+    python bench/scan.py --smoke      # seconds: does it run?
 
 One direction, batch 4, 64 channels. The loop is written as well as a loop can be (unbind and stack; indexing
 x[:, t] would make its backward pass quadratic in the length). A round times both once, interleaved; ratios are medians
@@ -12,11 +13,7 @@ of ratios within rounds. Bytes are those of the distinct storages that autograd 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +24,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench.record import header, spread, write  # noqa: E402
 from models.vmamba import selective_scan, selective_scan_loop  # noqa: E402
 
 BATCH, CHANNELS = 4, 64
@@ -74,23 +72,21 @@ def kept_bytes(scan, args: list[Tensor]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--rounds", type=int, default=5 if cuda else 9, help="the loop takes seconds on a GPU")
+    parser.add_argument("--smoke", action="store_true", help="short sequences, two rounds, no file")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    chip = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    raw = {"bench": "scan", "commit": commit.stdout.strip(), "torch": str(torch.__version__),
-           "python": platform.python_version(), "device": device,
-           "hardware": f"{chip}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", "n": args.rounds,
-           "batch": BATCH, "channels": CHANNELS, "speedup": {}, "kept_bytes": {}, "samples": {}}
+    device, rounds = "cuda" if cuda else "cpu", 2 if args.smoke else args.rounds
+    raw = header("scan", vars(args), torch.device(device)) | {
+        "n": rounds, "batch": BATCH, "channels": CHANNELS, "speedup": {}, "kept_bytes": {}, "samples": {}}
 
-    print(f"forward and backward, batch {BATCH}, {CHANNELS} channels, {raw['hardware']}, n = {args.rounds}, "
+    print(f"forward and backward, batch {BATCH}, {CHANNELS} channels, {raw['hardware']}, n = {rounds}, "
           "milliseconds: median (quartiles)")
-    for length, d_state in SPEED:
+    for length, d_state in [(64, 1)] if args.smoke else SPEED:
         name, tensors = f"L {length}, d_state {d_state}", inputs(length, d_state, device)
         samples: dict[str, list[float]] = {"chunked": [], "loop": []}
-        for i in range(args.rounds + 1):
+        for i in range(rounds + 1):
             for contestant, scan in (("chunked", selective_scan), ("loop", selective_scan_loop)):
                 ms = milliseconds(scan, tensors)
                 if i:  # the first round warms up
@@ -99,20 +95,20 @@ def main() -> None:
         raw["speedup"][name], raw["samples"][name] = ratio, samples
         cells = []
         for contestant in samples:
-            low, middle, high = statistics.quantiles(samples[contestant], n=4)
-            cells.append(f"{contestant} {middle:8.2f} ({low:.2f} .. {high:.2f})")
+            low, high = spread(samples[contestant])["quartiles"]
+            cells.append(f"{contestant} {statistics.median(samples[contestant]):8.2f} ({low:.2f} .. {high:.2f})")
         verdict = ("met" if ratio >= GOAL else "MISSED") if length == 1024 else "no goal"
         print(f"  {name:20} {'   '.join(cells)}   {ratio:5.1f} times faster, goal {GOAL}: {verdict}")
 
     print("kept for the backward pass, MiB")
     for d_state in (1, 8):
         rows = {}
-        for length in LENGTHS:
+        for length in LENGTHS[: 2 if args.smoke else None]:
             tensors = inputs(length, d_state, device)
             rows[length] = {"chunked": kept_bytes(selective_scan, tensors)}
             if length <= 1024:
                 rows[length]["loop"] = kept_bytes(selective_scan_loop, tensors)
-            if device == "cuda":
+            if cuda:
                 torch.cuda.reset_peak_memory_stats()
                 milliseconds(selective_scan, tensors)
                 rows[length]["chunked_peak"] = torch.cuda.max_memory_allocated()
@@ -122,9 +118,8 @@ def main() -> None:
             cells = "   ".join(f"{k} {v / 2**20:7.2f}" for k, v in row.items())
             print(f"  L {length:4}, d_state {d_state}   {cells}   {grows}")
 
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"scan-{device}.json").write_text(json.dumps(raw))
-    print(json.dumps({k: v for k, v in raw.items() if k != "samples"}))
+    if not args.smoke:
+        write(raw, args.results, torch.device(device), samples=("samples",))
 
 
 if __name__ == "__main__":
