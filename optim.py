@@ -229,6 +229,11 @@ class ClippedAdamW:
             self.muon.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
 
     @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The inner optimizers' own tensors, as torch keeps them: moments and step counts of every parameter."""
+        return {p: s for inner in (self.adamw, self.muon) if inner for p, s in inner.state.items()}
+
+    @property
     def description(self) -> str:
         """One line for the log."""
         kind = "fused" if self.fused else "foreach (no fused kernel: one host sync a step)"

@@ -122,7 +122,7 @@ def main(argv=None):
     epoch_steps, why = stream.steps_per_epoch, "as asked"
     total_steps = max(1, round(args.epochs * epoch_steps)) if args.epochs else args.max_steps
     if not total_steps and device.type == "cpu":
-        total_steps = 300 if policy.name == "bf16" else 150
+        total_steps = round((300 if policy.name == "bf16" else 150) * min(1, 256 / args.batch_size))
         why = f"minutes on a CPU; --epochs {recipe['epochs']} is the whole recipe"
     elif not total_steps:
         total_steps, why = recipe["epochs"] * epoch_steps, "the whole recipe"
@@ -270,7 +270,7 @@ def main(argv=None):
 
     def check_up(probes):
         """What is too dear for every step, between the last backward and the decision: all weights and all moments."""
-        guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
+        guard.see_state(param=dict(net.named_parameters()), optstate=optimizer.state)
         warnings = guards.first_step_checks(net, None if model is net else len(classes)) if step == 1 else []
         if probes:
             probes.detach()
@@ -343,7 +343,7 @@ def main(argv=None):
             if probes:
                 probes.attach()
             injector.params()
-            injector.optstate(optimizer.adamw.state)
+            injector.optstate(optimizer.state)
             injector.scale(scaler.scale_tensor)
             guard.open(step)
             guard.raise_flag("signal", stop.number)

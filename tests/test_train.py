@@ -405,15 +405,22 @@ def test_every_model_makes_guarded_steps_at_every_level(run, model, precision):
 def test_another_batch_size_prints_the_rule_and_scales_nothing(run, monkeypatch):
     said = []
     monkeypatch.setattr(train.tqdm, "write", lambda text, **_: said.append(text))
-    lines = run("--batch-size", 64, "--max-steps", 2)[3]
-    assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 5e-3
-    assert any("the lr is not scaled, the rule would be lr 0.0025" in text for text in said)
+    lines = run("--batch-size", 125, "--max-steps", 2)[3]
+    assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 1.4e-2
+    assert any("the lr is not scaled, the rule would be lr 0.007" in text for text in said)
 
 
 def test_muon_steps_the_matrices_it_is_given(run):
     code, last, _, lines = run("--model", "vit-test", "--muon", "blocks.*", "--max-steps", 100, "--batch-size", 20)
     assert code == 0 and last["updates"] == 100
     assert any(name.startswith("muon/") for line in lines for name in line)
+
+
+def test_a_poisoned_momentum_of_muon_is_seen_before_it_reaches_a_weight(run):
+    code, last, _, lines = run("--max-steps", 101, "--inject", "nan:optstate:momentum_buffer@step=100")
+    skips = [line for line in lines if line.get("event") == "skip"]
+    assert code == 0 and "optstate" in skips[0]["reasons"] and skips[0]["step"] == 100
+    assert last["val_loss"] == last["val_loss"]
 
 
 def test_image_folders_train_cached_and_streamed_alike_and_name_dirty_files(run, image_folder, tmp_path, monkeypatch):
