@@ -3,7 +3,6 @@
 import copy
 import math
 import warnings
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -96,8 +95,8 @@ def never(device, dtype):
         (Capabilities("cuda", "Tesla V100-SXM2-16GB", (7, 0)), "", "fp16", "loss scaling"),
         (Capabilities("cuda", "NVIDIA GeForce GTX 1660", (7, 5)), "the loss is off by nan", "fp32", "nan"),
         (Capabilities("cuda", "NVIDIA GeForce GTX 1080", (6, 1)), None, "fp32", "sm_61"),
-        (Capabilities("cuda", "gfx942", hip=True), None, "bf16", "gfx942"),
-        (Capabilities("cuda", "gfx1030", hip=True), None, "fp32", "gfx1030"),
+        (Capabilities("cuda", "gfx942"), None, "bf16", "gfx942"),
+        (Capabilities("cuda", "gfx1030"), None, "fp32", "gfx1030"),
         (Capabilities("mps", "arm64"), None, "fp32", "mps"),
         (Capabilities("cpu", "x86_64", cpu_bf16=True), None, "bf16", "natively"),
         (Capabilities("cpu", "x86_64"), None, "fp32", "cpu"),
@@ -134,30 +133,27 @@ def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "mkldnn", "native"),
+    ("machine", "avx512_bf16", "mkldnn", "native"),
     [
-        ("x86_64", {"avx512_bf16": True}, True, True),
-        ("x86_64", {"amx_bf16": True}, True, True),
-        ("x86_64", {"avx512_f": True}, True, False),  # Skylake: oneDNN says True, by emulation
-        ("aarch64", {}, True, True),  # Graviton 3
-        ("aarch64", {}, False, False),
-        ("arm64", {}, None, False),  # a build without the operator
+        ("x86_64", True, True, True),
+        ("x86_64", False, True, False),  # Skylake: oneDNN says True, by emulation
+        ("aarch64", False, True, True),  # Graviton 3
+        ("aarch64", False, False, False),
+        ("arm64", False, None, False),  # a build without the operator
     ],
 )
-def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, flags, mkldnn, native):
+def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, avx512_bf16, mkldnn, native):
     class Ops:
         if mkldnn is not None:
             _is_mkldnn_bf16_supported = staticmethod(lambda: mkldnn)
 
     monkeypatch.setattr(amp_policy.platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: MappingProxyType(flags), raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: flags.get("avx512_bf16", False), raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16, raising=False)
     monkeypatch.setattr(torch.ops, "mkldnn", Ops, raising=False)
     assert capabilities("cpu").cpu_bf16 is native
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     if machine == "x86_64":
-        assert capabilities("cpu").cpu_bf16 is False  # attributes that a torch lacks are not an error
+        assert capabilities("cpu").cpu_bf16 is False  # an attribute that a torch lacks is not an error
 
 
 @both_devices
@@ -732,13 +728,15 @@ def test_166_bad_steps_collapse_the_plain_scaler_and_not_ours():
     torch.testing.assert_close(weight, run_steps(torch.amp.GradScaler("cpu"), [1.0]))  # one clean AdamW step
 
 
-def test_without_limits_it_is_the_plain_scaler():
-    ours = LossScaler("cpu", growth_interval=3, floor=2.0**-100, ceiling=2.0**100)
-    scale, growth = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-    for flag in (torch.rand(300) < 0.3).float():
+def test_far_from_its_limits_it_is_the_plain_scaler():
+    start = 2.0**90
+    ours = LossScaler("cpu", init_scale=start, growth_interval=3, ceiling=2.0**120)
+    scale, growth = torch.tensor(start), torch.tensor(0, dtype=torch.int32)
+    for flag in (torch.rand(200) < 0.3).float():
         torch._amp_update_scale_(scale, growth, flag.clone(), 2.0, 0.5, 3)
         ours.update(flag)
         assert (ours.get_scale(), ours._get_growth_tracker()) == (scale.item(), growth.item())
+    assert 1.0 < scale.item() < start
 
 
 def test_floor_ceiling_and_hysteresis_table():
@@ -746,11 +744,12 @@ def test_floor_ceiling_and_hysteresis_table():
     table = [(1, 8), (1, 4), (1, 2), (1, 2), (0, 2), (0, 4), (1, 4), (0, 4), (0, 8), (0, 8), (0, 16), (0, 16), (0, 16)]
     for bad, want in table:
         scaler.update(torch.tensor(float(bad)))
-        assert scaler.get_scale() == want and scaler.skipped.item() == bad
+        assert scaler.get_scale() == want
+    scaler.update(torch.tensor(1.0))
     scaler.update(torch.tensor(math.nan))  # a flag that is NaN is a rejection
-    assert scaler.skipped.item() == 1.0
-    for limits in ({"floor": 0.0}, {"floor": 2.0**20}, {"ceiling": math.inf}):
-        with pytest.raises(ValueError, match="needs 0 < floor"):
+    assert scaler.get_scale() == 8.0
+    for limits in ({"floor": 0.5}, {"floor": 2.0**20}, {"ceiling": math.inf}):
+        with pytest.raises(ValueError, match="needs 1 <= floor"):
             LossScaler("cpu", **limits)
 
 
@@ -762,41 +761,19 @@ def test_a_corrupted_scale_starts_afresh_at_the_next_update(value):
     assert scaler.get_scale() == 2.0**16
 
 
-def test_a_rejection_at_the_floor_is_read_from_the_flag_and_not_from_the_scale():
-    scaler = LossScaler("cpu", init_scale=1.0)
-    run_steps(scaler, [math.inf])
-    assert scaler.get_scale() == 1.0 and scaler.skipped.item() == 1.0
-    run_steps(scaler, [1.0])
-    assert scaler.skipped.item() == 0.0
-
-
-def test_an_overflow_made_by_unscaling_is_seen():
-    plain = torch.amp.GradScaler("cpu", init_scale=2.0**-10)
-    ours = LossScaler("cpu", init_scale=2.0**-10, floor=2.0**-20)
-    for scaler in (plain, ours):
-        weight = torch.ones(1, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler.scale(weight.sum()).backward()
-        weight.grad.fill_(2.0**120)  # finite as it stands, 2^130 once divided by 2^-10
-        scaler.step(optimizer)
-        scaler.update()
-        assert bool(weight.isfinite().all()) is (scaler is ours)
-    assert ours.skipped.item() == 1.0
-
-
 def test_the_update_never_syncs():
     scaler = LossScaler("meta")  # a tensor without data: any .item() raises
     identity = scaler.scale_tensor
     for _ in range(3):
         scaler.update(torch.zeros((), device="meta"))
-    assert scaler.scale_tensor is identity and scaler.skipped.device.type == "meta"
+    assert scaler.scale_tensor is identity and scaler._patience.device.type == "meta"
 
 
 def test_a_disabled_scaler_costs_nothing_and_answers_one():
     scaler = LossScaler("cpu", enabled=False)
     scaler.update(torch.tensor(1.0))
     assert scaler.scale_tensor.item() == 1.0 and scaler.scale_tensor is scaler.scale_tensor
-    assert scaler.state_dict() == {} and scaler.skipped.item() == 0.0
+    assert scaler.state_dict() == {}
 
 
 def test_the_state_round_trips_also_before_the_first_use_and_from_a_plain_scaler():
@@ -806,10 +783,10 @@ def test_the_state_round_trips_also_before_the_first_use_and_from_a_plain_scaler
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = LossScaler("cpu", growth_interval=4, hysteresis=3)
-        assert second.load_state_dict(first.state_dict()) == ""
+        second.load_state_dict(first.state_dict())
         used = LossScaler("cpu")
         used.update(torch.tensor(1.0))
-        assert used.load_state_dict(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()) == ""
+        used.load_state_dict(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict())
     assert second.state_dict() == first.state_dict() and used.get_scale() == 512.0
     for bad in (1, 1, 0, 0, 0, 0, 1):
         first.update(torch.tensor(float(bad)))
@@ -821,20 +798,20 @@ def test_the_state_round_trips_also_before_the_first_use_and_from_a_plain_scaler
     ("enabled", "state", "note"),
     [
         (False, LossScaler("cpu").state_dict(), "dropped: this precision needs none"),  # fp16 resumed as bf16
-        (True, {}, "no loss scale: it starts at 65536"),  # bf16 resumed as fp16
-        (True, {"loss_scale": 3}, "no loss scale"),
-        (True, LossScaler("cpu").state_dict() | {"scale": 0.0}, "0 is dropped: it starts at 65536"),
-        (True, LossScaler("cpu").state_dict() | {"scale": math.nan}, "nan is dropped"),
+        (True, {}, "missing: it starts at 65536"),  # bf16 resumed as fp16
+        (True, {"loss_scale": 3}, "missing"),
+        (True, LossScaler("cpu").state_dict() | {"scale": 0.0}, "is 0.0: it starts at 65536"),
+        (True, LossScaler("cpu").state_dict() | {"scale": math.nan}, "is nan: it starts"),
     ],
 )
 def test_a_foreign_state_starts_cleanly_with_a_note(enabled, state, note):
     scaler = LossScaler("cpu", enabled=enabled)
     with pytest.warns(UserWarning, match=note):
-        assert note in scaler.load_state_dict(state)
+        scaler.load_state_dict(state)
     assert scaler.scale_tensor.item() == (65536.0 if enabled else 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert LossScaler("cpu", enabled=False).load_state_dict({}) == ""
+        LossScaler("cpu", enabled=False).load_state_dict({})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -936,7 +913,7 @@ def test_the_scaler_and_the_islands_do_not_sync():
 @needs_cuda
 def test_capabilities_of_this_gpu_lead_to_a_policy_that_runs():
     caps = capabilities("cuda")
-    assert caps.sm == torch.cuda.get_device_capability() or caps.hip
+    assert caps.sm == torch.cuda.get_device_capability() or torch.version.hip
     policy = choose_policy("auto", caps)
     with policy.autocast():
         policy.prepare(Net().cuda())(*batch("cuda"))[0].backward()
