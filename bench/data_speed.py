@@ -1,45 +1,44 @@
 """
 How fast data arrives: the decoded cache against torchvision's ImageFolder and DataLoader, interleaved.
 
-    python bench/data_speed.py --small DIR --photos DIR          # about 3 minutes on 2 CPU cores
+    python bench/data_speed.py --cifar DIR --small DIR --photos DIR          # about 4 minutes on 2 CPU cores
 
---small is an image folder (train/<class>/, val/<class>/) of small images, --photos a folder of full-size photographs,
-which stand for a training set by being linked to several times. Measured in images a second, on all cores:
+--cifar is CIFAR-10 as image files, --small an image folder (train/<class>/, val/<class>/) of small images, --photos a
+folder of full-size photographs, which stand for a training set by being linked to several times. Measured in images a
+second, on all cores:
 
-    decode     the decoder's own limit: Pillow opens a file, makes RGB of it, forgets it
-    resize     the same, and Pillow resizes the centre square to the cache's size, as for any cache
+    decode     the decoder's own limit: Pillow opens a file, makes RGB of it at full size, forgets it
     build      data/imagefolder.py from nothing to a finished cache: list, decode, resize, write, flush
     batches    training batches from that cache: gather, random (resized) crop, flip, normalise
     loader     ImageFolder and DataLoader, num_workers = cores, with the reference transforms (RandomResizedCrop,
                flip, to tensor, normalise), once its workers run
 
-and in seconds a batch of 256, what CIFAR-10 and the small images cost beside a training step in bf16.
+in seconds a batch of 256, what CIFAR-10 and the small images cost beside a training step in bf16; and in seconds, how
+long CIFAR-10 takes to load with and without a cache. Both together, as a share of an epoch's training steps, are what
+data costs cifarnet (goal: below 0.05 in one epoch).
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 from torchvision.models import resnet18
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import data  # noqa: E402
 import optim  # noqa: E402
+from bench.record import header, spread, write  # noqa: E402
 from data import batches, imagefolder  # noqa: E402
 from models.cifarnet import PRESETS, CifarNet  # noqa: E402
 
@@ -58,27 +57,31 @@ def take(iterator, steps):
         next(iterator)
 
 
-def decode_one(side, path):
+def decode_one(path):
     with Image.open(path) as image:
-        image = image.convert("RGB")
-    if side and image.size != (side, side):
-        ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+        image.convert("RGB")
 
 
-def decode(paths, side=None):
+def decode(paths):
     with ProcessPoolExecutor(CORES, mp_context=get_context("fork")) as pool:
-        for _ in pool.map(partial(decode_one, side), paths, chunksize=max(1, min(64, len(paths) // (4 * CORES)))):
+        for _ in pool.map(decode_one, paths, chunksize=max(1, min(64, len(paths) // (4 * CORES)))):
             pass
 
 
+def starts(folder):
+    """Seconds until CIFAR-10 is there, the first time and with its cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {start: timed(lambda: data.load("cifar10", folder, iter, cache_dir=cache))[0]
+                for start in ("first", "second")}
+
+
 def speeds(folder, image_size, batch_size, steps):
-    """Images a second of each of the five, once around."""
+    """Images a second of each of the four, once around."""
     files = [path for split in ("train", "val") for path in sorted(map(str, (folder / split).glob("*/*")))]
     result = {"decode": len(files) / timed(decode, files)[0]}
     with tempfile.TemporaryDirectory() as cache:
         seconds, (train, val, _) = timed(lambda: imagefolder.load(folder, image_size, cache_dir=cache))
         result["build"] = len(files) / seconds
-        result["resize"] = len(files) / timed(decode, files, train[0].shape[-1])[0]
         size = val[0].shape[-1]
         stream = batches.TrainBatches(*train, batch_size=batch_size, scale=(0.35, 1.0), size=size)
         stream.at(0)
@@ -123,55 +126,56 @@ def shares(net, images, classes, steps, **how):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cifar", type=Path, required=True)
     parser.add_argument("--small", type=Path, required=True)
     parser.add_argument("--photos", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     torch.set_num_threads(CORES)
-    samples = {name: [] for name in ("small", "photos", "cifarnet", "resnet18")}
     with tempfile.TemporaryDirectory() as temporary:
         photos = Path(temporary)
-        for split, copies in (("train", 16), ("val", 1)):
+        for split, copies in (("train", 48), ("val", 1)):
             (photos / split / "photograph").mkdir(parents=True)
             for path in sorted(args.photos.glob("*.[jJ]*")):
                 for i in range(copies):
                     (photos / split / "photograph" / f"{i}{path.name}").symlink_to(path.resolve())
         train, _, classes = imagefolder.load(args.small, cache_dir=photos / "cache")
-        size = train[0].shape[-1]
-        random = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8)
+        cifar = data.load("cifar10", args.cifar, iter, cache_dir=photos / "cache")[0][0]
+        size, steps = train[0].shape[-1], len(cifar) // 256
         measure = {
             "small": lambda: speeds(args.small, None, 256, len(train[1]) // 256 - 1),
             "photos": lambda: speeds(photos, 224, 64, 12),
-            "cifarnet": shares(CifarNet(**PRESETS["cifarnet"]), random, 10, steps=3),
+            "starts": lambda: starts(args.cifar),
+            "cifarnet": shares(CifarNet(**PRESETS["cifarnet"]), cifar, 10, steps=3),
             "resnet18": shares(resnet18(num_classes=len(classes)), train[0], len(classes), steps=2, scale=(0.35, 1.0)),
         }
+        samples = {name: [] for name in measure}
         for _ in range(args.rounds):
             for name, function in measure.items():
                 samples[name].append(function())
 
-    def median(name, value):
-        values = [value(sample) for sample in samples[name]]
-        return {kind.__name__: round(kind(values), 4) for kind in (statistics.median, min, max)}
-
     ratios = {}
     for name, label in (("small", f"{size} px"), ("photos", "photographs at 224 px")):
-        rates = {kind: median(name, lambda s, kind=kind: s[kind])["median"] for kind in samples[name][0]}
+        rates = {kind: spread([sample[kind] for sample in samples[name]])["median"] for kind in samples[name][0]}
         print(f"{label}, images/s: " + ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items()))
-        ratios[f"{name}: decode / build"] = median(name, lambda s: s["decode"] / s["build"])
-        ratios[f"{name}: decode and resize / build"] = median(name, lambda s: s["resize"] / s["build"])
-        ratios[f"{name}: batches / loader"] = median(name, lambda s: s["batches"] / s["loader"])
+        ratios[f"{name}: decode / build"] = [s["decode"] / s["build"] for s in samples[name]]
+        ratios[f"{name}: batches / loader"] = [s["batches"] / s["loader"] for s in samples[name]]
     for name in ("cifarnet", "resnet18"):
-        ratios[f"{name}: data / step"] = median(name, lambda s: s["data"] / s["step"])
+        ratios[f"{name}: data / step"] = [s["data"] / s["step"] for s in samples[name]]
+    for start in ("first", "second"):
+        print(f"CIFAR-10, {start} start: {spread([s[start] for s in samples['starts']])['median']:.2f} s")
+        ratios[f"cifarnet: {start} start and data / steps of an epoch"] = [
+            (s[start] + steps * net["data"]) / (steps * net["step"])
+            for s, net in zip(samples["starts"], samples["cifarnet"], strict=True)]
+    ratios = {name: spread(values) for name, values in ratios.items()}
     for name, ratio in ratios.items():
-        print(f"{name}: {ratio['median']} (n = {args.rounds}, {ratio['min']} to {ratio['max']})")
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    raw = {"bench": "data_speed", "commit": commit, "torch": str(torch.__version__), "device": "cpu",
-           "hardware": f"{platform.machine()}, {CORES} cores", "n": args.rounds, "small": [len(train[1]), size],
-           "ratios": ratios, "samples": samples}
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "data_speed-cpu.json").write_text(json.dumps(raw))
-    print(json.dumps({key: value for key, value in raw.items() if key != "samples"}))
+        low, high = ratio["quartiles"]
+        print(f"{name}: {ratio['median']:.4g} (n = {args.rounds}, quartiles {low:.4g} and {high:.4g})")
+    device = torch.device("cpu")
+    record = header("data_speed", vars(args), device) | {
+        "small": [len(train[1]), size], "ratios": ratios, "samples": samples}
+    write(record, args.results, device, samples=("samples",))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Data: every loader returns ((train images, labels), (val images, labels), class names), images uint8 (N, 3, H, W)."""
 
+import contextlib
+import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -13,22 +16,32 @@ def load(name, folder, progress, image_size=None, max_bad_share=0.01, cache_dir=
     """(train, val, class names, name of what was loaded).
 
     name None: CIFAR-10 from `folder` or by download, and the synthetic images where it can be had neither way.
-    image_size, max_bad_share, cache_dir, warn: of imagefolder; the others' images are 32 x 32 and whole.
+    image_size: of imagefolder; the others' images are 32 x 32. cache_dir None: imagefolder keeps none and streams.
     Raises FileNotFoundError and ValueError with a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
         raise FileNotFoundError(f"--data-dir {folder} is not a folder")
+    how = {"max_bad_share": max_bad_share, "progress": progress, "warn": warn}
     if name == "imagefolder":
         if not folder:
             raise FileNotFoundError("--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/")
-        return *imagefolder.load(folder, image_size, cache_dir=cache_dir, max_bad_share=max_bad_share,
-                                 progress=progress, warn=warn), name
+        return *imagefolder.load(folder, image_size, cache_dir=cache_dir, **how), name
     if image_size not in (None, 32):
         raise ValueError(f"--image-size {image_size}: the images of {name or 'cifar10'} are 32 x 32")
     if name == "synthetic":
         return *synthetic.load(), "synthetic"
+
+    def from_images(folder):
+        """CIFAR-10 is 184 MB: where no cache can be kept, one for this run (a mapped file outlives its name)."""
+        cache = Path(cache_dir or ".cache")
+        with tempfile.TemporaryDirectory() as temporary:
+            with contextlib.suppress(OSError):
+                cache.mkdir(parents=True, exist_ok=True)
+            home = cache if os.access(cache, os.W_OK) else temporary
+            return imagefolder.load(folder, 32, only="CIFAR-10", cache_dir=home, **how)
+
     try:
-        return *cifar10.load(folder or ".cache", progress), "cifar10"
+        return *cifar10.load(folder or ".cache", from_images), "cifar10"
     except FileNotFoundError:
         if name or folder:
             raise

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import to_pil_image
 
-from data import batches, cifar10, synthetic
+from data import batches, cifar10, load, synthetic
 
 
 def test_synthetic_images_are_the_same_on_every_machine():
@@ -162,7 +162,7 @@ def test_normalised_images_have_mean_0_and_deviation_1():
 
 
 def test_folders_and_torchvision_files_give_the_same_images(image_folder, tmp_path, monkeypatch):
-    (train_x, train_y), (test_x, test_y), classes = cifar10.load(image_folder)
+    (train_x, train_y), (test_x, test_y), classes, _ = load("cifar10", image_folder, iter, cache_dir=tmp_path / "cache")
     assert train_x.shape == (400, 3, 32, 32) and test_x.shape == (100, 3, 32, 32) and train_x.dtype == torch.uint8
     assert classes == [f"class{i}" for i in range(10)]
     base = tmp_path / "cifar-10-batches-py"
@@ -178,27 +178,66 @@ def test_folders_and_torchvision_files_give_the_same_images(image_folder, tmp_pa
     assert torch.equal(again[0][0], train_x) and torch.equal(again[1][1], test_y) and again[2] == classes
 
 
-def copied(image_folder, tmp_path):
-    return shutil.copytree(image_folder, tmp_path / "copy")
+@pytest.fixture
+def cifar(image_folder, tmp_path):
+    """A copy of the folder of images to damage, and a function that loads it."""
+    folder = shutil.copytree(image_folder, tmp_path / "copy")
+
+    def go(progress=iter, cache=tmp_path / "cache", **how):
+        return load("cifar10", folder, progress, cache_dir=cache, **how)
+
+    return folder, go
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: shutil.rmtree(f / "test"), ["neither test/ nor val/"]),
+        (lambda f: shutil.rmtree(f / "test"), ["copy should hold train/<class>/", "test/<class>/"]),
         (lambda f: shutil.rmtree(f / "test" / "class3"), ["different classes", "class3"]),
-        (lambda f: next((f / "train" / "class1").iterdir()).write_text("text"), ["not a readable image", "class1"]),
-        (lambda f: to_pil_image(torch.zeros(3, 8, 9)).save(f / "train/class1/odd.png"), ["9x8", "odd.png"]),
+        (lambda f: to_pil_image(torch.zeros(3, 8, 9)).save(f / "train/class1/odd.png"),
+         ["train/class1/odd.png is 9x8 pixels; CIFAR-10 images are 32x32"]),
         (lambda f: [p.unlink() for p in (f / "test").glob("*/*")], ["holds no images"]),
     ],
 )
-def test_a_broken_folder_is_named_with_what_is_wrong(image_folder, tmp_path, damage, words):
-    folder = copied(image_folder, tmp_path)
+def test_a_broken_folder_is_named_with_what_is_wrong(cifar, damage, words):
+    folder, go = cifar
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        cifar10.load(folder)
+        go()
     for word in words:
         assert word in str(error.value)
+
+
+def test_an_unreadable_image_of_cifar_is_named_and_left_out_and_too_many_are_an_error(cifar):
+    folder, go = cifar
+    broken, warnings = next((folder / "train/class1").iterdir()), []
+    broken.write_text("text")
+    train, test, *_ = go(warn=warnings.append)
+    assert len(train[0]) == len(train[1]) == 399 and len(test[1]) == 100
+    assert len(warnings) == 1 and "1 of 400 images" in warnings[0] and str(broken) in warnings[0]
+    with pytest.raises(ValueError, match="1 of 400 images are unreadable, more than 0") as error:
+        go(max_bad_share=0.001)
+    assert str(broken) in str(error.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cifar_is_decoded_once_and_always_whole_in_memory(cifar, monkeypatch, tmp_path, streaming):
+    folder, go = cifar
+    monkeypatch.chdir(tmp_path)
+    before, decoded = sorted(folder.rglob("*")), []
+    how = {"progress": lambda files: decoded.append(len(files)) or files, "cache": None if streaming else "cache"}
+    first, second = go(**how), go(**how)
+    assert decoded == [400, 100] and isinstance(first[0][0], torch.Tensor)
+    for (images, labels), (again, same) in zip(first[:2], second[:2], strict=True):
+        assert torch.equal(images, again) and torch.equal(labels, same)
+    assert sorted(folder.rglob("*")) == before, "the folder of the data may be read-only"
+
+
+def test_where_no_cache_can_be_kept_cifar_is_decoded_for_this_run(cifar, tmp_path):
+    _, go = cifar
+    (tmp_path / "file").write_text("not a folder")
+    here, nowhere = go(), go(cache=tmp_path / "file" / "cache")
+    assert torch.equal(here[0][0], nowhere[0][0]) and torch.equal(here[1][1], nowhere[1][1])
 
 
 def test_no_data_and_no_network_is_an_error_when_asked_for_and_synthetic_when_not(tmp_path, monkeypatch, run, capsys):

@@ -96,6 +96,15 @@ def test_resizing_and_cropping_agree_with_torchvision(tmp_path, width, height):
     assert difference.abs().float().mean() < 1.5 and difference.abs().max() < 12
 
 
+@pytest.mark.parametrize("side", [24, 64, 97, 500])
+def test_resizing_is_that_of_pillow_even_of_noise(tmp_path, side):
+    noise = torch.randint(0, 256, (3, side, side), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    to_pil_image(noise).save(tmp_path / "a.png")
+    reference = pil_to_tensor(to_pil_image(noise).resize((64, 64), Image.Resampling.BILINEAR)).int()
+    for crop, expected in ((Crop(64, 64), reference), (Crop(64, 56), reference[:, 4:60, 4:60])):
+        assert (rgb(tmp_path / "a.png", crop).int() - expected).abs().max() <= (0 if side == 64 else 2)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 500), (3, 2)])
 def test_the_tiniest_images_are_enlarged(tmp_path, size):
     Image.new("RGB", size, (10, 20, 30)).save(tmp_path / "a.png")
