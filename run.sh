@@ -54,10 +54,12 @@ case ${1:-} in
     cd "$here"
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
-    "$python" -m pytest -q -k cuda
+    status=0  # what fails does not keep the rest from being measured
+    "$python" -m pytest -q -k cuda || status=1
     for bench in guard_cost precision_ladder scaling compile_models optim_step save_stall scan; do
-      "$python" "bench/$bench.py"
+      "$python" "bench/$bench.py" || status=1
     done
+    exit $status
     ;;
   *)
     set_up tqdm requirements.txt

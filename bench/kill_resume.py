@@ -71,7 +71,8 @@ class Life:
                 if ranks > 1:  # as torchrun would set it
                     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment,
+                                                       cwd=images.parent))  # .cache lies beside the run
 
     def trains(self) -> bool:
         """Wait until the card is printed: what comes before is import and decoding. False if it has ended instead."""

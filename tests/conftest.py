@@ -27,6 +27,7 @@ def run(image_folder, tmp_path, capsys, monkeypatch):
     """Runs train.main in this process: (exit code, the JSON of the last line, standard error, metrics lines)."""
 
     monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
+    monkeypatch.chdir(tmp_path)  # .cache lies beside the run
 
     def go(*flags, out="run"):
         folder = tmp_path / out

@@ -65,7 +65,8 @@ class Job:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             with open(f"{self.printed}.out", "a") as out, open(f"{self.printed}.err", "a") as err:
-                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment,
+                                                       cwd=images.parent))  # .cache lies beside the run
 
     @property
     def out(self):
