@@ -87,7 +87,7 @@ class Healer:
         optimizer, scaler = self.parts["optimizer"], self.parts["scaler"]
         report = autopsy.agree(autopsy.examine(
             rerun(self.model, self.net, policy, self.injector, evidence), evidence, self.net,
-            state=optimizer.state, num_classes=self.num_classes, precision=policy.name,
+            state=dict(enumerate(optimizer.state.values())), num_classes=self.num_classes, precision=policy.name,
             scale=float(scaler.scale_tensor),
         ))
         folder = Path(self.checkpoints.last).parent
