@@ -40,8 +40,8 @@ def patches(constructor):
 
 
 add(cifarnet.PRESETS, lambda names, size, preset: cifarnet.CifarNet(num_classes=len(names), **preset),
-    lr=1.4e-2, lr_scale={"*.bias": 8.0}, weight_decay=0.2, muon=["groups.*.weight"], batch_size=512, label_smoothing=0.2,
-    epochs=10, cuda_graph=True)
+    lr=1.4e-2, lr_scale={"*.bias": 8.0}, weight_decay=0.2, muon=["groups.*.weight"], batch_size=512,
+    label_smoothing=0.2, epochs=10, cuda_graph=True)
 add({name: name for name in ("resnet18", "resnet50")},
     lambda names, size, name: torchvision.models.get_model(name, num_classes=len(names)), label_smoothing=0.1)
 add(vit.PRESETS, patches(vit.ViT), lr=2e-3, batch_size=128, label_smoothing=0.1)

@@ -35,7 +35,8 @@ def test_every_file_the_readme_names_exists():
 
 def test_every_flag_the_readme_names_exists():
     known = flags.parse.__code__.co_consts
-    elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help", "--rounds", "--models"}  # torchrun's, a bench's
+    elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help",  # torchrun's and a bench's
+                 "--rounds", "--models", "--airbench"}
     for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README)) - elsewhere:
         assert flag in known, flag
 
@@ -97,9 +98,20 @@ def test_the_figures_of_the_trained_models_are_those_of_the_raw_files():
 
 
 def test_the_costs_in_the_readme_are_those_of_the_raw_files():
-    guard = json.loads((ROOT / "bench/results/guard_cost-cpu.json").read_text())["ratios"]
-    for ways in guard.values():
+    def raw(name):
+        return json.loads((ROOT / f"bench/results/{name}-cpu.json").read_text())
+
+    for title, ways in raw("guard_cost")["ratios"].items():
+        row = re.search(rf"^\| {re.escape(title.removesuffix(', bfloat16'))} \|.*", README, re.M)[0]
         for way, ratio in ways.items():
-            assert re.search(rf"^\| {re.escape(way)} \|.*{ratio['median']:.3f} \(n {ratio['n']}\)", README, re.M), way
-    for tensors, ratios in json.loads((ROOT / "bench/results/optim_step-cpu.json").read_text())["ratios"].items():
+            assert way == "bare" or f"| {ratio['median']:.3f}" in row, (title, way)
+    for model, row in raw("compile_models")["models"].items():
+        assert re.search(rf"{model}\s.{{0,30}}{row['compiled / eager']['median']:.3f}", README, re.S), model
+    for way, ratio in raw("scaling")["guarded / bare"].items():
+        assert way in ("accumulation 2", "accumulation 4") or f"{ratio['median']:.3f}" in README, way
+    for (*_, (epochs, seconds, plain, tta)), in raw("time_to_accuracy")["curves"].values():
+        assert f" | {epochs:g} | {seconds:.0f} | {plain:.2f} % | {tta:.2f} % |" in README
+    for rung, row in raw("precision_ladder")["rungs"].items():
+        assert isinstance(row, str) or f"{row['val_acc1']:.1f} %" in README, rung
+    for tensors, ratios in raw("optim_step")["ratios"].items():
         assert f"| {tensors} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios.values()) in README
