@@ -56,9 +56,10 @@ case ${1:-} in
       { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
     status=0  # what fails does not keep the rest from being measured
     "$python" -m pytest -q -k cuda || status=1
-    for bench in guard_cost precision_ladder scaling compile_models optim_step save_stall scan; do
-      "$python" "bench/$bench.py" || status=1
-    done
+    run() { "$python" "bench/$1.py" "${@:2}" || status=1; }
+    run guard_cost --no-compile
+    run compile_models --seconds 40
+    for bench in precision_ladder scaling optim_step save_stall scan; do run "$bench"; done
     exit $status
     ;;
   *)

@@ -405,7 +405,7 @@ def test_every_model_makes_guarded_steps_at_every_level(run, model, precision):
 def test_another_batch_size_prints_the_rule_and_scales_nothing(run, monkeypatch):
     said = []
     monkeypatch.setattr(train.tqdm, "write", lambda text, **_: said.append(text))
-    lines = run("--batch-size", 125, "--max-steps", 2)[3]
+    lines = run("--batch-size", 128, "--max-steps", 2)[3]
     assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 1.4e-2
     assert any("the lr is not scaled, the rule would be lr 0.007" in text for text in said)
 
