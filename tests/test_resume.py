@@ -86,7 +86,9 @@ class Job:
         while (self.out.count("\noutput ") < starts or words not in (self.folder / "metrics.jsonl").read_text()
                or not all(path.exists() for path in files)):
             alive = all(process.poll() is None for process in self.processes)
-            assert alive and time.monotonic() < deadline, f"no {words}:\n{self.out}\n{self.err}"
+            if not alive or time.monotonic() > deadline:
+                self.kill()  # or torchrun and its workers would live on
+                raise AssertionError(f"no {words}:\n{self.out}\n{self.err}")
             time.sleep(0.002)
         return self
 
