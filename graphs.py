@@ -65,6 +65,8 @@ class StepGraph:
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.take(self.images, self.labels)
+        except torch.OutOfMemoryError:  # a RuntimeError with a cure of its own
+            raise
         except RuntimeError as error:
             raise NoGraph(f"the step asks the device a question, so it cannot be a CUDA graph: {error}") from error
         self.graph = graph

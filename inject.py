@@ -142,13 +142,16 @@ class Injector:
         return self._write("param", dict(self.net.named_parameters())) if self._due("param") else []
 
     def buffers(self) -> list[str]:
-        floats = {n: b for n, b in self.net.named_buffers() if b.is_floating_point() and b.numel()}
-        return self._write("buffer", floats) if self._due("buffer") else []
+        if not self._due("buffer"):  # before anything is gathered: it is asked at every step
+            return []
+        return self._write("buffer", {n: b for n, b in self.net.named_buffers() if b.is_floating_point() and b.numel()})
 
     def optstate(self, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         """`state`: a torch optimizer's, tensors and not copies. A name is a key of it, as exp_avg."""
+        if not self._due("optstate"):
+            return []
         moments = {n: t for of in state.values() for n, t in of.items() if isinstance(t, Tensor) and t.dim()}
-        return self._write("optstate", moments) if self._due("optstate") else []
+        return self._write("optstate", moments)
 
     def scale(self, scale: Tensor) -> list[str]:
         return self._write("scale", {"scale": scale})

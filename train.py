@@ -342,9 +342,10 @@ def main(argv=None):
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
             if probes:
                 probes.attach()
-            injector.params()
-            injector.optstate(optimizer.state)
-            injector.scale(scaler.scale_tensor)
+            if faults:
+                injector.params()
+                injector.optstate(optimizer.state)
+                injector.scale(scaler.scale_tensor)
             guard.open(step)
             guard.raise_flag("signal", stop.number)
             guard.raise_flag("param", doubt)
