@@ -1,5 +1,6 @@
 """The README cannot rot: its step is train.py's, its files and flags exist, its figures are in bench/results."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,17 @@ import train
 
 ROOT = Path(train.__file__).parent
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "bench" / "RESULTS.md").read_text()
+PAGES = README + RESULTS
+
+
+def raw(name):
+    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
+
+
+def section(page, title):
+    """What stands under a heading, up to the next one."""
+    return re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.M | re.S)[2]
 
 
 def test_the_step_in_the_readme_is_the_step_of_train_py():
@@ -28,16 +40,32 @@ def test_the_step_in_the_readme_is_the_step_of_train_py():
 
 
 def test_every_file_the_readme_names_exists():
-    for name in re.findall(r"`((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sh|jsonl?|md))`", README):
+    for name in re.findall(r"`((?:[a-z_]+/)*[a-z_0-9-]+\.(?:py|sh|jsonl?|md))`", README):
         if name not in ("metrics.jsonl",):
             assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(results/[\w*-]+\.jsonl?)`", RESULTS):
+        assert list((ROOT / "bench").glob(name)), name
+
+
+def test_every_link_of_the_pages_leads_to_a_file_and_a_heading_that_exist():
+    def anchors(page):
+        titles = re.findall(r"^#+ (.+)", page, re.M)
+        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    for folder, page in ((ROOT, README), (ROOT / "bench", RESULTS)):
+        for target in re.findall(r"\]\(((?!https?:)[^)]+)\)", page) + re.findall(r'<img src="([^"]+)"', page):
+            name, _, anchor = target.partition("#")
+            assert not name or (folder / name).exists(), target
+            assert not anchor or anchor in anchors((folder / name).read_text() if name else page), target
 
 
 def test_every_flag_the_readme_names_exists():
-    known = flags.parse.__code__.co_consts
-    elsewhere = {"--standalone", "--nproc", "--max-restarts", "--help",  # torchrun's and a bench's
-                 "--rounds", "--models", "--airbench"}
-    for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README)) - elsewhere:
+    known = {flag for flag in flags.parse.__code__.co_consts if isinstance(flag, str)}
+    for bench in (ROOT / "bench").glob("*.py"):
+        if f"python bench/{bench.name}" in re.sub(r"\s+", " ", PAGES):
+            known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', bench.read_text()))
+    known |= {"--standalone", "--nproc", "--max-restarts", "--help"}  # torchrun's, argparse's
+    for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", PAGES)):
         assert flag in known, flag
 
 
@@ -89,29 +117,111 @@ def test_every_claim_about_ourselves_beside_other_trainers_names_a_test_that_exi
 def test_the_figures_of_the_trained_models_are_those_of_the_raw_files():
     metrics = {"dit": "val_loss", "slat_vae": "val_mse", "vlm": "val_exact_match"}
     for dataset in ("cifar10", "imagefolder"):
-        runs = json.loads((ROOT / f"bench/results/train_models-{dataset}-1.json").read_text())["runs"]
+        runs = raw(f"train_models-{dataset}-1")["runs"]
+        page = README if dataset == "cifar10" else section(RESULTS, "Tiny ImageNet")
         for model, precision in {(run["model"], run["precision"]) for run in runs}:
             ends = [run[metrics.get(model, "val_acc1")] for run in runs
                     if (run["model"], run["precision"]) == (model, precision)]
             cell = f"{statistics.mean(ends):.4g} ({(max(ends) - min(ends)) / 2:.2g})"
-            assert re.search(rf"^\| {model} \|.*{re.escape(cell)}", README, re.M), (dataset, model, precision, cell)
+            assert re.search(rf"^\| {model} \|.*{re.escape(cell)}", page, re.M), (dataset, model, precision, cell)
 
 
-def test_the_costs_in_the_readme_are_those_of_the_raw_files():
-    def raw(name):
-        return json.loads((ROOT / f"bench/results/{name}-cpu.json").read_text())
-
-    for title, ways in raw("guard_cost")["ratios"].items():
-        row = re.search(rf"^\| {re.escape(title.removesuffix(', bfloat16'))} \|.*", README, re.M)[0]
+def test_the_costs_of_the_guard_are_those_of_the_raw_files():
+    cpu, gpu = section(RESULTS, "What the guard costs, in full").split("On an H200")
+    for title, ways in raw("guard_cost-cpu")["ratios"].items():
+        row = re.search(rf"^\| {re.escape(title.removesuffix(', bfloat16'))} \|.*", cpu, re.M)[0]
         for way, ratio in ways.items():
             assert way == "bare" or f"| {ratio['median']:.3f}" in row, (title, way)
-    for model, row in raw("compile_models")["models"].items():
-        assert re.search(rf"{model}\s.{{0,30}}{row['compiled / eager']['median']:.3f}", README, re.S), model
-    for way, ratio in raw("scaling")["guarded / bare"].items():
-        assert way in ("accumulation 2", "accumulation 4") or f"{ratio['median']:.3f}" in README, way
-    for (*_, (epochs, seconds, plain, tta)), in raw("time_to_accuracy")["curves"].values():
-        assert f" | {epochs:g} | {seconds:.0f} | {plain:.2f} % | {tta:.2f} % |" in README
-    for rung, row in raw("precision_ladder")["rungs"].items():
+    gpu_ways = raw("guard_cost-cuda")["ratios"]
+    for title, ways in gpu_ways.items():
+        row = re.search(rf"^\| {re.escape(title.rsplit(', ', 1)[0])} \|.*", gpu, re.M)[0]
+        for way, ratio in ways.items():
+            assert way.startswith("bare") or "compiled" in way or f"| {ratio['median']:.3f}" in row, (title, way)
+        if "ours, CUDA graph" in ways:
+            whole = ways["ours, CUDA graph"]["median"] * ways["bare, CUDA graph"]["median"]
+            assert f"| {whole:.2f} |" in row, title
+    for device, page in (("cpu", cpu), ("cuda", gpu)):
+        growth = raw(f"guard_cost-{device}")["growth"].values()
+        for way in ("ours", "stock AMP recipe (clip)"):
+            assert " | ".join(f"{ways[way]['median']:.2f}" for ways in growth) in page, (device, way)
+    ours, graphs, wholes = zip(*((ways["ours"]["median"], ways["ours, CUDA graph"]["median"],
+                                  ways["ours, CUDA graph"]["median"] * ways["bare, CUDA graph"]["median"])
+                                 for title, ways in gpu_ways.items() if title.endswith("bfloat16")), strict=True)
+    *most, eleven, seventeen = sorted(round(100 * (ratio - 1)) for ratio in graphs)
+    said = " ".join(section(README, "Results").split())
+    assert f"up to {100 * (max(ours) - 1):.0f} %" in said
+    assert f"{min(most)} to {max(most)} %, of the two smallest steps {eleven} and {seventeen} %" in said
+    assert f"takes {min(wholes):.2f} to {max(wholes):.2f} of the bare loop" in said
+
+
+def test_the_other_costs_are_those_of_the_raw_files():
+    rows = section(RESULTS, "torch.compile, in full")
+    for device in ("cpu", "cuda"):
+        for model, row in raw(f"compile_models-{device}")["models"].items():
+            cell = f"{row['compiled / eager']['median']:.3f}" if "breaks" in row else "not reached"
+            before = r"[\d.]+ \| " if device == "cuda" else ""
+            assert re.search(rf"^\| {model} \| {before}{cell}", rows, re.M), (device, model)
+        for way, ratio in raw(f"scaling-{device}")["guarded / bare"].items():
+            assert f"{ratio['median']:.3f}" in RESULTS, (device, way)
+        for tensors, ratios in raw(f"optim_step-{device}")["ratios"].items():
+            assert f"| {tensors} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios.values()) in RESULTS, tensors
+    for rung, row in raw("precision_ladder-cpu")["rungs"].items():
         assert isinstance(row, str) or f"{row['val_acc1']:.1f} %" in README, rung
-    for tensors, ratios in raw("optim_step")["ratios"].items():
-        assert f"| {tensors} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios.values()) in README
+    for rung, row in raw("precision_ladder-cuda")["rungs"].items():
+        if not isinstance(row, str):
+            assert (f"| {rung} | {row['speed / fp32']['median']:.2f} | {row['peak_mb']} | {row['val_acc1']:.2f} "
+                    f"({row['half_spread']:.2f}) | {row['skipped']} |") in README, rung
+    for device in ("cpu", "cuda"):
+        length = raw(f"scan-{device}")["speedup"]
+        for states in (1, 8, 16):
+            assert f"{length[f'L 1024, d_state {states}']:.1f}" in RESULTS, (device, states)
+
+
+def test_the_times_to_accuracy_are_those_of_the_raw_files():
+    for (*_, (epochs, seconds, plain, tta)), in raw("time_to_accuracy-cpu")["curves"].values():
+        assert f" | {epochs:g} | {seconds:.0f} | {plain:.2f} % | {tta:.2f} % |" in README
+    for seeds in raw("time_to_accuracy-cuda")["curves"].values():
+        _, seconds, plain, tta = (statistics.mean(values) for values in zip(*(seed[-1] for seed in seeds), strict=True))
+        assert f"{seconds:.2f} s, {plain:.2f} %" in " ".join(README.split()) and f"{tta:.2f} %" in README
+
+
+def test_every_picture_was_drawn_from_the_raw_files_as_they_are_and_is_shown():
+    pictures = sorted((ROOT / "bench" / "figures").glob("*.svg"))
+    assert len(pictures) >= 5
+    for picture in pictures:
+        assert f"figures/{picture.name})" in PAGES, picture.name
+        sources = re.findall(r"([\w-]+\.json) ([0-9a-f]{64})", picture.read_text())
+        assert sources, picture.name
+        for name, digest in sources:
+            found = hashlib.sha256((ROOT / "bench" / "results" / name).read_bytes()).hexdigest()
+            assert digest == found, f"{picture.name} is older than {name}: python bench/figures.py"
+
+
+def test_the_pictures_show_the_raw_numbers_and_the_same_bytes_each_time(tmp_path, monkeypatch, capsys):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from bench import figures
+
+    drawn = {}
+    monkeypatch.setattr(figures.pyplot, "close", lambda figure: drawn.setdefault(len(drawn), figure))
+    for folder in ("a", "b"):
+        monkeypatch.setattr(figures, "FIGURES", tmp_path / folder)
+        figures.main()
+    names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    first = {name: drawn[i] for i, name in enumerate(names[: len(names) // 2])}
+    assert set(first) == {path.name for path in (ROOT / "bench" / "figures").glob("*.svg")}
+    for name in first:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+    for axis, device in zip(first["guard_cost.svg"].axes, ("cpu", "cuda"), strict=True):
+        rows = [ways for title, ways in raw(f"guard_cost-{device}")["ratios"].items() if title.endswith("bfloat16")]
+        lines = {line.get_label(): list(line.get_xdata()) for line in axis.lines}
+        assert lines["guarded / bare"] == [ways["ours"]["median"] for ways in rows]
+        assert lines["stock AMP recipe / bare"] == [ways["stock AMP recipe (clip)"]["median"] for ways in rows]
+        if device == "cuda":
+            assert lines["guarded as CUDA graph / bare as CUDA graph"] == [
+                ways["ours, CUDA graph"]["median"] for ways in rows]
+    for axis, column in zip(first["time_to_accuracy.svg"].axes, (1, 0), strict=True):
+        ends = {(line.get_xdata()[-1], line.get_ydata()[-1]) for line in axis.lines}
+        curves = raw("time_to_accuracy-cuda")["curves"]
+        assert ends == {(seed[-1][column], seed[-1][2]) for seeds in curves.values() for seed in seeds}
+    pyplot.close("all")
