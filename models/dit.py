@@ -12,17 +12,16 @@ Four places where half precision ruins a diffusion model without one NaN, and wh
     loss         mean squared error of the predicted noise. It ends near 0.1, where bf16's numbers are 5e-4 apart: more
                  than two epochs differ by. Here it is taken in fp32, from the prediction on.
 
-The fifth needs no half precision. OpenDiT's runs on CIFAR-10 fell normally and went NaN around epoch 5 (VideoSys issue
-74), in fp16 and in bf16, and the story told is "1000 classes for 10: use bf16". Classes are rows of a lookup table, the
-unused ones never move. The cause was a fused modulate kernel with wrong pointers: right for batch 1, on which it was
-tested, and for larger batches nearly every image got image 0's shift and scale, with a backward that was the gradient
-of no function. What 1000 rows do hide is a wrong label, so here the table has `num_classes` rows, label 10 of 10 is an
-IndexError, and "no class" is not row num_classes but a table of its own. And a fused path is used only after it agreed
-with the plain one (`verified`): forward and backward, several images, for each device and dtype, else a warning.
+The fifth needs no half precision: a fused kernel that is wrong. OpenDiT's modulate gave nearly every image of a batch
+image 0's shift and scale, and had been tested on batches of 1, where that is right. Its runs fell normally and were NaN
+around epoch 5 (failures/opendit_modulate_kernel.py). Here a fused path is used only where it agreed with the plain one,
+forward and backward, on several images (`verified`). "1000 classes for 10" was blamed: here the label table has
+`num_classes` rows, so that label 10 of 10 is an IndexError, and "no class" is a table of its own.
 
 Differences from the paper: pixels instead of latents (and a gated path for wide patches), cosine schedule, no learned
-variance, exact GELU. A CPU minute gives patches of plausible colour, not objects. Copy this file alone: it needs torch
-and nothing else.
+variance, exact GELU. A CPU minute gives patches of plausible colour, not objects.
+
+Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ FUSED: dict[str, Callable[[], Callable[..., Tensor]]] = {  # made when first wan
 
 
 def worst_errors(plain: Callable, fused: Callable, inputs: Sequence[Tensor]) -> dict[str, float]:
-    """How far `fused` is from `plain`: of the output and of each input's gradient, in the worst sample.
+    """How far `fused` is from `plain`: relative errors (2-norms) of the output and of each input's gradient.
 
-    A number is a relative 2-norm over one sample (dimension 0), so that one wrong sample in many is not averaged away.
-    The gradient is taken along random directions: ones would not notice a permutation.
+    They are the worst sample's (dimension 0): a mean would lose one wrong sample among many. The gradient is taken
+    along a random direction: ones would not notice a permutation.
     """
     results = []
     for path in (plain, fused):
@@ -82,40 +81,45 @@ def worst_errors(plain: Callable, fused: Callable, inputs: Sequence[Tensor]) -> 
         out = path(*leaves)
         direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, direction)])
-    names = ("output", *(f"gradient of input {i}" for i in range(len(inputs))))
+    whats = ("output", *(f"gradient of input {i}" for i in range(len(inputs))))
     errors = {}
-    for name, want, got in zip(names, *results, strict=True):
+    for what, want, got in zip(whats, *results, strict=True):
         if (want.shape, want.dtype) != (got.shape, got.dtype):
-            raise TypeError(f"its {name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
+            raise TypeError(f"its {what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
         want, got = want.float().flatten(1), got.float().flatten(1)
         error = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-        errors[name] = error.nan_to_num(math.inf).max().item()  # NaN is no agreement
+        errors[what] = error.nan_to_num(math.inf).max().item()  # NaN is no agreement
     return errors
 
 
-def verified(name: str, plain: Callable, fused: Callable, inputs: Sequence[Tensor], tolerance: float) -> Callable:
-    """`fused` if it agrees with `plain` on `inputs`, forward and backward, to `tolerance`; else `plain`, and a warning.
+def verified(name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """FUSED[name] if it agrees with PLAIN[name], forward and backward; else PLAIN[name], and a warning.
 
-    `inputs` should hold several samples: a kernel that takes sample 0 for every sample is right for one.
+    Compared on 5 random samples of the inputs' sizes and dtypes: a kernel that takes sample 0 for all is right for one.
     """
+    generator = torch.Generator().manual_seed(0)  # the global random state stays as it is
+    # Eight roundings of the coarsest input; for fp32 TF32's, since the policy may have switched it on.
+    tolerance = 8 * max(2**-10, *(torch.finfo(t.dtype).eps for t in inputs))
     try:
-        off = {what: error for what, error in worst_errors(plain, fused, inputs).items() if not error <= tolerance}
-        fault = "; ".join(f"its {what} is off by {error:.2g}" for what, error in off.items())
+        with torch.inference_mode(False), torch.enable_grad():
+            samples = [torch.randn(5, *t.shape[1:], generator=generator).to(t.device, t.dtype) for t in inputs]
+            fused = FUSED[name]()
+            errors = worst_errors(PLAIN[name], fused, samples)
+        fault = "; ".join(f"its {what} is off by {off:.2g}" for what, off in errors.items() if not off <= tolerance)
     except Exception as error:  # whatever a kernel or a compiler throws: the plain path is always there
         fault = f"it raised {type(error).__name__}: {error}"
     if not fault:
         return fused
-    kind = f"{len(inputs[0])} samples, {inputs[0].dtype}, {inputs[0].device.type}, tolerance {tolerance:.2g}"
-    warnings.warn(f"fused {name} is turned off, the plain path runs instead: {fault} ({kind})", stacklevel=2)
-    return plain
+    on = f"5 samples, {inputs[0].dtype}, {inputs[0].device.type}, tolerance {tolerance:.2g}"
+    warnings.warn(f"fused {name} is turned off, the plain path runs instead: {fault} ({on})", stacklevel=2)
+    return PLAIN[name]
 
 
 class Fused:
-    """Calls a fused path where it has been asked for and has agreed with the plain one, else the plain one.
+    """Calls a path by name: the fused one if it is among `names` and verified, else the plain one.
 
-    Checked one at a time, at first use, for each device and dtypes, on 5 random samples of the size in use; the global
-    random state is not touched. Not inside torch.compile, which cannot trace a check and fuses the plain path itself:
-    what was checked before (one eager step is enough) is kept there.
+    Verified at first use, for each device and dtypes. Not inside torch.compile, which cannot trace that and fuses the
+    plain path itself: what was chosen before (one eager step is enough) is kept there.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -127,25 +131,17 @@ class Fused:
     def __call__(self, name: str, *inputs: Tensor) -> Tensor:
         key = (name, inputs[0].device.type, *(t.dtype for t in inputs))
         if name in self.names and key not in self.chosen and not torch.compiler.is_compiling():
-            self.chosen[key] = self.check(name, inputs)
+            self.chosen[key] = verified(name, inputs)
         return self.chosen.get(key, PLAIN[name])(*inputs)
-
-    def check(self, name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        with torch.inference_mode(False), torch.enable_grad():
-            examples = [torch.randn(5, *t.shape[1:], generator=generator).to(t.device, t.dtype) for t in inputs]
-            # Eight roundings of the coarsest input; for fp32 TF32's, since the policy may have switched it on.
-            tolerance = 8 * max(2**-10, *(torch.finfo(t.dtype).eps for t in inputs))
-            return verified(name, PLAIN[name], FUSED[name](), examples, tolerance)
 
 
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
 def sinusoids(x: Tensor, dim: int) -> Tensor:
-    """Numbers (N,) of any dtype -> fp32 (N, dim): cos and sin of x / 10000^(i / (dim / 2)), in fp32 in every precision.
+    """Numbers (N,) -> (N, dim): cos and sin of x / 10000^(i / (dim / 2)), in fp32 in every precision.
 
-    In fp32 the angle is wrong by 6e-5 at worst for x < 1000; in fp16 by a quarter of a radian, in bf16 by two.
+    For x < 1000 the angle is wrong by 6e-5 at worst; in fp16 it would be a quarter of a radian, in bf16 two.
     """
     with torch.autocast(x.device.type, enabled=False):
         powers = torch.arange(dim // 2, device=x.device, dtype=torch.float32) / (dim // 2)
@@ -171,8 +167,8 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Labels (B,) and a mask (B,) of those to leave out -> (B, dim). IndexError for a label that is no class (on CUDA:
-    a device-side assertion), even where the mask leaves it out."""
+    """Labels (B,) and a mask (B,) of those to leave out -> (B, dim). A label that is no class is an IndexError (on CUDA
+    a device-side assertion), left out or not."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -217,22 +213,21 @@ class Block(nn.Module):
 class FinalLayer(nn.Module):
     """x (B, T, D), the condition (B, D), noisy patches (B, T, features), fp32 -> their noise: 0 before any update.
 
-    Noise has as many dimensions as pixels. Where a patch has more than D (8x8 has 192) they cannot get through the
-    stream, so noisy pixels go straight to the output, past a gate for each image that is zero at first like the others.
+    The noise of a patch of more than D numbers (8x8 has 192) does not fit through the stream: there noisy pixels go
+    straight to the output, past a gate for each image that is zero at first like the others.
     """
 
     def __init__(self, dim: int, features: int, fused: Fused):
         super().__init__()
-        self.fused = fused
-        self.widths = [dim, dim] + [1] * (features > dim)
-        self.adaln = nn.Linear(dim, sum(self.widths))
+        self.fused, self.dim, self.gated = fused, dim, features > dim
+        self.adaln = nn.Linear(dim, 2 * dim + self.gated)
         self.norm = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.linear = nn.Linear(dim, features)
 
     def forward(self, x: Tensor, condition: Tensor, patches: Tensor) -> Tensor:
-        shift, scale, *gates = self.adaln(condition).split(self.widths, 1)
+        shift, scale, gate = self.adaln(condition).tensor_split([self.dim, 2 * self.dim], 1)  # gate: 1 wide, or 0
         noise = self.linear(self.fused("modulate", self.norm(x), shift, scale)).float()
-        return noise + sum(gate.float()[:, None] * patches for gate in gates)
+        return noise + gate.float()[:, None] * patches if self.gated else noise
 
 
 class DiT(nn.Module):
@@ -341,11 +336,11 @@ class DiT(nn.Module):
         shape = (len(labels), 3, self.image_size, self.image_size)
         low, high = self.pixel_range.float().view(2, 1, 3, 1, 1)
         x = torch.randn(shape, generator=generator).to(device)
-        times = torch.linspace(TIMESTEPS - 1, 0, steps).round().long().tolist()
-        levels = [signal_and_noise(torch.tensor(t, dtype=torch.float64)) for t in times]
-        levels = [(a.item(), s.item()) for a, s in levels] + [(1.0, 0.0)]
-        for t, (a, s), (a_next, s_next) in zip(times, levels[:-1], levels[1:], strict=True):
-            noise = self.guided(x, torch.full_like(labels, t), labels, guidance)
+        times = torch.linspace(TIMESTEPS - 1, 0, steps).round().double()
+        signal, sigma = (level.tolist() for level in signal_and_noise(times))
+        levels = [*zip(signal, sigma, strict=True), (1.0, 0.0)]  # the last step ends without noise
+        for t, (a, s), (a_next, s_next) in zip(times.tolist(), levels[:-1], levels[1:], strict=True):
+            noise = self.guided(x, torch.full_like(labels, int(t)), labels, guidance)
             # At t = 999 the signal is 0.0016: bf16's rounding alone puts the image off by 1. The range holds it.
             image = ((x - s * noise) / a).clamp(low, high)
             noise = (x - a * image) / s

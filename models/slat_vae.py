@@ -5,26 +5,24 @@ After TRELLIS (arXiv 2412.01506), written anew for images. There, a shape is a s
 latent on each; a transformer encodes the set, another decodes it. Here the voxels are patches:
 
     thumbnail    the mean colour of every patch, enlarged bilinearly: the background, given to the decoder for nothing
-    active       the patches it renders worst, a fixed share of them, so that batches stay rectangular
+    active       the half of the patches that it renders worst: as many in every image, so that batches are rectangular
     latent       a few numbers (mean, log-variance) for each active patch; they carry what the thumbnail lacks
     picture      background, plus the decoded detail at the active coordinates. The loss looks at active patches only
 
 What half precision does to it, and what is done here:
 
-    exp(logvar)      is inf in fp16 from logvar = 11.09 = ln 65504 on. fp32 and the usual clamp at 20 keep the KL
-                     finite, but then std = e^10 = 22026, and the 0.3 % of draws beyond 2.97 deviations are inf when
-                     the decoder reads them in fp16. So: fp32, clamped at 10, where std is 148.
-    e^v - 1 - v      the KL near the prior is a cancellation: e^v alone is off by up to 2^-8 in bf16, more than all of
-                     the KL wherever |v| < 0.06. So: fp32, by expm1.
-    top-k            turns a rounding into another set of patches: bf16 ties energies that differ by 0.4 %, and an
-                     evaluation in bf16 would reconstruct other patches than one in fp32. So: chosen in fp32.
-    positions        from the integer coordinates, in fp32, at every call: no table that a level could round.
-    half_torso       `half_torso=True` is the published configuration, TRELLIS's convert_to_fp16: both torsos' weights
-                     are fp16, input and output layers fp32. torch.optim.AdamW(eps=1e-8) on them is 0/0 in step one
-                     (microsoft/TRELLIS issue 162); optimizers that know refuse it without fp32 masters. O2 does the
-                     same to the whole net and brings masters: O2 with --keep-fp32 '*.input_layer' '*.out_layer' is
-                     this option's equal. O3 is what the issue did, everywhere. Without O2 there is no loss scale
-                     either: multiply the loss (TRELLIS: by 2^20), since half gradients below 3e-8 are 0.
+    exp(logvar)  is inf in fp16 from logvar = 11.09 = ln 65504 on. fp32 and the usual clamp at 20 keep the KL finite,
+                 but then std = e^10 = 22026, and the 0.3 % of draws beyond 2.97 deviations are inf when the decoder
+                 reads them in fp16. So: fp32, clamped at 10, where std is 148.
+    e^v - 1 - v  the KL near the prior is a cancellation: e^v alone is off by up to 2^-8 in bf16, more than all of the
+                 KL wherever |v| < 0.06. So: fp32, by expm1.
+    top-k        turns a rounding into another set of patches: bf16 ties energies that differ by 0.4 %, and an
+                 evaluation in bf16 would reconstruct other patches than one in fp32. So: chosen in fp32.
+    positions    from the integer coordinates, in fp32, at every call: no table that a level could round.
+    half_torso   is the published configuration, TRELLIS's convert_to_fp16: both torsos' weights are fp16, input and
+                 output layers fp32. torch.optim.AdamW(eps=1e-8) on them is 0/0 in step one (microsoft/TRELLIS issue
+                 162): they need fp32 masters, and a loss scale (TRELLIS: 2^20), since half gradients below 3e-8 are 0.
+                 O2 with --keep-fp32 '*.input_layer' '*.out_layer' stores the same weights and brings both.
 
 The residual stream has the dtype of the torso's weights: fp32 under autocast, half at O2, O3 and in a half torso.
 
@@ -45,6 +43,8 @@ PRESETS = {
     "slat_vae-b": dict(patch_size=4, dim=768, depth=12, heads=12, latent=8),  # TRELLIS: 12 blocks, 768 wide, 8 channels
 }
 
+ACTIVE = 0.5  # share of the patches
+KL_WEIGHT = 1e-5  # of nats a token, beside a mean square error: keeps latents from drifting off; more blurs the picture
 LOGVAR = (-20.0, 10.0)  # std 4.5e-5 to 148: z stays far below 65504, see above. Beyond them logvar has no gradient
 
 
@@ -155,10 +155,9 @@ class SLatVAE(nn.Module):
         patch_size: side of a patch in pixels.
         dim, depth, heads: width, number of blocks and attention heads of the encoder, and of the decoder.
         latent: numbers an active patch is squeezed into.
-        active: share of the patches that are active.
-        kl_weight: of the KL in nats a token, beside a mean square error a pixel. Small: it keeps the latents from
-            drifting off, more would blur the picture.
         half_torso: store both torsos' parameters in fp16. Needs an optimizer with fp32 masters.
+    Raises:
+        ValueError: sizes that do not divide; in the forward, images of another size.
     """
 
     judged_by = "-loss"
@@ -173,36 +172,30 @@ class SLatVAE(nn.Module):
         depth: int,
         heads: int,
         latent: int,
-        active: float = 0.5,
-        kl_weight: float = 1e-5,
         half_torso: bool = False,
     ):
         super().__init__()
-        assert image_size % patch_size == 0, f"patches of {patch_size} pixels do not tile {image_size}"
-        assert dim % heads == 0, f"{heads} heads do not share {dim} channels evenly"
-        assert dim % 4 == 0, f"{dim} channels are not sines and cosines of two coordinates"
-        self.image_size, self.patch_size, self.kl_weight = image_size, patch_size, kl_weight
-        self.active = max(1, round(active * (image_size // patch_size) ** 2))
+        if image_size % patch_size:
+            raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
+        if dim % heads:
+            raise ValueError(f"dim {dim} is not a multiple of heads {heads}")
+        if dim % 4:
+            raise ValueError(f"dim {dim} is not a multiple of 4: sine and cosine of row and column share it")
+        self.image_size, self.patch_size = image_size, patch_size
+        self.active = max(1, round(ACTIVE * (image_size // patch_size) ** 2))
         pixels = 3 * patch_size**2
         self.encoder = SparseTransformer(pixels, dim, 2 * latent, depth, heads)
         self.latent = KLLatent()
         self.decoder = SparseTransformer(latent + pixels, dim, pixels, depth, heads)
-        self.init_weights()
-        if half_torso:
-            self.encoder.blocks.half()
-            self.decoder.blocks.half()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Xavier for matrices, biases 0 (as TRELLIS). The first picture is nearly the background.
-
-        TRELLIS starts its last layer at 0, so that the torso's first gradient is exactly 0; here it is only small.
-        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        self.decoder.out_layer.weight.mul_(0.1)
+        # The first picture is nearly the background. At TRELLIS's 0 the torso's first gradient would be exactly 0 too.
+        self.decoder.out_layer.weight.data.mul_(0.1)
+        if half_torso:
+            self.encoder.blocks.half()
+            self.decoder.blocks.half()
 
     @torch.no_grad()
     def structure(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,8 +204,8 @@ class SLatVAE(nn.Module):
         Active are the patches with the most energy left when the background is taken off. All in fp32.
         """
         size = images.shape[2:]
-        if any(side != self.image_size for side in size):
-            raise ValueError(f"images of {size[0]}x{size[1]} pixels in a model built for image_size={self.image_size}")
+        if size != (self.image_size, self.image_size):
+            raise ValueError(f"images of {tuple(size)}, but this network was built for image_size={self.image_size}")
         with torch.autocast(images.device.type, enabled=False):
             images = images.float()
             background = F.interpolate(F.avg_pool2d(images, self.patch_size), size=size, mode="bilinear")
@@ -227,24 +220,24 @@ class SLatVAE(nn.Module):
         known = take(background, coords, self.patch_size)
         return detail, self.decoder(torch.cat([z, known], -1), coords).float(), kl
 
+    def assemble(self, background: Tensor, coords: Tensor, detail: Tensor) -> Tensor:
+        """The picture, fp32: background everywhere, plus detail (B, K, P) at coords (B, K, 2)."""
+        return put(background, coords, take(background, coords, self.patch_size) + detail, self.patch_size)
+
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images to the mean loss (fp32 scalar) and metrics of shape (B,). labels are not used.
 
-        loss: mean square error of the active patches + kl_weight * kl. mse: of the whole picture, background included.
+        loss: mean square error of the active patches + KL_WEIGHT * kl. mse: of the whole picture, background included.
         kl: nats an active patch. Errors are in units of the normalised images.
         """
         coords, background = self.structure(images)
         detail, decoded, kl = self.code(images, coords, background)
         with torch.autocast(images.device.type, enabled=False):
             kl = kl.mean(1)
-            losses = (decoded - detail).square().mean((1, 2)) + self.kl_weight * kl
+            losses = (decoded - detail).square().mean((1, 2)) + KL_WEIGHT * kl
             picture = self.assemble(background, coords, decoded.detach())
             mse = (picture - images.float()).square().mean((1, 2, 3))
         return losses.mean(), {"loss": losses.detach(), "mse": mse, "kl": kl.detach()}
-
-    def assemble(self, background: Tensor, coords: Tensor, detail: Tensor) -> Tensor:
-        """The picture, fp32: background everywhere, plus detail (B, K, P) at coords (B, K, 2)."""
-        return put(background, coords, take(background, coords, self.patch_size) + detail, self.patch_size)
 
     @torch.no_grad()
     def show(self, images: Tensor, labels: Tensor) -> Tensor:

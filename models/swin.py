@@ -4,22 +4,22 @@ Swin: attention in shifted windows, version 1 whose logits overflow fp16 and ver
 Version 1 (Liu et al., arXiv 2103.14030) takes softmax(q . k / sqrt(d) + bias). Nothing bounds q . k, and training makes
 it grow: twice the weights, four times the logit. Swin-L in fp16 (microsoft/Swin-Transformer, issue 82) was well until
 epoch 1, iteration 880, and NaN ever after. The mechanism that fits: past 65504 a logit is inf, softmax makes
-inf - inf = NaN, the loss scaler skips the step, and the weights stay in the very state that overflows. A lower loss
-scale cannot help, since the inf is born in the forward. Here an fp32 island reaches from q @ k^T to the softmax;
-`fp32_logits=False` takes the product in half precision, as published, to see it fail.
+inf - inf = NaN, the loss scaler skips the step, and the weights stay as they are. A lower loss scale cannot help, since
+the inf is born in the forward. Here the logits are an fp32 island, from q @ k^T to the softmax. `fp32_logits=False`
+takes the product in half precision, as published, to see it fail.
 
 Version 2 (arXiv 2111.09883) is the authors' own answer, in two parts:
 
-    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), scale <= 100 by a clamp of its log: |logit| <= 116. The
-                       cosine needs fp32 itself: one q of 256 has a square of 65536, and normalize's eps of 1e-12 is
-                       exactly 0 in fp16, where a row of zeros would be 0 / 0.
-    res-post-norm      x + norm(branch(x)), each branch normalised before it is added and the norm's scale starting at
-                       0, instead of the pre-norm stream of version 1 that gathers amplitude from block to block.
+    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), with scale <= 100: |logit| <= 116. The cosine needs fp32
+                       itself: one q of 256 has a square of 65536, and normalize's eps of 1e-12 is 0 in fp16, where a
+                       row of zeros would be 0 / 0.
+    res-post-norm      x + norm(branch(x)), and the norm's scale starts at 0. In version 1, x + branch(norm(x)), the
+                       stream x gathers amplitude from block to block.
 
-Two departures, the same for both versions. The mask between regions that the shift brought together is -inf, not -100:
--100 no longer hides anything once logits reach 100. It makes no NaN, for every token sees itself. And k has no bias
-(version 2 has none; in version 1 softmax ignores it). The residual stream is fp32: in bf16 a branch below 2^-9 of it
-would be lost.
+Both versions depart from the papers in three places. Regions that the shift brought together are hidden from each other
+by -inf, not by -100, which hides nothing once logits reach 100; every token sees itself, so it makes no NaN. k has no
+bias (version 2 has none; in version 1 softmax ignores it). The residual stream is fp32: in bf16 a branch below 2^-9 of
+it would be lost.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -27,6 +27,7 @@ Copy this file alone: it needs torch and nothing else.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -63,15 +64,12 @@ class PatchEmbed(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): four neighbours side by side, then one matmul.
-
-    Version 1 normalises the 4 D channels before it, version 2 the 2 D after it.
-    """
+    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): four neighbours side by side, then one matmul."""
 
     def __init__(self, dim: int, version: int):
         super().__init__()
         self.version = version
-        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)
+        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)  # before the matmul in 1, after it in 2
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,11 +81,10 @@ class PatchMerging(nn.Module):
 
 
 def offsets(window: int) -> Tensor:
-    """int64 (N, N) with N = window ** 2: which of the (2 window - 1) ** 2 relative positions a pair of tokens has."""
-    at = torch.arange(window)
-    apart = at[:, None] - at + window - 1  # 0 ... 2 window - 2
-    pairs = apart[:, None, :, None] * (2 * window - 1) + apart[None, :, None, :]  # y, x of one; y, x of the other
-    return pairs.flatten(2).flatten(0, 1)
+    """Which of the (2 window - 1) ** 2 relative positions each pair of a window's N tokens has: int64 (N, N)."""
+    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)
+    dy, dx = y[:, None] - y + window - 1, x[:, None] - x + window - 1  # 0 ... 2 window - 2
+    return dy * (2 * window - 1) + dx
 
 
 class RelativeBias(nn.Module):
@@ -107,34 +104,25 @@ class RelativeBias(nn.Module):
 
 
 class ContinuousBias(nn.Module):
-    """Version 2: a small network from the relative position, in log scale, to 16 * sigmoid(.): fp32 (heads, N, N).
-
-    The position is sign(t) * log2(1 + 8 |t|) / 3 of a distance t in -1 ... 1, so that a window that grows after
-    training asks for less extrapolation.
-    """
+    """Version 2: 16 * sigmoid of a small network that reads the relative position. () -> fp32 (heads, N, N)."""
 
     def __init__(self, window: int, heads: int):
         super().__init__()
         t = torch.arange(1 - window, window) / (window - 1)
-        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3
+        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3  # -1 ... 1; in log scale a wider window is less of a leap
         self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)  # (2 window - 1) ** 2, 2
         self.register_buffer("offsets", offsets(window), persistent=False)
         self.mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, heads, bias=False))
 
     def no_weight_decay(self) -> set[str]:
-        return {"mlp.0.weight", "mlp.2.weight"}
+        return {"mlp.0.weight", "mlp.2.weight"}  # as published
 
     def forward(self) -> Tensor:
         return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)
 
 
 class WindowAttention(nn.Module):
-    """(windows, N, D) -> (windows, N, D), each token looking at the N of its window.
-
-    Args:
-        version: 1, dot products; 2, cosines.
-        fp32_logits: version 1 only. False: the product in the dtype of q and k, as published.
-    """
+    """(windows, N, D) to the same, a token looking at the N of its window: dot products in version 1, cosines in 2."""
 
     def __init__(self, dim: int, heads: int, window: int, version: int, fp32_logits: bool):
         super().__init__()
@@ -185,7 +173,7 @@ class DropPath(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """fp32 (B, grid, grid, D) to the same: windows (rolled by `shift`), MLP; pre-norm in version 1, post in 2."""
+    """fp32 (B, grid, grid, D) to the same: attention in windows, rolled by `shift`, then an MLP."""
 
     def __init__(
         self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool, drop: float
@@ -193,29 +181,38 @@ class SwinBlock(nn.Module):
         super().__init__()
         self.window, self.shift, self.version = window, shift, version
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        if version == 2:  # res-post-norm: every branch begins as nothing
+            nn.init.zeros_(self.norm1.weight)
+            nn.init.zeros_(self.norm2.weight)
         self.attn = WindowAttention(dim, heads, window, version, fp32_logits)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.drop = DropPath(drop)
         hidden = None
-        if shift:  # rolled, the last window of a row holds the image's two ends: two regions that must not meet
+        if shift:  # rolled, the last windows hold both ends of the image: regions that must not meet
             end = (torch.arange(grid) >= grid - shift).long()
-            region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)  # windows, N
+            region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)  # windows, N: 0 ... 3
             hidden = (region[:, :, None] != region[:, None])[:, None]
         self.register_buffer("hidden", hidden, persistent=False)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, grid, grid, D) -> (B * windows, N, D)."""
-        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))
+        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))  # B, rows, window, columns, window, D
         return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
+    def join(self, x: Tensor, grid: int) -> Tensor:
+        """The inverse of split."""
+        w, n = self.window, grid // self.window
+        return x.view(-1, n, n, w, w, x.shape[-1]).transpose(2, 3).reshape(-1, grid, grid, x.shape[-1])
+
     def mix(self, x: Tensor) -> Tensor:
-        """Window attention, fp32 out."""
-        B, H, W, D = x.shape
-        w = self.window
-        x = x.roll((-self.shift, -self.shift), (1, 2)) if self.shift else x
-        x = self.attn(self.split(x), self.hidden)
-        x = x.view(B, H // w, W // w, w, w, D).transpose(2, 3).reshape(B, H, W, D)
-        return (x.roll((self.shift, self.shift), (1, 2)) if self.shift else x).float()
+        """Attention in the shifted windows, fp32 out."""
+        grid, shift = x.shape[1], self.shift
+        if shift:
+            x = x.roll((-shift, -shift), (1, 2))
+        x = self.join(self.attn(self.split(x), self.hidden), grid)
+        if shift:
+            x = x.roll((shift, shift), (1, 2))
+        return x.float()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.version == 1:
@@ -225,32 +222,19 @@ class SwinBlock(nn.Module):
         return x + self.drop(self.norm2(self.mlp(x).float()).float())
 
 
-class Stage(nn.Module):
-    """Blocks on one grid; all but the first stage begin by merging patches."""
-
-    def __init__(self, merge: nn.Module, blocks: list[SwinBlock]):
-        super().__init__()
-        self.merge, self.blocks = merge, nn.Sequential(*blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.merge(x))
-
-
 class Swin(nn.Module):
     """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B, num_classes).
 
     Args:
-        num_classes: width of the head.
         image_size, patch_size: pixels a side.
         dim: channels of the first stage; each further stage has twice as many on half the grid.
         depths, heads: blocks and attention heads of each stage.
         window: tokens a side of a window; every second block of a stage is shifted by half of it.
         version: 1 or 2.
-        fp32_logits: False computes version 1's logits in half precision, as published.
+        fp32_logits: False computes version 1's logits in the dtype of q and k, as published.
         drop_path: stochastic depth of the last block, rising linearly from 0.
     Raises:
-        ValueError: an unknown version, half logits in version 2, or one of the sizes does not divide the other; in the
-            forward, images of another size.
+        ValueError: half logits in version 2, sizes that do not divide; in the forward, images of another size.
     """
 
     def __init__(
@@ -276,41 +260,35 @@ class Swin(nn.Module):
             raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
         if len(depths) != len(heads):
             raise ValueError(f"{len(depths)} depths, but {len(heads)} numbers of heads")
-        grid, stages, number = image_size // patch_size, [], 0
-        self.image_size = image_size
-        self.embed = PatchEmbed(patch_size, dim)
-        for stage, (depth, h) in enumerate(zip(depths, heads, strict=True)):
-            merge = PatchMerging(dim, version) if stage else nn.Identity()
-            if stage and grid % 2:
-                raise ValueError(f"stage {stage} cannot merge patches two by two on a grid of {grid}")
-            grid, dim = (grid // 2, 2 * dim) if stage else (grid, dim)
+        self.image_size, grid = image_size, image_size // patch_size
+        self.embed, self.stages = PatchEmbed(patch_size, dim), nn.Sequential()
+        for stage, depth in enumerate(depths):
+            merge = nn.Identity()
+            if stage:
+                if grid % 2:
+                    raise ValueError(f"stage {stage} cannot merge patches two by two on a grid of {grid}")
+                merge = PatchMerging(dim, version)
+                grid, dim = grid // 2, 2 * dim
             if grid % window:
                 raise ValueError(f"the grid of stage {stage}, {grid} a side, is not a multiple of window {window}")
-            if dim % h:
-                raise ValueError(f"the width of stage {stage}, {dim}, is not a multiple of its heads {h}")
-            blocks = []
+            if dim % heads[stage]:
+                raise ValueError(f"the width of stage {stage}, {dim}, is not a multiple of its heads {heads[stage]}")
+            blocks = nn.Sequential()
             for i in range(depth):
                 shift = window // 2 if i % 2 and grid > window else 0  # a single window has nothing to shift
-                drop = drop_path * number / max(1, sum(depths) - 1)
-                blocks.append(SwinBlock(dim, h, grid, window, shift, version, fp32_logits, drop))
-                number += 1
-            stages.append(Stage(merge, blocks))
-        self.stages = nn.ModuleList(stages)
+                drop = drop_path * (sum(depths[:stage]) + i) / max(1, sum(depths) - 1)
+                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits, drop))
+            self.stages.append(nn.Sequential(OrderedDict(merge=merge, blocks=blocks)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and ".bias." not in name:  # the continuous bias keeps torch's start
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            if isinstance(module, SwinBlock) and version == 2:  # res-post-norm: every branch begins as nothing
-                nn.init.zeros_(module.norm1.weight)
-                nn.init.zeros_(module.norm2.weight)
         nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[2:] != (self.image_size, self.image_size):  # another size would run, with the wrong mask
             raise ValueError(f"images of {tuple(images.shape[2:])}, but this network was built for {self.image_size}")
-        x = self.embed(images).float()
-        for stage in self.stages:
-            x = stage(x)
+        x = self.stages(self.embed(images).float())
         return self.head(self.norm(x).mean((1, 2)))

@@ -10,20 +10,20 @@ and learns the bytes of the answer. The model is that of huggingface/nanoVLM (Ap
 165 and 187 (loss NaN) are why the first two lines below exist. Where half precision breaks text models:
 
     masks       A padding row sees padding only. The published mask adds finfo(float32).min = -3.4028e38, which rounds
-                to -inf in fp16 and in bf16 too (largest 3.3895e38); a softmax over nothing but -inf is 0/0 = NaN, in
-                every dtype. The loss ignores that row, the next layer's 0 * NaN does not. Here: bool masks (True =
-                attend), and every row may see itself. finfo(half).min is no cure: two such masks add up to -inf.
-    counting    A mean over no answer token is 0/0. Here an image's loss is its summed token losses / max(tokens, 1).
-                The batch's is the mean over images: it does not depend on how images are cut into micro-batches and
-                ranks, which a mean over all tokens does, and a long name weighs no more than a short one.
-    positions   bf16 counts exactly to 256, fp16 to 2048: position 257 is 256. Frequencies rounded to bf16
-                (by up to 2^-9) turn position 1000 of a head of 64 wrong by up to 0.44 radians. Here angles are fp32
-                from int64 positions, and nothing of RoPE is a buffer that O3 could cast.
+                to -inf in fp16 and in bf16 too (largest 3.3895e38); a softmax over nothing but -inf is 0/0 = NaN. The
+                loss ignores that row, the next layer's 0 * NaN does not. Here: bool masks (True = attend), and every
+                row may see itself. finfo(half).min is no cure: two such masks add up to -inf.
+    counting    A mean over no answer token is 0/0. Here an image's loss is its summed token losses / max(tokens, 1),
+                and the batch's the mean over images, however they are cut into micro-batches and ranks.
+    positions   bf16 counts exactly to 256, fp16 to 2048: position 257 is 256. Frequencies rounded to bf16 turn position
+                1000 of a head of 64 wrong by up to 0.44 radians. Here angles are fp32 from int64 positions, and nothing
+                of RoPE is a buffer that O3 could cast.
     norms       x * x overflows fp16 from |x| = 256 on. RMSNorm is an fp32 island; so is the cross entropy.
 
-Exact match is judged with the true answer as the input ("teacher forced"), in one pass. That is what greedy generation
-scores: if every argmax is right given the right prefix, generation builds that very prefix, token after token; if one
-is wrong, it leaves the true answer there. Copy this file alone: it needs torch and nothing else.
+Exact match is judged in one pass, with the true answer as the input ("teacher forced"). Greedy generation scores the
+same: where every argmax is right it writes that very answer, where one is wrong it leaves it.
+
+Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 PAD, BOS, IMAGE, EOS = range(256, 260)  # after the 256 bytes; text needs no other tokenizer
 VOCABULARY = 260
+FOLD = 2  # patches a side that become one token of the decoder
 IGNORE = -100  # cross_entropy's mark for "this token does not count": loss and gradient are exactly 0
 
 QUESTIONS = ("What is it? ", "Name the object in this picture: ", "Look closely and say what this shows: ")
@@ -97,14 +98,14 @@ class RotaryAngles(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (arXiv 1910.07467), in fp32; returns the input's dtype."""
 
-    def __init__(self, dim: int, eps: float = 1e-5):
+    def __init__(self, dim: int):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             y = x.float()
-            y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight.float()
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight.float()
         return y.to(x.dtype)
 
 
@@ -141,14 +142,15 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class DecoderBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int):
-        super().__init__()
-        self.norm1, self.attn = RMSNorm(dim), GroupedQueryAttention(dim, heads, kv_heads)
-        self.norm2, self.mlp = RMSNorm(dim), SwiGLU(dim, hidden)
+class Block(nn.Module):
+    """Pre-norm, of the decoder and of the vision transformer: x + attn(norm1(x), ...), then x + mlp(norm2(x))."""
 
-    def forward(self, x: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), mask, cos, sin)
+    def __init__(self, norm: type[nn.Module], dim: int, attn: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = norm(dim), attn, norm(dim), mlp
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), *context)
         return x + self.mlp(self.norm2(x))
 
 
@@ -162,15 +164,17 @@ class Decoder(nn.Module):
     def __init__(self, dim: int, depth: int, heads: int, kv_heads: int, hidden: int, rope_base: float):
         super().__init__()
         self.embed, self.angles = nn.Embedding(VOCABULARY, dim), RotaryAngles(dim // heads, rope_base)
-        self.blocks = nn.ModuleList(DecoderBlock(dim, heads, kv_heads, hidden) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(RMSNorm, dim, GroupedQueryAttention(dim, heads, kv_heads), SwiGLU(dim, hidden)) for _ in range(depth)
+        )
         self.norm, self.head = RMSNorm(dim), nn.Linear(dim, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight  # tied
 
     def forward(self, ids: Tensor, image_tokens: Tensor, last: int) -> Tensor:
-        x, here = self.embed(ids), ids == IMAGE
-        which = (here.cumsum(1) - 1).clamp(0, image_tokens.shape[1] - 1)[..., None].expand(-1, -1, x.shape[-1])
-        x = torch.where(here[..., None], image_tokens.gather(1, which).to(x.dtype), x)
-        real = ids != PAD
+        x, here, real = self.embed(ids), ids == IMAGE, ids != PAD
+        nth = (here.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(x)
+        images = image_tokens.gather(1, nth).to(x.dtype)  # masked_scatter's backward would wait for the device
+        x = torch.where(here[..., None], images, x)
         mask = attention_mask(real)
         cos, sin = self.angles((real.cumsum(1) - 1).clamp(min=0))
         for block in self.blocks:
@@ -190,18 +194,6 @@ class VisionAttention(nn.Module):
         return self.proj(attend(q, k, v))
 
 
-class VisionBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, hidden: int):
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), VisionAttention(dim, heads)
-        self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class VisionTransformer(nn.Module):
     """Images (B, 3, H, W) to patch tokens (B, (H / patch_size)^2, dim), row by row; pre-norm, no class token."""
 
@@ -212,34 +204,34 @@ class VisionTransformer(nn.Module):
         self.patch_size, self.grid = patch_size, image_size // patch_size
         self.patch = nn.Linear(3 * patch_size**2, dim)
         self.position = nn.Parameter(torch.randn(1, self.grid**2, dim) * 0.02)
-        self.blocks = nn.ModuleList(VisionBlock(dim, heads, hidden) for _ in range(depth))
+        self.blocks = nn.Sequential()
+        for _ in range(depth):
+            attn = VisionAttention(dim, heads)
+            mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+            self.blocks.append(Block(nn.LayerNorm, dim, attn, mlp))
         self.norm = nn.LayerNorm(dim)
 
     def no_weight_decay(self) -> set[str]:
         return {"position"}
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2)  # B, grid^2, 3 patch_size^2
-        x = self.patch(patches)
-        x = x + self.position.to(x.dtype)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+        x = self.patch(F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2))  # B, grid^2, dim
+        return self.norm(self.blocks(x + self.position.to(x.dtype)))
 
 
 class ModalityProjector(nn.Module):
-    """Pixel shuffle (as in Idefics3, arXiv 2408.12637): `factor` x `factor` neighbours become one decoder token."""
+    """Pixel shuffle (as in Idefics3, arXiv 2408.12637): FOLD x FOLD neighbours become one decoder token."""
 
-    def __init__(self, dim: int, out_dim: int, grid: int, factor: int):
+    def __init__(self, dim: int, out_dim: int, grid: int):
         super().__init__()
-        if grid % factor:
-            raise ValueError(f"a grid of {grid} patches does not fold by {factor}")
-        self.grid, self.factor = grid, factor
-        self.proj = nn.Linear(dim * factor**2, out_dim, bias=False)
+        if grid % FOLD:
+            raise ValueError(f"a grid of {grid} patches a side does not fold by {FOLD}")
+        self.grid = grid
+        self.proj = nn.Linear(dim * FOLD**2, out_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(1, 2).unflatten(2, (self.grid, self.grid))  # B, dim, grid, grid
-        return self.proj(F.pixel_unshuffle(x, self.factor).flatten(2).transpose(1, 2))
+        return self.proj(F.pixel_unshuffle(x, FOLD).flatten(2).transpose(1, 2))
 
 
 class VLM(nn.Module):
@@ -250,7 +242,6 @@ class VLM(nn.Module):
 
     Args:
         class_names: what the answers are made of; UTF-8, short ones are cheaper.
-        shuffle: (grid / shuffle)^2 image tokens reach the decoder.
         vit_mlp, lm_mlp: hidden widths, of GELU and SwiGLU.
         max_length: tokens of a sequence, image included. A longer one loses its end, up to the whole answer: then no
             token counts and its loss is 0. ValueError if the plain question and the longest name do not fit.
@@ -260,21 +251,20 @@ class VLM(nn.Module):
 
     def __init__(
         self, *, class_names: Sequence[str], image_size: int = 32, patch_size: int = 4, vit_dim: int = 96,
-        vit_depth: int = 3, vit_heads: int = 2, vit_mlp: int = 256, shuffle: int = 2, lm_dim: int = 64,
-        lm_depth: int = 2, lm_heads: int = 2, lm_kv_heads: int = 1, lm_mlp: int = 128, rope_base: float = 10_000.0,
-        max_length: int = 128,
+        vit_depth: int = 3, vit_heads: int = 2, vit_mlp: int = 256, lm_dim: int = 64, lm_depth: int = 2,
+        lm_heads: int = 2, lm_kv_heads: int = 1, lm_mlp: int = 128, rope_base: float = 10_000.0, max_length: int = 128,
     ):  # fmt: skip
         super().__init__()
         self.class_names, self.max_length = list(class_names), max_length
         self.vision = VisionTransformer(image_size, patch_size, vit_dim, vit_depth, vit_heads, vit_mlp)
-        self.projector = ModalityProjector(vit_dim, lm_dim, self.vision.grid, shuffle)
+        self.projector = ModalityProjector(vit_dim, lm_dim, self.vision.grid)
         self.decoder = Decoder(lm_dim, lm_depth, lm_heads, lm_kv_heads, lm_mlp, rope_base)
-        self.image_length = (self.vision.grid // shuffle) ** 2
+        self.image_length = (self.vision.grid // FOLD) ** 2
         self.write_sequences()
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and module is not self.decoder.head:
                 depth = vit_depth if name.startswith("vision") else lm_depth
-                out = name.endswith(("attn.proj", "mlp.2", "mlp.down"))  # they write into the residual stream
+                out = name.endswith(("attn.proj", "mlp.2", "mlp.down"))  # 2 a block write into the residual stream
                 nn.init.normal_(module.weight, std=(module.in_features * (2 * depth if out else 1)) ** -0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
@@ -287,20 +277,20 @@ class VLM(nn.Module):
     def write_sequences(self) -> None:
         """Every (question, answer) once, as integer buffers that are not saved: a batch is a gather of rows.
 
-        Row k * C + c: question k about class c; with C classes, K questions, rows K * C + 2 * c and the one after it:
+        With C classes and K questions: row k * C + c is question k about class c; rows K * C + 2 * c and the next are
         ASK about class c, answered no and yes.
         """
-        named = [(self.prompt(q), name) for q in QUESTIONS for name in self.class_names]
-        asked = [(self.prompt(ASK.format(name)), answer) for name in self.class_names for answer in ("no", "yes")]
+        pairs = [(question, name) for question in QUESTIONS for name in self.class_names]
+        pairs += [(ASK.format(name), answer) for name in self.class_names for answer in ("no", "yes")]
         rows, counts = [], []
-        for prompt, answer in named + asked:
+        for question, answer in pairs:
+            prompt = self.prompt(question)
             rows.append([*prompt, *answer.encode(), EOS][: self.max_length])
             counts.append(max(0, len(rows[-1]) - len(prompt)))
         longest = len(self.prompt(QUESTIONS[0])) + max(len(name.encode()) for name in self.class_names) + 1
         if longest > self.max_length:
             raise ValueError(f"{QUESTIONS[0]!r} and its longest answer take {longest} tokens: raise max_length to that")
-        self.width, self.eval_width = max(map(len, rows)), longest
-        self.answer_length = max(counts)
+        self.width, self.eval_width, self.answer_length = max(map(len, rows)), longest, max(counts)
         padded = torch.tensor([[PAD] * (self.width - len(row)) + row for row in rows])
         self.register_buffer("sequences", padded, persistent=False)  # int64 (rows, width)
         self.register_buffer("counts", torch.tensor(counts), persistent=False)  # answer tokens, <eos> included
@@ -320,7 +310,7 @@ class VLM(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         rows = self.choose(labels)
-        ids = self.sequences[rows, -(self.width if self.training else self.eval_width) :]
+        ids = self.sequences[rows, -(self.width if self.training else self.eval_width) :]  # padding is on the left
         logits = self.decoder(ids[:, :-1], self.image_tokens(images), self.answer_length)
         losses, exact = score(logits, ids[:, -self.answer_length :], self.counts[rows])
         return losses.mean(), {"loss": losses.detach(), "exact_match": exact}
@@ -334,8 +324,8 @@ class VLM(nn.Module):
             raise ValueError(f"the question takes {prompt} of max_length={self.max_length} tokens: no room to answer")
         for _ in range(min(self.answer_length, self.max_length - prompt)):
             ids = torch.cat([ids, self.decoder(ids, image_tokens, 1).argmax(-1)], 1)
-        answers = [row[: row.index(EOS)] if EOS in row else row for row in ids[:, prompt:].tolist()]
-        return [bytes(token for token in row if token < 256).decode(errors="replace") for row in answers]
+        rows = [row[: row.index(EOS)] if EOS in row else row for row in ids[:, prompt:].tolist()]
+        return [bytes(token for token in row if token < 256).decode(errors="replace") for row in rows]
 
     @torch.no_grad()
     def show(self, images: Tensor, labels: Tensor) -> list[str]:

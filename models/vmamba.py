@@ -9,18 +9,15 @@ anew. Along a sequence of tokens every channel keeps d_state numbers h, forgets 
 What half precision breaks here, and what this file does about it:
 
     range     y is a product of four activations, C * B * delta * x, and nothing bounds it: four times 16 is 16^4 =
-              65536, over fp16's 65504. The four directions are added *before* out_norm: inf - inf, and the norm makes
-              every logit NaN. `force_fp32=True`: inputs, scan, sum and norm are one fp32 island; the half copy is made
-              behind the norm. False: the scan's output is cast to its input's dtype before the sum, as when VMamba
-              trained well and evaluated to NaN (failures/vmamba_eval_nan.py). There the choice hung on
-              `self.training`; here it is an argument, the same for training and evaluation.
+              65536, over fp16's 65504. The four directions are added *before* out_norm: inf - inf, and every logit is
+              NaN. `force_fp32=True`: scan, sum and norm are one fp32 island, the half copy is made behind the norm.
+              False: it is made before the sum, as when VMamba trained well and evaluated to NaN. There the choice hung
+              on `self.training` (failures/vmamba_eval_nan.py); here it is the same for training and evaluation.
     memory    delta starts between 0.001 and 0.1. A decay of exp(-0.001) = 0.9990 is 1.0 in bf16, whose numbers below 1
               are 0.0039 apart: such a state never forgets, where after 1,024 tokens e^-1 = 0.36 should be left.
     division  the popular parallel form h = P * cumsum(b / P), P the cumulative product of decays, divides by 0: at
-              delta A = -50 the third P is e^-150, which is 0 even in fp32. `selective_scan` never divides and never
-              takes the exp of a positive number: chunks run abreast from 0, are told the state they really began with
-              (a scan over chunks, shorter by the chunk's length), and run again. Linear work and memory; the backward
-              pass is the same scan in reverse and keeps h alone.
+              delta A = -50 the third P is e^-150, which is 0 even in fp32. Here nothing is divided, and no exp is
+              taken of a positive number. `linear_scan` cuts the sequence into chunks and runs them abreast.
 
 At O3, by definition without fp32 norms, out_norm's input is cast to fp16: there the island ends at the sum.
 Copy this file alone: it needs torch and nothing else.
@@ -44,7 +41,7 @@ PRESETS = {
 }
 FULL_STEP = 2**15  # numbers in one step of the recurrence: with fewer, calling the kernel costs more than its work
 SHORTEST_CHUNK = 16
-CACHED = 2**19  # numbers in h (2 MiB) that a CPU takes at once: the ten passes over them then find them in its cache
+CACHED = 2**19  # numbers in h (2 MiB) that a CPU takes at once: ten passes over them then find them in its cache
 
 
 # --- the selective scan ----------------------------------------------------------------------------------------------
@@ -63,11 +60,11 @@ def selective_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D:
     """
     dtype = torch.promote_types(u.dtype, torch.float32)
     A, D = A.to(dtype), D.to(dtype)[:, None, None]
-    blocks = max(1, u.numel() * A.shape[-1] // CACHED) if u.is_cpu else 1
+    parts = max(1, u.numel() * A.shape[-1] // CACHED) if u.is_cpu else 1  # of the batch
     ys = []
     with torch.autocast(u.device.type, enabled=False):
-        for block in zip(*(t.chunk(blocks, 1) for t in (u, delta, B, C)), strict=True):
-            u, delta, B, C = (t.to(dtype) for t in block)
+        for part in zip(*(t.chunk(parts, 1) for t in (u, delta, B, C)), strict=True):
+            u, delta, B, C = (t.to(dtype) for t in part)
             ys.append(torch.addcmul(SelectiveScan.apply(u, delta, A, B, C), u, D))
     return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
 
@@ -101,12 +98,11 @@ class SelectiveScan(torch.autograd.Function):
         gC = (gy.unsqueeze(3) * h).sum(4)
         gB = ((delta * u).unsqueeze(3) * g).sum(4)
         g_written = sum_states(g * B.unsqueeze(4))  # of delta * u
-        g_exponent = later.mul_(h)[:, :, :-1].mul_(g[:, :, 1:])  # of delta_t A, for t = 1 ..: h_{-1} is 0
+        g_exponent = later.mul_(h)[:, :, :-1].mul_(g[:, :, 1:])  # of delta_t A, t = 1 ..: decay_t h_{t-1} g_t
         g_delta = g_written * u
         g_delta[:, :, 1:] += sum_states(g_exponent * A)
         gA = g_exponent.mul_(delta[:, :, 1:].unsqueeze(3)).sum(2).sum(1)  # sum((1, 2)) is 50 times slower on a CPU
-        gA = gA.transpose(1, 2)
-        return g_written.mul_(delta), g_delta, gA, gB, gC
+        return g_written.mul_(delta), g_delta, gA.transpose(1, 2), gB, gC
 
 
 def sum_states(t: Tensor) -> Tensor:
@@ -115,27 +111,32 @@ def sum_states(t: Tensor) -> Tensor:
 
 
 def linear_scan(a: Tensor, b: Tensor, reverse: bool = False) -> Tensor:
-    """h_t = a_t h_{t-1} + b_t along dim 2 of (K, batch, L, N, D) (reverse: from h_{t+1}), |a| <= 1. Overwrites b."""
-    h = _scan(a.flatten(0, 1).flatten(2), b.flatten(0, 1).flatten(2), reverse)
-    return h.view(b.shape)
+    """h_t = a_t h_{t-1} + b_t along dim 2 of (K, batch, L, N, D) (reverse: from h_{t+1}), |a| <= 1. Overwrites b.
+
+    Chunks run abreast, twice: from 0, to learn what each adds to its end; then from the state they really begin with,
+    which a scan over these ends tells. Linear work and memory.
+    """
+    return chunked_scan(a.flatten(0, 1).flatten(2), b.flatten(0, 1).flatten(2), reverse).view(b.shape)
 
 
-def _scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
-    """linear_scan on contiguous (M, L, F). Cut into C chunks of T tokens, just enough to fill a step."""
+def chunked_scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
+    """linear_scan on contiguous (M, L, W), in C chunks of T tokens: just enough of them to fill a step."""
     M, L, W = b.shape
-    T = max(SHORTEST_CHUNK, -(-L * M * W // FULL_STEP))
-    C = -(-L // T)
-    T = -(-L // C)
+    T = max(SHORTEST_CHUNK, math.ceil(L * M * W / FULL_STEP))
+    C = math.ceil(L / T)
+    T = math.ceil(L / C)  # all alike, so that little is added to the last
     if C * T > L:  # zeros behind the end: nothing reads them forwards, and they add nothing backwards
         a, b = (F.pad(t, (0, 0, 0, C * T - L)) for t in (a, b))
     a, b = a.view(M, C, T, W), b.view(M, C, T, W)
-    steps = list(zip(a.unbind(2), b.unbind(2), strict=True))[:: -1 if reverse else 1]
+    steps = list(zip(a.unbind(2), b.unbind(2), strict=True))
+    if reverse:
+        steps.reverse()
     h = None
-    if C > 1:
+    if C > 1:  # without it, h would be 0 before every chunk
         end = steps[0][1]
-        for a_t, b_t in steps[1:]:  # every chunk as if nothing had come before it
+        for a_t, b_t in steps[1:]:
             end = torch.addcmul(b_t, a_t, end)
-        ends = _scan(a.prod(2), end, reverse)  # with what came before: a scan again, over C instead of L
+        ends = chunked_scan(a.prod(2), end, reverse)  # a scan again, over C instead of L
         h = F.pad(ends[:, 1:], (0, 0, 0, 1)) if reverse else F.pad(ends[:, :-1], (0, 0, 1, 0))
     for a_t, b_t in steps:
         h = b_t if h is None else b_t.addcmul_(a_t, h)
@@ -208,39 +209,38 @@ class CrossSelectiveScan(nn.Module):
 
 
 class SS2D(nn.Module):
-    """2D-selective-scan: (B, H, W, dim) to the same. gate: multiply by SiLU of a second projection (VMamba's first
-    version); without it the block is the published second version."""
+    """2D-selective-scan: (B, H, W, dim) to the same."""
 
-    def __init__(self, dim: int, *, d_state: int, ssm_ratio: float, gate: bool, force_fp32: bool):
+    def __init__(self, dim: int, d_state: int, gate: bool, force_fp32: bool):
         super().__init__()
-        inner = int(ssm_ratio * dim)
         self.gate = gate
-        self.in_proj = nn.Linear(dim, 2 * inner if gate else inner, bias=False)
-        self.conv2d = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
-        self.core = CrossSelectiveScan(inner, d_state, force_fp32)
-        self.out_proj = nn.Linear(inner, dim, bias=False)
+        self.in_proj = nn.Linear(dim, 2 * dim if gate else dim, bias=False)
+        self.conv2d = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.core = CrossSelectiveScan(dim, d_state, force_fp32)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.in_proj(x)
-        x, z = x.chunk(2, -1) if self.gate else (x, None)
-        x = F.silu(self.conv2d(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
-        y = self.core(x)
-        return self.out_proj(y if z is None else y * F.silu(z))
+        if self.gate:
+            x, z = x.chunk(2, -1)
+        y = self.core(F.silu(self.conv2d(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
+        return self.out_proj(y * F.silu(z) if self.gate else y)
 
 
 class VSSBlock(nn.Module):
-    """x + SS2D(norm(x)), then, if mlp_ratio > 0, x + MLP(norm2(x))."""
+    """x + SS2D(norm(x)), then, with an MLP, x + MLP(norm2(x))."""
 
-    def __init__(self, dim: int, *, mlp_ratio: float, **op):
+    def __init__(self, dim: int, d_state: int, mlp_ratio: float, gate: bool, force_fp32: bool):
         super().__init__()
-        self.norm, self.op = LayerNorm(dim), SS2D(dim, **op)
-        hidden = int(mlp_ratio * dim)
-        self.norm2 = LayerNorm(dim) if hidden else None
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim)) if hidden else None
+        self.norm, self.op = LayerNorm(dim), SS2D(dim, d_state, gate, force_fp32)
+        self.hidden = int(mlp_ratio * dim)
+        if self.hidden:
+            self.norm2 = LayerNorm(dim)
+            self.mlp = nn.Sequential(nn.Linear(dim, self.hidden), nn.GELU(), nn.Linear(self.hidden, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.op(self.norm(x))
-        return x if self.mlp is None else x + self.mlp(self.norm2(x))
+        return x + self.mlp(self.norm2(x)) if self.hidden else x
 
 
 class Downsample(nn.Module):
@@ -261,6 +261,8 @@ class VMamba(nn.Module):
         patch_size: side of a token in pixels; each further stage halves the grid.
         dims, depths: width and number of blocks of each stage.
         d_state: numbers a channel remembers (N): 16 in the first version, 1 in the second.
+        mlp_ratio: hidden width of the MLP over the block's; 0 leaves the MLP out, as in the first version.
+        gate: multiply the scan's result by SiLU of a second projection, as in the first version.
         force_fp32: the scan's results are added and normalised in fp32, in training and in evaluation alike.
     """
 
@@ -273,7 +275,6 @@ class VMamba(nn.Module):
         dims: Sequence[int] = (64, 128),
         depths: Sequence[int] = (2, 2),
         d_state: int = 1,
-        ssm_ratio: float = 1.0,
         mlp_ratio: float = 0.0,
         gate: bool = True,
         force_fp32: bool = True,
@@ -284,13 +285,12 @@ class VMamba(nn.Module):
         if len(dims) != len(depths):
             raise ValueError(f"{len(dims)} dims for {len(depths)} stages")
         self.patch_embed = Downsample(3, dims[0], kernel_size=patch_size, stride=patch_size)
-        op = dict(d_state=d_state, ssm_ratio=ssm_ratio, mlp_ratio=mlp_ratio, gate=gate, force_fp32=force_fp32)
         self.layers = nn.ModuleList(
-            nn.ModuleList(VSSBlock(d, **op) for _ in range(n)) for d, n in zip(dims, depths, strict=True)
+            nn.Sequential(*(VSSBlock(dim, d_state, mlp_ratio, gate, force_fp32) for _ in range(depth)))
+            for dim, depth in zip(dims, depths, strict=True)
         )
-        self.downsamples = nn.ModuleList(
-            Downsample(a, b, kernel_size=3, stride=2, padding=1) for a, b in pairwise(dims)
-        )
+        down = dict(kernel_size=3, stride=2, padding=1)
+        self.downsamples = nn.ModuleList(Downsample(a, b, **down) for a, b in pairwise(dims))
         self.norm, self.head = LayerNorm(dims[-1]), nn.Linear(dims[-1], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -303,6 +303,5 @@ class VMamba(nn.Module):
         for i, blocks in enumerate(self.layers):
             if i:
                 x = self.downsamples[i - 1](x)
-            for block in blocks:
-                x = block(x)
+            x = blocks(x)
         return self.head(self.norm(x).mean((1, 2)))

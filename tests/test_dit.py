@@ -274,6 +274,12 @@ def test_a_fused_modulate_that_lies_is_refused_with_a_warning_and_the_step_is_un
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_fused_path_that_cannot_be_built_is_refused_too(monkeypatch):
+    monkeypatch.setitem(dit.FUSED, "modulate", broken_compiler)  # called without arguments: a TypeError
+    with pytest.warns(UserWarning, match="fused modulate is turned off.*it raised TypeError"):
+        step(build(fused=("modulate",)))
+
+
 def test_one_sample_would_have_let_the_kernel_pass():
     one, five = ([torch.randn(n, 16, 32), torch.randn(n, 32), torch.randn(n, 32)] for n in (1, 5))
     assert max(dit.worst_errors(dit.modulate, sample_0_for_all, one).values()) < 1e-6

@@ -224,6 +224,12 @@ def test_the_preset_has_as_many_tokens_at_64_pixels_and_refuses_other_sizes(imag
         net(F.pad(images, (8, 8, 8, 8)), torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("options", [dict(patch_size=5), dict(heads=3), dict(dim=30)])
+def test_sizes_that_do_not_divide_are_refused(options):
+    with pytest.raises(ValueError, match="not a multiple"):
+        build(**options)
+
+
 def test_the_published_size_has_twelve_blocks_of_768_and_the_test_preset_is_small():
     with torch.device("meta"):
         net = build("slat_vae-b", 64)
