@@ -18,7 +18,7 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
     operation                                                    CUDA      CPU
     linear matmul bmm conv scaled_dot_product_attention          half      half
     softmax log_softmax layer_norm group_norm                    fp32      as it comes
-    rms_norm, of which torch 2.9's CUDA list knows nothing       fp32      as it comes
+    rms_norm (torch 2.9's CUDA list lacks it)                    fp32      as it comes
     exp log pow rsqrt sum norm logsumexp cumsum interpolate      fp32      as it comes
     cross_entropy nll mse l1 smooth_l1 huber kl_div              fp32      fp32
     batch_norm mean gelu relu sigmoid add mul, 2-D pooling       as it comes, on both
@@ -77,7 +77,7 @@ class Policy:
     autocasts: bool = False
     scales: bool = False  # loss scaling
     masters: bool = False  # the optimizer keeps fp32 copies of half parameters
-    norms_fp32: bool = True  # parameters and statistics of the norms
+    norms_fp32: bool = True  # parameters of the norms; if not, all buffers are half as well
     device: str = "cpu"
     reason: str = ""
 
@@ -91,9 +91,9 @@ class Policy:
     def prepare(self, net: nn.Module) -> nn.Module:
         """Set TF32 and, in O2 and O3, cast `net` in place. Before DDP, torch.compile and the optimizer.
 
-        O2 and O3 have no autocast: there each module that owns parameters casts its first positional argument to their
-        dtype, and no other, so `net(images, labels)` never has its labels cast. O2 keeps norms in fp32, and buffers as
-        they are (a rotary table in fp16 miscounts above 2048). What `keep_fp32` has pinned stays fp32 in both.
+        O2 and O3 have no autocast: each module that owns parameters casts its first positional argument to their dtype,
+        and no other, so `net(images, labels)` never has its labels cast. O2 keeps norms in fp32, and buffers as they
+        are (a rotary table in fp16 miscounts above 2048). What `keep_fp32` has pinned stays fp32 in both.
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
@@ -101,10 +101,12 @@ class Policy:
         for module in net.modules():
             if list(module.parameters(recurse=False)):
                 module.register_forward_pre_hook(_cast_first_input)
-            if self.norms_fp32 and "Norm" in type(module).__name__ and not any(module.children()):  # not a `PreNorm`
+            is_norm = "Norm" in type(module).__name__ and not any(module.children())  # a `PreNorm` has children
+            if is_norm and self.norms_fp32:
                 _pin(module)
         kept = {t for m in net.modules() if hasattr(m, "fp32_island") for t in (*m.parameters(), *m.buffers())}
-        for t in [*net.parameters(), *(() if self.norms_fp32 else net.buffers())]:
+        lowered = [*net.parameters()] if self.norms_fp32 else [*net.parameters(), *net.buffers()]
+        for t in lowered:
             if t.is_floating_point() and t not in kept:
                 t.data = t.data.to(self.param_dtype)
         return net
@@ -119,46 +121,6 @@ LEVELS = (
     Policy("O3", F16, F16, "all float16, no masters, no scaling: an experiment", norms_fp32=False),
 )  # TF32 is off beside half precision: what remains in fp32 there is an island, and an island means fp32
 POLICIES = {p.name: p for p in LEVELS} | {"O0": LEVELS[0], "O1": LEVELS[3]}  # apex's names
-
-
-# --- TF32
-
-BACKENDS = torch.backends
-TF32_SWITCHES = BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn
-
-
-def set_tf32(on: bool) -> None:
-    """TF32 on or off for matmuls (cuBLAS, oneDNN) and for cuDNN's convolutions and RNNs.
-
-    By the older setters, which keep the newer `fp32_precision` in step. Not so the other way round: after
-    `fp32_precision = "tf32"` every read of `allow_tf32` raises, and inductor reads it (pytorch #166387).
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 recommends the newer ones here
-        torch.set_float32_matmul_precision("high" if on else "highest")
-        torch.backends.cudnn.allow_tf32 = on
-    if not on:  # that left "none", which inherits a global "tf32"; "ieee" does not, and the older getters agree with it
-        for switch in TF32_SWITCHES:
-            switch.fp32_precision = "ieee"
-
-
-@contextlib.contextmanager
-def _tf32_off() -> Iterator[None]:
-    """TF32 off inside; outside, every switch as it was, whichever interface had set it."""
-    newer = [switch.fp32_precision for switch in TF32_SWITCHES]
-    try:
-        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # the newer interface was used, the older one cannot be read
-        older = None
-    set_tf32(False)
-    try:
-        yield
-    finally:
-        if older:
-            torch.set_float32_matmul_precision(older[0])
-            torch.backends.cudnn.allow_tf32 = older[1]
-        for switch, value in zip(TF32_SWITCHES, newer, strict=True):
-            switch.fp32_precision = value
 
 
 # --- Choosing a level
@@ -178,8 +140,9 @@ class Capabilities:
     @property
     def native_bf16(self) -> bool:
         """Not `torch.cuda.is_bf16_supported()`: that is True on a T4, by emulation."""
-        rocm = self.name.startswith(("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
-        return rocm or self.cpu_bf16 or (self.sm or (0, 0)) >= (8, 0)
+        if self.sm:
+            return self.sm >= (8, 0)
+        return self.cpu_bf16 or self.name.startswith(("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
 
 
 def capabilities(device: str | torch.device) -> Capabilities:
@@ -190,12 +153,16 @@ def capabilities(device: str | torch.device) -> Capabilities:
         if torch.version.hip:
             return Capabilities("cuda", properties.gcnArchName.split(":")[0])
         return Capabilities("cuda", properties.name, (properties.major, properties.minor))
-    machine, native = platform.machine(), False
-    if device.type == "cpu" and machine.lower() in ("aarch64", "arm64"):
-        with contextlib.suppress(AttributeError, RuntimeError):  # a build without oneDNN
+    machine = platform.machine()
+    if device.type != "cpu":
+        native = False
+    elif machine.lower() in ("aarch64", "arm64"):
+        try:
             native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    elif device.type == "cpu":  # that operator is no answer on x86: True from AVX-512 on, by emulation
-        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # where AMX is, this is too
+        except (AttributeError, RuntimeError):  # a build without oneDNN
+            native = False
+    else:  # x86, where that operator is no answer: True from AVX-512 on, by emulation. A chip with AMX has this too
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return Capabilities(device.type, machine, cpu_bf16=native)
 
 
@@ -204,26 +171,27 @@ def self_test(device: str, dtype: torch.dtype) -> str:
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123): only a trial tells.
     """
-    draw, gradients = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
     shapes = (8, 16, 16, 16), (32, 16, 3, 3), (10, 32)
-    image, kernel, head = inputs = [torch.randn(s, generator=draw).to(device).requires_grad_() for s in shapes]
+    image, kernel, head = inputs = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+    gradients = []
     for low in (True, False):
         with torch.autocast(device, dtype=dtype, enabled=low):
             features = F.gelu(F.conv2d(image, kernel / 12, padding=1)).mean((2, 3))
             loss = F.cross_entropy(F.linear(features, head).float(), torch.arange(8, device=device))
         gradients.append(torch.autograd.grad(1024.0 * loss, inputs))  # unscaled they would flush to 0 in fp16
-    for of, low, full in zip(("the input", "a convolution", "a linear"), *gradients, strict=True):
-        error = float((low - full).norm() / full.norm())
+    for of, half, full in zip(("the input", "a convolution", "a linear"), *gradients, strict=True):
+        error = float((half - full).norm() / full.norm())
         if not error <= 0.05:  # sound hardware stays below 0.01; written so that NaN fails
             return f"the gradient of {of} is off by {error:.3g}"
     return ""
 
 
-def choose_policy(name: str, caps: Capabilities, self_test: Callable[[str, torch.dtype], str] = self_test) -> Policy:
+def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] = self_test) -> Policy:
     """The policy called `name`, or for "auto" what suits this machine, with the reason. ValueError on an unknown name.
 
-    `self_test` is asked only about float16 on CUDA chips of capability 7.x. With several processes choose on rank 0 and
-    broadcast the name.
+    `trial` runs only for "auto" on CUDA chips of capability 7.x. With several processes choose on rank 0 and broadcast
+    the name.
     """
     sm = caps.sm or (0, 0)
     if name not in ("auto", *POLICIES):
@@ -238,11 +206,51 @@ def choose_policy(name: str, caps: Capabilities, self_test: Callable[[str, torch
         name, reason = "bf16", f"{caps} runs bfloat16 natively and needs no loss scaling"
     elif sm < (7, 0):
         name, reason = "fp32", f"{caps} has no half precision that is both native and safe"
-    elif fault := self_test(caps.device, F16):
+    elif fault := trial(caps.device, F16):
         name, reason = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}"
     else:
         name, reason = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test, and needs loss scaling"
     return replace(POLICIES[name], device=caps.device, reason=reason)
+
+
+# --- TF32
+
+TF32_SWITCHES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
+                 torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+
+
+def set_tf32(on: bool) -> None:
+    """TF32 on or off for matmuls (cuBLAS, oneDNN) and for cuDNN's convolutions and RNNs.
+
+    By the older setters, which keep the newer `fp32_precision` in step. Not so the other way round: after
+    `fp32_precision = "tf32"` every read of `allow_tf32` raises, and inductor reads it (pytorch #166387).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 recommends the newer ones here
+        torch.set_float32_matmul_precision("high" if on else "highest")
+        torch.backends.cudnn.allow_tf32 = on
+    if not on:  # the setters left "none", which inherits a global "tf32"; "ieee" inherits nothing and reads as off
+        for switch in TF32_SWITCHES:
+            switch.fp32_precision = "ieee"
+
+
+@contextlib.contextmanager
+def _tf32_off() -> Iterator[None]:
+    """TF32 off inside; outside, every switch as it was, whichever interface had set it."""
+    newer = [switch.fp32_precision for switch in TF32_SWITCHES]
+    try:
+        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # the newer interface was used: the older one cannot be read, and has nothing to restore
+        older = None
+    set_tf32(False)
+    try:
+        yield
+    finally:
+        if older:
+            torch.set_float32_matmul_precision(older[0])
+            torch.backends.cudnn.allow_tf32 = older[1]
+        for switch, value in zip(TF32_SWITCHES, newer, strict=True):
+            switch.fp32_precision = value
 
 
 # --- fp32 islands
@@ -265,7 +273,7 @@ def keep_fp32(net: nn.Module, patterns: Iterable[str]) -> list[str]:
         names |= hits
     for module in names.values():
         _pin(module)
-        module.fp32_by_name = True  # not by O2, for its norms
+        module.fp32_by_name = True  # for pinned(); the norms that O2 pins by itself lack it
     return list(names)
 
 
@@ -288,7 +296,7 @@ def _pin(module: nn.Module) -> None:
     if "forward" in vars(module) and not hasattr(module, "fp32_island"):
         raise ValueError(f"cannot pin a {type(module).__name__} whose forward has already been replaced by others")
     module.forward = types.MethodType(_island_forward, module)  # a bound method, so that copy.deepcopy rebinds it
-    module.fp32_island = True  # a mark to ask for: dynamo (2.9) misreads vars(module)
+    module.fp32_island = True  # what compiled code can ask for with hasattr; dynamo (2.9) misreads vars(module)
     for buffer in module.buffers():  # for good: statistics updated in a copy would be lost
         if buffer.dtype in HALF:
             buffer.data = buffer.data.float()
@@ -309,10 +317,12 @@ def _cast_first_input(module: nn.Module, args: tuple) -> tuple | None:
 def _island_forward(self: nn.Module, *args, **kwargs):
     floats = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
     device = next((t.device.type for t in (*floats, *self.parameters())), "cpu")
-    back = floats[0].dtype if floats else F32  # what it would have returned unpinned: the dtype of its first input,
+    # the dtype that it would have returned unpinned: autocast's, or that of its first input
     matmul = isinstance(self, (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention))
     if matmul and torch.is_autocast_enabled(device):
-        back = torch.get_autocast_dtype(device)  # or autocast's
+        back = torch.get_autocast_dtype(device)
+    else:
+        back = floats[0].dtype if floats else F32
     copies = {n: p.float() for n, p in self.named_parameters(remove_duplicate=False) if p.dtype in HALF}
     with torch.autocast(device, enabled=False), _reparametrize_module(self, copies):
         args, kwargs = _cast((args, kwargs), F32)
@@ -398,13 +408,17 @@ def disagreement(net: nn.Module, images: Tensor, labels: Tensor, policy: Policy,
     bad, bad32 = ((~r.isfinite()).float().mean().item() for r in (rows, rows32))
     changed = (hits != hits32).float().mean().item()
     verdict = Disagreement(bad, bad32, rows.mean().item(), rows32.mean().item(), changed)
-    if verdict.parted:
-        for (name, holes, low), (_, holes32, full) in zip(trail, trail32, strict=True):
-            both = low.isfinite() & full.isfinite()
-            error = torch.where(both, low - full, 0).norm() / torch.where(both, full, 0).norm().clamp(min=1e-30)
-            if holes > holes32 or error > TOLERANCE:
-                return replace(verdict, layer=name or "the model's own code after its last layer")
-    return verdict
+    return replace(verdict, layer=_fork(trail, trail32)) if verdict.parted else verdict
+
+
+def _fork(trail: list[tuple], trail32: list[tuple]) -> str:
+    """The first module whose outputs differ; "" if none do."""
+    for (name, holes, half), (_, holes32, full) in zip(trail, trail32, strict=True):
+        both = half.isfinite() & full.isfinite()
+        error = torch.where(both, half - full, 0).norm() / torch.where(both, full, 0).norm().clamp(min=1e-30)
+        if holes > holes32 or error > TOLERANCE:
+            return name or "the model's own code after its last layer"
+    return ""
 
 
 def _watched(net: nn.Module, images: Tensor, labels: Tensor, context) -> tuple[Tensor, Tensor, list[tuple]]:
@@ -476,10 +490,11 @@ class LossScaler(torch.amp.GradScaler):
         patience = (self._patience - bad.int()).clamp(min=0)
         clean = torch.where(bad, 0, self._growth_tracker + 1)
         grow = clean >= self._growth_interval  # never when bad
-        factor = torch.where(grow, self._growth_factor, torch.where(bad & (patience == 0), self._backoff_factor, 1.0))
-        lawful = (scale >= self.floor) & (scale <= self.ceiling)  # False for NaN: a corrupted scale starts afresh
-        # in place, for a CUDA graph
-        scale.copy_(torch.where(lawful, scale, self._init_scale) * factor).clamp_(self.floor, self.ceiling)
+        fall = bad & (patience == 0)
+        factor = torch.where(grow, self._growth_factor, torch.where(fall, self._backoff_factor, 1.0))
+        lawful = (scale >= self.floor) & (scale <= self.ceiling)  # False for NaN
+        start = torch.where(lawful, scale, self._init_scale)  # a corrupted scale starts afresh
+        scale.copy_(start * factor).clamp_(self.floor, self.ceiling)  # in place, for a CUDA graph
         self._growth_tracker.copy_(torch.where(grow, 0, clean))
         self._patience.copy_(torch.where(grow, self.hysteresis, patience))
         self._per_optimizer_states.clear()
@@ -523,11 +538,12 @@ def refuse(policy: Policy, parameters: Iterable[Tensor], *, eps: float, beta2: f
 
 def measured(policy: Policy) -> dict[str, torch.dtype]:
     """One real step at this level: the dtypes that were there."""
-    net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(policy.device))
+    device = policy.device
+    net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
     with policy.autocast():
-        features = net[:2](torch.randn(4, 8, device=policy.device))
+        features = net[:2](torch.randn(4, 8, device=device))
         logits = net[2](features)
-        loss = F.cross_entropy(logits.float(), torch.arange(4, device=policy.device))
+        loss = F.cross_entropy(logits.float(), torch.arange(4, device=device))
     loss.backward()
     weight = net[2].weight
     master = weight.detach().float() if policy.masters else weight
@@ -542,11 +558,12 @@ def measured(policy: Policy) -> dict[str, torch.dtype]:
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caps = capabilities(device)
-    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}\n\nDtypes measured in one step on this {device}:")
+    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}")
+    print(f"\nDtypes measured in one step on this {device}:")
     rows = {level.name: measured(choose_policy(level.name, caps)) for level in LEVELS}
     print("        " + "".join(f"{column:>12}" for column in rows["fp32"]))
     for name, row in rows.items():
-        print(f"  {name:6}" + "".join(f"{str(dtype)[6:]:>12}" for dtype in row.values()))
+        print(f"  {name:6}" + "".join(f"{str(dtype).removeprefix('torch.'):>12}" for dtype in row.values()))
     print("\nA weight of 1.0 after 166 bad steps in a row and a good one:")
     for scaler in (torch.amp.GradScaler(device), LossScaler(device)):
         weight = torch.ones(1, device=device, requires_grad=True)

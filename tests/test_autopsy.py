@@ -59,6 +59,26 @@ def test_a_batch_whose_labels_are_all_ignored_is_data_and_a_batch_with_one_label
     assert autopsied(net, (X, ignored)).verdict == "not reproducible"
 
 
+def test_labels_for_every_position_that_are_all_ignored_are_data_too():
+    net, labels = Net(), torch.full((2, 4), -100)  # nll_loss2d: 2 rows of 4 positions
+
+    def run_step(batch, fp32):
+        loss = F.cross_entropy(net(batch[0]).view(2, 4, 3).transpose(1, 2), batch[1])
+        loss.backward()
+        return loss
+
+    report = autopsied(net, (X, labels), run_step=run_step)
+    assert (report.verdict, report.op) == ("data", "aten.nll_loss2d_forward.default")
+    assert "max(1, number of labels)" in report.suggestion
+
+
+def test_a_constant_that_is_bad_from_the_start_is_told_among_the_inputs():
+    constant = torch.tensor([1.0, math.inf, 1.0, 1.0, 1.0])  # no buffer: nobody looked at it before the step
+    report = autopsied(Net(lambda h: h * constant))
+    assert (report.verdict, report.op, report.module) == ("divergence", "aten.mul.Tensor", "")
+    assert "1 .. inf" in str(report)
+
+
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     net, x = Net(), X.clone()
     x[[2, 5]] *= 3e5
