@@ -21,6 +21,7 @@ the core files, and only train.py knows it. It is apart because the loop should 
 
 import collections
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,76 +66,119 @@ def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector:
     return run_step
 
 
-class Healer:
-    """Examines bad steps and applies the cure. `parts`: what train.py trains, model, optimizer, scaler and average."""
+class Cure(NamedTuple):
+    """What healing did about a step."""
 
-    def __init__(self, model: nn.Module, net: nn.Module, parts: dict, guard: guards.Guard, injector: inject.Injector,
-                 checkpoints: checkpoint.Checkpoints, *, device, rank: int, num_classes: int, max_cures: int):
-        self.model, self.net, self.parts, self.guard, self.injector = model, net, parts, guard, injector
-        self.checkpoints, self.device, self.rank = checkpoints, device, rank
-        self.num_classes, self.max_cures = num_classes, max_cures
+    report: autopsy.Report
+    action: str  # a sentence; "" = nothing, the loss scale is finding its place
+    status: str = "done"  # or why the run ends
+    code: int = 0
+
+
+class Healer:
+    """Examines bad steps and applies the cure.
+
+    `policy`, `accum` (micro-batches an update) and `scaler` are those in force: a cure may change them, and a resumed
+    run goes on with them. `parts`: what train.py trains: model, optimizer, average.
+    """
+
+    def __init__(self, model: nn.Module, parts: dict, policy: amp_policy.Policy, scaler: amp_policy.LossScaler,
+                 guard: guards.Guard, injector: inject.Injector, checkpoints: checkpoint.Checkpoints, *, device,
+                 rank: int, accum: int, max_cures: int):
+        self.model, self.parts, self.net, self.optimizer = model, parts, parts["model"], parts["optimizer"]
+        self.policy, self.scaler, self.accum, self.asked = policy, scaler, accum, policy.name
+        self.guard, self.injector, self.checkpoints = guard, injector, checkpoints
+        self.device, self.rank, self.max_cures = device, rank, max_cures
         self.healed: list[str] = []
         self.counts: collections.Counter = collections.Counter()
+        self.hunt_until = 0  # the last step to record, after a bad one
 
     def state_dict(self) -> dict:
-        return {"healed": list(self.healed), "counts": dict(self.counts)}
+        return {"healed": list(self.healed), "counts": dict(self.counts), "hunt_until": self.hunt_until,
+                "pinned": amp_policy.pinned(self.net), "policy": self.policy.name, "asked": self.asked,
+                "accum": self.accum, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        """Before the network's: pinned modules have fp32 weights."""
         self.healed, self.counts = list(state["healed"]), collections.Counter(state["counts"])
+        self.hunt_until, self.accum = state["hunt_until"], max(self.accum, state["accum"])
+        amp_policy.keep_fp32(self.net, state["pinned"])
+        self.guard.watch(self.net)  # pinning may have exchanged buffers
+        if state["asked"] == self.asked != state["policy"]:
+            self.adopt(state["policy"])
+        self.scaler.load_state_dict(state["scaler"])
 
-    def examine(self, evidence: autopsy.StepRecord, policy: amp_policy.Policy, **about) -> autopsy.Report:
+    def adopt(self, precision: str) -> None:
+        self.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(self.device))
+        self.scaler = amp_policy.LossScaler(self.device.type, enabled=self.policy.scales)
+
+    def record(self, step: int, *batch: torch.Tensor) -> autopsy.StepRecord:
+        """What examine() will need. `batch`: images, labels and indices, of all micro-batches."""
+        evidence = autopsy.StepRecord(step, self.net, rank=self.rank)
+        for x, y, indices in zip(*(t.chunk(self.accum) for t in batch), strict=True):
+            evidence.keep(x, y, indices=indices.tolist())
+        return evidence
+
+    def treat(self, evidence: autopsy.StepRecord, **about) -> Cure:
+        """Examine a rejected step and do what helps. `about`: what a capsule of it has to tell about the run."""
+        report = self.examine(evidence, **about)
+        if self.calibrates(report):
+            return Cure(report, "")
+        cure = Cure(report, *self.cure(report))
+        if report.verdict == "precision":  # fp32 takes more memory than half
+            pieces = self.fit(evidence)
+            self.accum *= pieces
+            more = f", in micro-batches {pieces} times smaller" * (pieces > 1)
+            cure = cure._replace(action=cure.action + more)
+        return cure
+
+    def examine(self, evidence: autopsy.StepRecord, **about) -> autopsy.Report:
         """What was wrong with the recorded step; the first time on the guilty rank, a capsule of it is written too."""
-        optimizer, scaler = self.parts["optimizer"], self.parts["scaler"]
+        facts = {"precision": self.policy.name, "num_classes": self.guard.num_classes}
         report = autopsy.agree(autopsy.examine(
-            rerun(self.model, self.net, policy, self.injector, evidence), evidence, self.net,
-            state=dict(enumerate(optimizer.state.values())), num_classes=self.num_classes, precision=policy.name,
-            scale=float(scaler.scale_tensor),
+            rerun(self.model, self.net, self.policy, self.injector, evidence), evidence, self.net,
+            state=dict(enumerate(self.optimizer.state.values())), scale=float(self.scaler.scale_tensor), **facts,
         ))
         folder = Path(self.checkpoints.last).parent
         if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
             autopsy.save_capsule(
-                folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, precision=policy.name,
-                num_classes=self.num_classes, pinned=amp_policy.pinned(self.net), optimizer=optimizer.state_dict(),
-                **about,
+                folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, **facts,
+                pinned=amp_policy.pinned(self.net), optimizer=self.optimizer.state_dict(), **about,
             )
         return report
 
     def calibrates(self, report: autopsy.Report) -> bool:
-        scaler = self.parts["scaler"]
+        scaler = self.scaler
         return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
 
-    def cure(self, report: autopsy.Report, policy: amp_policy.Policy) -> tuple[amp_policy.Policy, str, str, int]:
-        """(the policy from now on, what was done, status, exit code); a demotion also puts a new scaler into parts."""
+    def cure(self, report: autopsy.Report) -> tuple[str, str, int]:
+        """(what was done, status, exit code)."""
         verdict, module = report.verdict, report.module
-        if self.calibrates(report):
-            return policy, "", "done", 0
         self.counts[verdict] += 1
         if verdict == "not reproducible":
-            return policy, "passed over", *(("suspected hardware", 5) if self.counts[verdict] >= 5 else ("done", 0))
+            return "passed over", *(("suspected hardware", 5) if self.counts[verdict] >= 5 else ("done", 0))
         if verdict == "data":
             many = self.counts[verdict] > max(3, 0.01 * report.step)
-            return policy, "passed over", *(("bad data", 4) if many else ("done", 0))
+            return "passed over", *(("bad data", 4) if many else ("done", 0))
         if self.counts.total() - self.counts["data"] > self.max_cures:
-            return policy, f"given up after {self.max_cures} cures", "diverged", 3
+            return f"given up after {self.max_cures} cures", "diverged", 3
         if verdict == "precision" and module and module not in amp_policy.pinned(self.net):
             amp_policy.keep_fp32(self.net, [module])
             self.guard.watch(self.net)
             self.healed.append(module)
-            return policy, f"{module} is kept in fp32 from now on", "done", 0
-        if verdict == "precision" and policy.autocasts:
-            return *self.demote(policy), "done", 0
-        return policy, self.rewind(0.5 if verdict == "divergence" else 1.0), "done", 0
+            return f"{module} is kept in fp32 from now on", "done", 0
+        if verdict == "precision" and self.policy.autocasts:
+            return self.demote(), "done", 0
+        return self.rewind(0.5 if verdict == "divergence" else 1.0), "done", 0
 
-    def demote(self, policy: amp_policy.Policy) -> tuple[amp_policy.Policy, str]:
+    def demote(self) -> str:
         """fp16 -> bf16 where the chip has it -> fp32."""
-        capabilities = amp_policy.capabilities(self.device)
-        native = policy.name == "fp16" and amp_policy.choose_policy("auto", capabilities).name == "bf16"
-        policy = amp_policy.choose_policy("bf16" if native else "fp32", capabilities)
-        self.parts["scaler"] = amp_policy.LossScaler(self.device.type, enabled=policy.scales)
-        self.healed.append(policy.name)
-        return policy, f"no single module is left to keep in fp32: the run goes on in {policy.name}"
+        auto = amp_policy.choose_policy("auto", amp_policy.capabilities(self.device)).name
+        self.adopt("bf16" if self.policy.name == "fp16" and auto == "bf16" else "fp32")
+        self.healed.append(self.policy.name)
+        return f"no single module is left to keep in fp32: the run goes on in {self.policy.name}"
 
-    def fit(self, evidence: autopsy.StepRecord, policy: amp_policy.Policy) -> int:
+    def fit(self, evidence: autopsy.StepRecord) -> int:
         """Into how many parts to cut a micro-batch (1, 2, 4, ...) so that it fits into memory after a cure.
 
         nanoVLM's "batch 12 -> 6": fp32 takes twice the memory of half. The batch of an update stays, as there are as
@@ -146,8 +190,8 @@ class Healer:
         while True:
             size = -(-len(images) // parts)
             try:
-                with policy.autocast():
-                    loss, _ = self.model(images[:size], labels[:size].clamp(0, self.num_classes - 1))
+                with self.policy.autocast():
+                    loss, _ = self.model(images[:size], labels[:size].clamp(0, self.guard.num_classes - 1))
                 loss.backward()
                 break
             except torch.OutOfMemoryError:
@@ -170,12 +214,11 @@ class Healer:
         if dist.is_initialized():
             dist.barrier()
         state = checkpoint.load(self.checkpoints.last_good)
-        optimizer = self.parts["optimizer"]
-        factor *= float(optimizer.lr_factor)
+        factor *= float(self.optimizer.lr_factor)
         for name in ("model", "optimizer", "average"):
             if self.parts[name]:
                 self.parts[name].load_state_dict(state[name])
-        optimizer.lr_factor.fill_(factor)
+        self.optimizer.lr_factor.fill_(factor)
         return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
 
 

@@ -86,11 +86,13 @@ class Injector:
     """Plants faults where the loop calls it; without faults every method is a pass-through.
 
     begin(step) first. input(x, micro), label(y, micro), loss(loss, micro) plant in micro-batch 0, sample 0, and return.
-    params(), optstate(state), scale(tensor) write in place, before the forward; buffers() after it. "act" (a module's
-    output) and "grad" (a parameter's gradient, before DDP reduces it) are hooks.
+    params(), optstate(state), scale(tensor), or state(...) for all three, write in place, before the forward; buffers()
+    after it. "act" (a module's output) and "grad" (a parameter's gradient, before DDP reduces it) are hooks.
     """
 
-    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0):
+    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0, scales: bool = True):
+        if not scales and any(f.where == "scale" for f in faults):
+            raise ValueError("--inject scale: this precision has no loss scale")
         self.net, self.step = net, -1
         self.faults = [f for f in faults if f.rank in (None, rank)]
         self._gates: list[tuple[Fault, Tensor]] = []
@@ -155,6 +157,12 @@ class Injector:
 
     def scale(self, scale: Tensor) -> list[str]:
         return self._write("scale", {"scale": scale})
+
+    def state(self, optimizer: Any, scale: Tensor) -> None:
+        self.params()
+        self.scale(scale)
+        if self._due("optstate"):
+            self.optstate(optimizer.state)
 
 
 def _first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -13,6 +13,7 @@ Copy this file alone: it needs torch and nothing else.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Ranks(NamedTuple):
@@ -100,6 +102,18 @@ def agreed(value: object) -> object:
     holder = [value]
     dist.broadcast_object_list(holder, 0)
     return holder[0]
+
+
+def parallel(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model under DistributedDataParallel; alone, the model itself.
+
+    Buffers are made equal when they are used: DDP would put rank 0's in their place at every step.
+    """
+    if not dist.is_initialized():
+        return model
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, [device] if device.type == "cuda" else None, **{sync: False})
 
 
 def share_buffers(net: nn.Module) -> None:

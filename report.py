@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,16 @@ from typing import Any
 
 
 class MetricsFile:
-    """metrics.jsonl in `folder`, opened afresh with `header` as its first line, or cut back to `step` and continued."""
+    """metrics.jsonl in `folder`, opened afresh with `header` as its first line, or cut back to `step` and continued.
 
-    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0, tensorboard: bool = False):
-        self.board = None
+    `speaks`: False on every rank but one; there nothing is written.
+    """
+
+    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0, tensorboard: bool = False,
+                 speaks: bool = True):
+        self.board, self.speaks = None, speaks
+        if not speaks:
+            return
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # ImportError where the package is missing
 
@@ -48,6 +55,8 @@ class MetricsFile:
 
     def write(self, **fields: Any) -> None:
         """Append one line and hand it to the operating system: it survives the death of this process."""
+        if not self.speaks:
+            return
         fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
         with open(self.path, "a") as file:
             file.write(json.dumps(fields) + "\n")
@@ -57,6 +66,16 @@ class MetricsFile:
                     self.board.add_scalar(name, float(value), fields["step"])
         elif self.board:
             self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The last event, the curves, the summary for people and, as the last line, for programs."""
+        if not self.speaks:
+            return
+        self.write(event="end", **summary)
+        curves = draw_curves(self.path)
+        files = [self.path, *sorted(self.path.parent.glob("*.pt")), *([curves] if curves else [])]
+        print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, files)]))
+        print(json.dumps(summary))
 
     def picture(self, path: Path, step: int) -> None:
         """Tell of a picture or a text that was written beside the metrics."""
@@ -75,6 +94,16 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def peak_memory_mb(cuda: bool) -> int:
+    """Most memory in use so far: of torch's tensors on the GPU, else of this process."""
+    if cuda:
+        import torch
+
+        return round(torch.cuda.max_memory_allocated() / 2**20)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 
 
 def written_by(line: str, step: int) -> bool:

@@ -18,24 +18,19 @@ Written to be read from top to bottom and changed: no trainer class, no callback
 
 import contextlib
 import functools
-import inspect
-import json
 import math
 import os
 import pickle
 import random
-import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import amp_policy
-import autopsy
 import checkpoint
 import flags
 import graphs
@@ -45,9 +40,9 @@ import inject
 import optim
 import report
 import validation
-from data import NAMES, SCALE, batches, load
+from data import NAMES, SCALE, batches, fingerprint, load
 from models import MODELS, wrap
-from ranks import agreed, first_on_each_machine, join, quiet, refuse, refusing, share_buffers
+from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing, share_buffers
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 
@@ -90,15 +85,8 @@ def main(argv=None):
         train, val = ((batches.place(images, device), labels) for images, labels in (train, val))
         stream = batches.TrainBatches(
             *train, batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed, device=device,
-            scale=SCALE.get(dataset), size=val[0].shape[-1], cutout=args.cutout,
-            workers=args.workers,
+            scale=SCALE.get(dataset), size=val[0].shape[-1], cutout=args.cutout, workers=args.workers,
         )
-
-    def exhibits(count):
-        """So many validation images, from all over the set."""
-        index = torch.linspace(0, len(val[1]) - 1, count).long()
-        images = torch.stack([val[0][i] for i in index.tolist()]).to(device)
-        return stream.normalize(images), val[1][index].to(device)
 
     # Model
     with refusing(ValueError):
@@ -111,10 +99,7 @@ def main(argv=None):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
         amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
-        faults = inject.parse_inject(args.inject)
-        injector = inject.Injector(net, faults, rank)
-        if any(fault.where == "scale" for fault in faults) and not policy.scales:
-            raise ValueError(f"--inject {args.inject}: there is no loss scale in {policy.name}")
+        injector = inject.Injector(net, inject.parse_inject(args.inject), rank, scales=policy.scales)
     model = wrap(net, recipe["label_smoothing"])
     torch.manual_seed(args.seed + rank)  # from here on ranks draw different noise
 
@@ -140,15 +125,10 @@ def main(argv=None):
     scaler = amp_policy.LossScaler(device.type, enabled=policy.scales)
     guard = guards.Guard(net, num_classes=len(classes), device=device)
     average = optim.EMA(optimizer.params, args.ema) if args.ema else None
-    masters = dict(zip(optimizer.model_params, optimizer.params, strict=True))
-    parts = {"model": net, "optimizer": optimizer, "scaler": scaler, "guard": guard, "average": average}
-    ranks = model
-    if world_size > 1:  # buffers are averaged when they are used: DDP would put rank 0's in their place at each step
-        known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
-        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        ranks = DistributedDataParallel(model, [device] if cuda else None, **{sync: False})
-    fast = torch.compile(ranks) if args.compile and not faults else ranks
-    graphed = args.cuda_graph and cuda and world_size == 1 and not (faults or args.detect_anomaly)
+    parts = {"model": net, "optimizer": optimizer, "guard": guard, "average": average}
+    ranks = parallel(model, device)
+    fast = torch.compile(ranks) if args.compile and not args.inject else ranks
+    graphed = args.cuda_graph and cuda and world_size == 1 and not (args.inject or args.detect_anomaly)
 
     # Where to write, and what to go on from
     out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -158,18 +138,21 @@ def main(argv=None):
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     agreed(None)  # nobody writes before everybody has looked
-    facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), "images": len(train[1]),
-             "pixels": int(train[0][:: 1 + math.prod(train[0].shape) // 2**28].sum(dtype=torch.int64)),
-             "labels": int((train[1] * torch.arange(len(train[1]))).sum()),  # a fingerprint, with the pixels
+    facts = {"model": args.model, "dataset": dataset, "num_classes": len(classes), **fingerprint(*train),
              "precision": policy.name, "world_size": world_size, "batch_size": args.batch_size,
              "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": total_steps, "ema": args.ema,
              "seed": args.seed, "torch": str(torch.__version__)}
-    step, best, losses, scores, hunt_until, accum, note = 0, None, [0.0, 0], {}, 0, args.accum_steps, ""
+    step, losses, scores, note = 0, [0.0, 0], {}, ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         out_dir.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoint.Checkpoints(out_dir)
-        healer = heal.Healer(model, net, parts, guard, injector, checkpoints, device=device, rank=rank,
-                             num_classes=len(classes), max_cures=args.max_cures)
+        healer = heal.Healer(model, parts, policy, scaler, guard, injector, checkpoints, device=device, rank=rank,
+                             accum=args.accum_steps, max_cures=args.max_cures)
+        validator = validation.Validation(
+            model, net, optimizer, average, *val, stream.normalize, checkpoints, device=device, rank=rank,
+            world_size=world_size, forced=args.eval_precision == "fp32", workers=args.workers,
+        )
+        parts = {"healer": healer, **parts, "validator": validator}  # what the healer has pinned has fp32 weights
         found = checkpoints.newest() if args.resume == "auto" else None
         if args.resume not in ("auto", "none"):
             found = args.resume, checkpoint.load(args.resume)
@@ -178,33 +161,26 @@ def main(argv=None):
             if "facts" not in state:
                 raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
             changes = checkpoint.describe_changes(state["facts"], facts)
-            amp_policy.keep_fp32(net, state["pinned"])
-            guard.watch(net)  # pinning may have exchanged buffers
-            if state["facts"]["precision"] == facts["precision"] != state["policy"]:  # demoted by healing
-                policy = amp_policy.choose_policy(state["policy"], amp_policy.capabilities(device))
-                scaler = parts["scaler"] = amp_policy.LossScaler(device.type, enabled=policy.scales)
             for name, part in parts.items():
                 if part and state[name] is not None:
                     part.load_state_dict(state[name])
-            step, best, losses, hunt_until = state["step"], state["best"], state["losses"], state["hunt_until"]
-            scores, accum = state["scores"], max(accum, state["accum"])
-            healer.load_state_dict(state["healer"])
+            step, losses, scores = state["step"], state["losses"], state["scores"]
             if rank < len(state["rng"]):
                 checkpoint.set_rng_state(state["rng"][rank], device)
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
-    if rank == 0:
-        with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
-            header = {"args": vars(args), **facts, "hardware": hardware, "commit": report.commit()}
-            log = report.MetricsFile(out_dir, header, step, args.tensorboard)
+        policy, scaler, accum = healer.policy, healer.scaler, healer.accum
+    with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
+        header = {"args": vars(args), **facts, "hardware": hardware, "commit": report.commit()}
+        log = report.MetricsFile(out_dir, header, step, args.tensorboard, speaks=rank == 0)
 
     def say(text):
         if rank == 0:
             tqdm.write(text)
             sys.stdout.flush()
 
-    def record(**fields):
-        if rank == 0:
-            log.write(**fields)
+    def warn(text):
+        log.write(event="warning", step=step, text=text)
+        say(f"step {step}: {text}")
 
     # The card: every decision with its reason
     micro, pinned, rule = args.batch_size // pieces, amp_policy.pinned(net), ""
@@ -225,8 +201,7 @@ def main(argv=None):
     }.items():
         say(f"{name:<11} {decision}")
     for text in left_out:
-        record(event="warning", step=step, text=text)
-        say(text)
+        warn(text)
 
     def save():
         """Every rank brings its RNG; rank 0 writes. A state that holds a non-finite number is refused, not written."""
@@ -237,18 +212,16 @@ def main(argv=None):
         doubt = False
         if rank == 0:
             state = {name: part and part.state_dict() for name, part in parts.items()}
-            state |= {"rng": rng, "facts": facts, "pinned": amp_policy.pinned(net), "policy": policy.name,
-                      "best": best, "losses": losses, "scores": scores,
-                      "accum": accum, "hunt_until": hunt_until, "healer": healer.state_dict()}
+            state |= {"rng": rng, "facts": facts, "losses": losses, "scores": scores}
             bad = checkpoints.save(state, step, good=guard.skipped_in_a_row == 0)
             if bad:
                 doubt = True  # the next step will be rejected on every rank, and examined
-                record(event="save refused", step=step, tensors=bad)
+                log.write(event="save refused", step=step, tensors=bad)
         return doubt
 
     def digest(verdict):
         """The host's side of a step: counts it, logs it, and decides whether to go on. The same on every rank."""
-        nonlocal status, code, hunt_until
+        nonlocal status, code
         if verdict is None:
             return
         stats = {**verdict.stats, "updates": int(verdict.stats["updates"])}
@@ -256,16 +229,16 @@ def main(argv=None):
             losses[0], losses[1] = losses[0] + stats["loss"], losses[1] + 1
         else:
             reasons = verdict.reasons or ("grad",)  # no flag was up: it was the gradient's norm
-            record(event="skip", step=verdict.step, reasons=reasons, rank=verdict.rank, **stats)
-            hunt_until = verdict.step + 50
+            log.write(event="skip", step=verdict.step, reasons=reasons, rank=verdict.rank, **stats)
+            healer.hunt_until = verdict.step + 50
             if args.on_nonfinite == "stop" or guard.skipped_in_a_row >= args.max_skips:
                 status, code = "diverged", 3
         for sentence in verdict.spikes:
-            record(event="spike", step=verdict.step, text=sentence)
+            log.write(event="spike", step=verdict.step, text=sentence)
         if verdict.signal:
             status, code = f"stopped by signal {verdict.signal}", 128 + verdict.signal
         if verdict.step % args.log_every == 0:
-            record(step=verdict.step, **stats, skipped=guard.skipped)
+            log.write(step=verdict.step, **stats, skipped=guard.skipped)
             bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()}, skipped=guard.skipped)
 
     def check_up(probes):
@@ -276,8 +249,7 @@ def main(argv=None):
             probes.detach()
             warnings += probes.warnings(float(scaler.scale_tensor))
         for warning in warnings:
-            record(event="warning", step=step, text=warning)
-            say(f"step {step}: {warning}")
+            warn(warning)
 
     def take_step(images, labels, forward, look=False, probes=None):
         """All of a step that happens on the device. No host sync, no branch on a value: a CUDA graph can hold it."""
@@ -329,23 +301,15 @@ def main(argv=None):
             injector.begin(step)
             images, labels = stream.at(step - 1)
             images, labels = injector.input(images), injector.label(labels)
-            evidence = None
-            if args.on_nonfinite == "heal":  # after a bad step record the next ones, and read their verdicts at once
-                if guard.lag != (step > hunt_until):
-                    digest(guard.flush())
-                    guard.lag = step > hunt_until
-                if not guard.lag:
-                    evidence = autopsy.StepRecord(step, net, rank=rank)
-                    cut = (t.chunk(accum) for t in (images, labels, stream.indices(step - 1)))
-                    for x, y, indices in zip(*cut, strict=True):
-                        evidence.keep(x, y, indices=indices.tolist())
+            hunting = args.on_nonfinite == "heal" and step <= healer.hunt_until
+            if guard.lag == hunting:  # after a bad step the next ones are recorded, and their verdicts read at once
+                digest(guard.flush())
+                guard.lag = not hunting
+            evidence = healer.record(step, images, labels, stream.indices(step - 1)) if hunting else None
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
             if probes:
                 probes.attach()
-            if faults:
-                injector.params()
-                injector.optstate(optimizer.state)
-                injector.scale(scaler.scale_tensor)
+            injector.state(optimizer, scaler.scale_tensor)
             guard.open(step)
             guard.raise_flag("signal", stop.number)
             guard.raise_flag("param", doubt)
@@ -361,20 +325,17 @@ def main(argv=None):
             verdict = guard.verdict()
             digest(verdict)
             if look:
-                record(step=step, **{name: value for name, value in optimizer.statistics().items() if "/" in name})
+                log.write(step=step, **{name: value for name, value in optimizer.statistics().items() if "/" in name})
             if evidence and not verdict.accepted and status == "done":
-                finding = healer.examine(evidence, policy, model_name=args.model, inject=args.inject,
-                                        class_names=names, image_size=images.shape[-1])
-                policy, action, status, code = healer.cure(finding, policy)
-                scaler, doubt = parts["scaler"], False
-                if finding.verdict == "precision":  # fp32 takes more memory than half
-                    parts_of_micro = healer.fit(evidence, policy)
-                    accum *= parts_of_micro
-                    action += f", in micro-batches {parts_of_micro} times smaller" * (parts_of_micro > 1)
-                if action:
-                    record(event="cure", step=step, verdict=finding.verdict, module=finding.module, op=finding.op,
-                           samples=finding.indices, action=action)
-                    say(f"{finding}\n  -> {action}")
+                cure = healer.treat(evidence, model_name=args.model, inject=args.inject, class_names=names,
+                                    image_size=images.shape[-1])
+                policy, scaler, accum = healer.policy, healer.scaler, healer.accum
+                status, code, doubt = cure.status, cure.code, False
+                if cure.action:
+                    why = cure.report
+                    log.write(event="cure", step=step, verdict=why.verdict, module=why.module, op=why.op,
+                              samples=why.indices, action=cure.action)
+                    say(f"{why}\n  -> {cure.action}")
 
             trained += args.batch_size
             bar.update()
@@ -384,37 +345,11 @@ def main(argv=None):
                 digest(guard.flush())
             if end_of_epoch and (status == "done" or status.startswith("stopped")):
                 busy += time.time() - tick
-                share_buffers(net)
-                forced = args.eval_precision == "fp32"
-                weights = optimizer.params if forced else optimizer.model_params
-                with average.swap(weights) if average else contextlib.nullcontext():
-                    with amp_policy.fp32_eval(net, masters) if forced else policy.autocast():
-                        split = batches.val_batches(
-                            *val, stream.normalize, batch_size=500, rank=rank, world_size=world_size, device=device,
-                            workers=args.workers,
-                        )
-                        scores = validation.evaluate(model, split)
-                        if rank == 0:
-                            path = out_dir / f"shown/{step:07d}"
-                            if path := validation.show(model, *exhibits(16), path, stream.normalize):
-                                log.picture(path, step)
-                    if policy.dtype is not torch.float32 and rank == 0:  # a model may train well and evaluate to NaN
-                        some = zip(*(t.split(200) for t in exhibits(600)), strict=True)
-                        gaps, warning = validation.both_ways(model, some, policy, masters)
-                        scores |= gaps
-                        if warning:
-                            record(event="warning", step=step, text=warning)
-                            say(f"step {step}: {warning}")
-                    score = scores[f"val_{model.judged_by.lstrip('-')}"] * (-1 if model.judged_by[0] == "-" else 1)
-                    if score == score and (best is None or score > best):  # NaN is never best
-                        best = score
-                        if rank == 0:
-                            weights = average.average if average else optimizer.params  # fp32, where net's may be half
-                            fp32 = {id(p): w for p, w in zip(optimizer.model_params, weights, strict=True)}
-                            state = net.state_dict(keep_vars=True)
-                            checkpoints.save_best({name: fp32.get(id(p), p).detach() for name, p in state.items()})
+                scores, warning = validator.run(policy, step, log)
+                if warning:
+                    warn(warning)
                 mean = losses[0] / losses[1] if losses[1] else math.nan
-                record(step=step, epoch=step / epoch_steps, train_loss=mean, **scores)
+                log.write(step=step, epoch=step / epoch_steps, train_loss=mean, **scores)
                 say(f"epoch {step / epoch_steps:.2f}  step {step}  loss {mean:.4f}  "
                     + "".join(f"{name} {value:.4f}  " for name, value in scores.items() if name.startswith("val_"))
                     + f"skipped {guard.skipped}  {trained / busy:.0f} images/s")
@@ -424,24 +359,15 @@ def main(argv=None):
             checkpoints.poll()
 
     # The verdict
-    if cuda:
-        memory = torch.cuda.max_memory_allocated(device) / 2**20
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     busy += time.time() - tick
     summary = {
         "status": status, "model": args.model, "dataset": dataset, "precision": policy.name, "steps": step,
         "updates": int(optimizer.updates), "skipped": guard.skipped, "healed": healer.healed,
         **{name: round(value, 4) for name, value in scores.items() if name.startswith("val_")},
         "seconds": round(time.time() - began, 1), "images_per_second": round(trained / max(busy, 1e-9), 1),
-        "peak_memory_mb": round(memory),
+        "peak_memory_mb": report.peak_memory_mb(cuda),
     }
-    if rank == 0:
-        record(event="end", **summary)
-        curves = report.draw_curves(log.path)
-        written = [log.path, *sorted(out_dir.glob("*.pt")), *([curves] if curves else [])]
-        print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, written)]))
-        print(json.dumps(summary))
+    log.finish(summary)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code

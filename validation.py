@@ -10,11 +10,15 @@ Every image is counted once on any number of ranks: ranks' shares differ in size
 Like train.py this file is wiring, kept apart because the loop should be readable at one sitting.
 """
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torchvision.utils import save_image
 
 import amp_policy
+from data import batches
+from ranks import share_buffers
 
 
 @torch.no_grad()
@@ -62,3 +66,68 @@ def show(model, images, labels, path, normalize):
         path = path.with_suffix(".txt")
         path.write_text("".join(f"{line}\n" for line in shown))
     return path
+
+
+class Validation:
+    """What an epoch ends with, on every rank: figures from fp32 weights, a look both ways, something to look at.
+
+    Args:
+        images, labels: the validation set, uint8 (N, 3, H, W) and int64 (N,).
+        normalize: the training stream's.
+        forced: whether the figures come from fp32, or from the training precision.
+        checkpoints: where the best weights go.
+    """
+
+    def __init__(self, model, net, optimizer, average, images, labels, normalize, checkpoints, *, forced, rank,
+                 world_size, device, workers):
+        self.model, self.net, self.optimizer, self.average = model, net, optimizer, average
+        self.images, self.labels, self.normalize, self.checkpoints = images, labels, normalize, checkpoints
+        self.forced, self.rank, self.best = forced, rank, None
+        self.share = {"rank": rank, "world_size": world_size, "device": device, "workers": workers}
+        self.masters = dict(zip(optimizer.model_params, optimizer.params, strict=True))
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+
+    def some(self, count):
+        """So many images and labels, from all over the set."""
+        index = torch.linspace(0, len(self.labels) - 1, count).long()
+        images = torch.stack([self.images[i] for i in index.tolist()]).to(self.share["device"])
+        return self.normalize(images), self.labels[index].to(images.device)
+
+    def run(self, policy, step, log):
+        """(scores, a warning or ""). Rank 0 alone looks both ways, shows (`log` is told), and keeps the best weights.
+
+        Buffers become rank 0's; what is evaluated is the average where there is one.
+        """
+        share_buffers(self.net)
+        weights = self.optimizer.params if self.forced else self.optimizer.model_params
+        warning = ""
+        with self.average.swap(weights) if self.average else contextlib.nullcontext():
+            with amp_policy.fp32_eval(self.net, self.masters) if self.forced else policy.autocast():
+                split = batches.val_batches(self.images, self.labels, self.normalize, batch_size=500, **self.share)
+                scores = evaluate(self.model, split)
+                if self.rank == 0:
+                    path = log.path.parent / f"shown/{step:07d}"
+                    if shown := show(self.model, *self.some(16), path, self.normalize):
+                        log.picture(shown, step)
+            if policy.dtype is not torch.float32 and self.rank == 0:  # a model may train well and evaluate to NaN
+                pieces = zip(*(t.split(200) for t in self.some(600)), strict=True)
+                gaps, warning = both_ways(self.model, pieces, policy, self.masters)
+                scores |= gaps
+        name = self.model.judged_by
+        score = -scores[f"val_{name[1:]}"] if name[0] == "-" else scores[f"val_{name}"]
+        if score == score and (self.best is None or score > self.best):  # NaN is never best
+            self.best = score
+            if self.rank == 0:
+                self.checkpoints.save_best(self.weights())
+        return scores, warning
+
+    def weights(self):
+        """A state_dict of what was evaluated: fp32, where the network's own weights may be half."""
+        best = self.average.average if self.average else self.optimizer.params
+        fp32 = {id(p): w for p, w in zip(self.optimizer.model_params, best, strict=True)}
+        return {name: fp32.get(id(p), p).detach() for name, p in self.net.state_dict(keep_vars=True).items()}

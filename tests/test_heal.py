@@ -45,7 +45,7 @@ def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp
     assert healed["val_loss"] == pytest.approx(precise["val_loss"], abs=0.1)
     cure = events(lines, "cure")[0]
     assert (cure["verdict"], cure["module"]) == ("precision", "block")
-    assert torch.load(run.folder / "last.pt", weights_only=True)["pinned"] == ["block"]
+    assert torch.load(run.folder / "last.pt", weights_only=True)["healer"]["pinned"] == ["block"]
 
     code, stalled, _, _ = run(*flags, "--precision", "O1", "--on-nonfinite", "skip", out="skip")
     assert (code, stalled["status"], stalled["updates"]) == (3, "diverged", 0)
@@ -132,7 +132,7 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
     assert code == 0 and last["precision"] in ("bf16", "fp32")
     assert cures[-1]["action"].endswith("in micro-batches 4 times smaller")
     assert nets[0].largest == 10 and last["updates"] > 5
-    assert torch.load(run.folder / "last.pt", weights_only=True)["accum"] == 4
+    assert torch.load(run.folder / "last.pt", weights_only=True)["healer"]["accum"] == 4
 
 
 def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatch):

@@ -1,5 +1,6 @@
 """train.py from outside: what it does, in which order, and how it says no."""
 
+import json
 import os
 import shutil
 import signal
@@ -228,14 +229,14 @@ def test_two_ranks_equal_one_process_on_the_same_global_batch(run, mlp, tmp_path
         torch.testing.assert_close(replicas[0][name], tensor, rtol=1e-4, atol=1e-6)
     summaries = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(summaries) == 1, "rank 0 alone prints"
-    two = train.json.loads(summaries[0])
+    two = json.loads(summaries[0])
     assert two["val_acc1"] == one[1]["val_acc1"]  # 100 images over two ranks, each counted once
     assert two["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-3)
 
 
 def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identical(tmp_path, image_folder):
     done, replicas = two_ranks(tmp_path, image_folder, "--max-steps", 8, BAD_RANK="1")
-    summary = train.json.loads(done.stdout.strip().splitlines()[-1])
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert (summary["steps"], summary["updates"], summary["skipped"]) == (8, 7, 1)
     for name, tensor in replicas[0].items():
         assert torch.isfinite(tensor).all() and torch.equal(tensor, replicas[1][name]), name
@@ -389,7 +390,7 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
     losses = iter([float("nan"), 1.0, 2.0])
     monkeypatch.setattr(validation, "evaluate", lambda model, split: {"val_loss": next(losses)})
     code, _, _, _ = run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)
-    best = torch.load(run.folder / "last.pt", weights_only=True)["best"]
+    best = torch.load(run.folder / "last.pt", weights_only=True)["validator"]["best"]
     assert code == 0 and best == -1.0
 
 
