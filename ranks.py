@@ -1,11 +1,13 @@
 """
 Ranks: one program, many processes. Which device is mine, who speaks, and how does everybody leave.
 
-Three things go wrong between ranks. One rank sees a NaN and `continue`s: the others wait in the next all-reduce or,
+Four things go wrong between ranks. One rank sees a NaN and `continue`s: the others wait in the next all-reduce or,
 worse, do not wait, and average gradients of different steps. One rank raises: the rest hang until a time-out of half an
-hour. And each rank's BatchNorm keeps statistics of its own, so that "the" evaluation depends on who evaluates. Hence:
-facts travel as flags and are decided together (guards.py); what can be refused is refused before the first step, by
-every rank, for the same reason; and buffers are made equal at the moment they are used.
+hour. Each rank's BatchNorm keeps statistics of its own, so that "the" evaluation depends on who evaluates. And one rank
+dies: torchrun starts all again but keeps the store they met in, where the new ones find the addresses of the dead
+(pytorch issue 135712), and fail or hang. Hence: facts travel as flags and are decided together (guards.py); what can be
+refused is refused before the first step, by every rank, for the same reason; buffers are made equal at the moment they
+are used; and every start meets under a name of its own.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -54,7 +56,12 @@ def join(kind: str = "auto") -> Ranks:
     if kind == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun on one machine: the number of this start. On several, the machines' counts may differ.
+            store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return Ranks(device, rank, local_rank, world_size)
 
 
