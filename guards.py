@@ -43,15 +43,15 @@ FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate",
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SLOTS = 2  # steps whose numbers are on their way to the host: this one and the one before
-BAD = 3e38  # beyond LIMIT: a flag raised by other evidence than a magnitude
 
 
 def magnitude(x: Tensor) -> Tensor:
     """Largest magnitude of x (any float dtype, not empty) as 0-dim fp32, NaN if it holds one: one read, no sync."""
+    x = x.detach()
     if x.is_cpu:  # where the norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1.5
-        low, high = torch.aminmax(x.detach())
+        low, high = torch.aminmax(x) if x.is_contiguous() else (x.amin(), x.amax())  # aminmax would copy it first
         return torch.maximum(low.neg(), high).float()
-    return torch.linalg.vector_norm(x.detach(), math.inf).float()
+    return torch.linalg.vector_norm(x, math.inf).float()
 
 
 def largest(tensors: list[Tensor]) -> Tensor:
@@ -110,17 +110,6 @@ class SpikeDetector:
         return z
 
 
-class _Kept(NamedTuple):
-    """Buffers of one dtype: the live ones, and two flat copies of them (before the step, after it) seen as views."""
-
-    live: list[Tensor]
-    saved: Tensor
-    saved_views: list[Tensor]
-    now: Tensor
-    now_views: list[Tensor]
-    checked: bool
-
-
 class Guard:
     """The flags, the buffers and the verdict of a step. One object a process; see the top of the file for its order.
 
@@ -139,36 +128,45 @@ class Guard:
         self.spikes = spikes or SpikeDetector()
         self.steps = self.skipped = self.skipped_in_a_row = 0
         self.step = 0
-        self._worst = torch.zeros(len(FLAGS), device=self.device)  # largest magnitudes: beyond LIMIT, a flag is up
-        self._worst_of = dict(zip(FLAGS, self._worst.unbind(), strict=True))
-        self._flags = self._worst.clone()
-        self._is_signal = torch.tensor([name == "signal" for name in FLAGS], device=self.device)
+        # For each flag the sum of the squares of what was seen: it is up unless that is finite. Beside it what the flag
+        # says while it is down: 0, but "signal" its number. Up, it says 1 + rank: MAX names a guilty machine too.
+        self._seen = torch.zeros(2, len(FLAGS), device=self.device)
+        self._squares, self._down = self._seen.unbind()
+        self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
+        self._up = torch.tensor(self.rank + 1.0, device=self.device)
+        self._flags = torch.zeros(len(FLAGS), device=self.device)
         self._pending: deque[tuple[int, int, dict[str, float]]] = deque()
         self._keys: tuple[str, ...] | None = None
         self._due = False
         self.watch(net)
 
     def watch(self, net: nn.Module) -> None:
-        """Take `net`'s buffers into care; again after a module was exchanged. Syncs once.
+        """Take `net`'s buffers into care; again after one was exchanged for another tensor. Syncs once.
 
         `lawful` collects float buffers that are infinite from the start and hold no NaN: masks. They are put back
         like the others, but their infinities are no news. Running statistics are never lawful.
         """
-        groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         self.lawful: set[str] = set()
+        alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}  # by dtype, and whether they have to be finite
         for name, b in net.named_buffers():
-            if not b.numel() or b.device.type != self.device.type or \
-                    any(s == 0 and n > 1 for s, n in zip(b.stride(), b.shape, strict=True)):  # expanded: cannot change
+            expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
+            if not b.numel() or b.device.type != self.device.type or expanded:  # what is expanded cannot change
                 continue
             if b.dtype in CHECKED and "running_" not in name and float(magnitude(b)) > LIMIT:  # False for NaN
                 self.lawful.add(name)
-            groups.setdefault((b.dtype, b.dtype in CHECKED and name not in self.lawful), []).append(b)
-        self._kept: list[_Kept] = []
-        for (dtype, checked), live in groups.items():
-            flat = [torch.zeros(sum(b.numel() for b in live), dtype=dtype, device=self.device) for _ in range(2)]
-            views = [[v.view(b.shape) for v, b in zip(f.split([b.numel() for b in live]), live, strict=True)]
-                     for f in flat]
-            self._kept.append(_Kept(live, flat[0], views[0], flat[1], views[1], checked))
+            alike.setdefault((b.dtype, b.dtype in CHECKED and name not in self.lawful), []).append(b)
+        # As bytes they all go into one piece of memory, and one kernel copies them. The widest dtype lies first: each
+        # then begins at a multiple of its size, and can be read there as what it is.
+        kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
+        self._live = [b.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
+        self._saved, self._saved_parts = _room_for(self._live, self.device)  # before the step
+        self._now, self._now_parts = _room_for(self._live, self.device)  # after it
+        self._checked, at = [], 0
+        for dtype, finite in kinds:
+            end = at + sum(b.nbytes for b in alike[dtype, finite])
+            if finite:
+                self._checked.append(self._now.view(torch.uint8)[at:end].view(dtype))
+            at = end
 
     @torch.no_grad()
     def open(self, step: int) -> None:
@@ -176,9 +174,9 @@ class Guard:
         if self._due:  # nobody asked for the last one's verdict: it still counts
             self.verdict()
         self.step = step
-        self._worst.zero_()
-        for kept in self._kept:
-            torch._foreach_copy_(kept.saved_views, kept.live)
+        self._seen.zero_()
+        if self._live:
+            torch._foreach_copy_(self._saved_parts, self._live)
 
     @torch.no_grad()
     def see_batch(self, images: Any, labels: Any) -> Any:
@@ -200,14 +198,14 @@ class Guard:
             return y
         if self.num_classes is None:
             return y
-        wrong = ((y < 0) | (y >= self.num_classes)) & (y != self.ignore_index)
-        self._see("label", wrong.any() * BAD)
+        wrong = (y != y.clamp(0, self.num_classes - 1)) & (y != self.ignore_index)
+        self._squares_of["label"].masked_fill_(wrong.any(), math.inf)
         return y.masked_fill(wrong, 0)
 
     @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
         """0-dim loss of one micro-batch, before the loss scale."""
-        self._see("loss", loss.detach().abs().float())
+        self._see("loss", loss.float())
 
     @torch.no_grad()
     def see_state(self, **trees: Any) -> None:
@@ -220,29 +218,30 @@ class Guard:
                 self._see(flag, largest(tensors).amax())
 
     def _see(self, flag: str, magnitude: Tensor) -> None:
-        torch.maximum(self._worst_of[flag], magnitude, out=self._worst_of[flag])  # NaN stays
+        self._squares_of[flag].addcmul_(magnitude, magnitude)  # one kernel; NaN and inf stay
 
     @torch.no_grad()
     def raise_flag(self, name: str, value: float | Tensor = 1.0) -> None:
-        """Raise a flag unless `value` is 0: a veto, a probe's finding; "signal" keeps the highest number."""
+        """Raise a flag unless `value` (0-dim) is 0: a veto, a probe's finding; "signal" keeps the highest number."""
         if isinstance(value, Tensor):
-            self._see(name, (value != 0).reshape(()) * BAD)
+            self._squares_of[name].masked_fill_(value != 0, math.inf)
+        elif value and name == "signal":
+            self._down[-1].clamp_(min=float(value))
         elif value:
-            self._worst_of[name].clamp_(min=float(value) if name == "signal" else BAD)
+            self._squares_of[name].fill_(math.inf)
 
     @torch.no_grad()
     def decide(self) -> Tensor:
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank. A signal is no fault."""
-        for kept in self._kept:
-            torch._foreach_copy_(kept.now_views, kept.live)
-            if kept.checked:
-                self._see("buffer", magnitude(kept.now))
-        # A fault's flag is 1 + rank, so that MAX also says on whose machine to look.
-        lawful = self._worst <= LIMIT  # False for NaN
-        self._flags.copy_(torch.where(lawful, self._worst * self._is_signal, self.rank + 1.0))
+        if self._live:
+            torch._foreach_copy_(self._now_parts, self._live)
+        for buffers in self._checked:
+            self._see("buffer", magnitude(buffers))
+        torch.where(self._squares < math.inf, self._down, self._up, out=self._flags)  # NaN is not below
         if self.together:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        return self._flags[:-1].amax().clamp(max=1)
+        guilty = self._flags[:-1].amax()
+        return guilty.clamp(max=1) if self.together else guilty
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor | float) -> None:
@@ -250,28 +249,32 @@ class Guard:
 
         Everything from open() to here stays on the device, so that a CUDA graph can hold it.
         """
-        rejected = found_inf.reshape(()) > 0
-        for kept in self._kept:
-            torch.where(rejected, kept.saved, kept.now, out=kept.now)
-            torch._foreach_copy_(kept.live, kept.now_views)
-        on_device = {k: v.detach().reshape(()) for k, v in stats.items() if isinstance(v, Tensor)}
+        if self._live:
+            torch.where(found_inf > 0, self._saved, self._now, out=self._now)
+            torch._foreach_copy_(self._live, self._now_parts)
+        on_device = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
+        told = [self._flags, found_inf, *on_device.values()]
         if tuple(on_device) != self._keys:
-            self._make_room(tuple(on_device))
-        self._row[0].copy_(rejected)
-        self._row[1 : 1 + len(FLAGS)].copy_(self._flags)
-        torch._foreach_copy_(self._cells, list(on_device.values())) if on_device else None
-        self._numbers, self._due = {k: float(v) for k, v in stats.items() if not isinstance(v, Tensor)}, True
+            self._make_room(tuple(on_device), told)
+        for which, cells in self._cells:
+            torch._foreach_copy_(cells, [told[i] for i in which])
+        self._numbers = {name: float(value) for name, value in stats.items() if name not in on_device}
+        self._due = True
 
-    def _make_room(self, keys: tuple[str, ...]) -> None:
+    def _make_room(self, keys: tuple[str, ...], told: list[Tensor]) -> None:
         while self._pending:  # the old layout's numbers are read before its memory goes
             self._read()
-        cuda, width = self.device.type == "cuda", 1 + len(FLAGS) + len(keys)
+        cuda, width = self.device.type == "cuda", len(FLAGS) + 1 + len(keys)
         self._keys, self._slot = keys, -1
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
         self._row = torch.zeros(width, dtype=wide, device=self.device)
-        self._cells = list(self._row[1 + len(FLAGS) :].unbind())
         self._host = torch.zeros(SLOTS, width, dtype=wide, pin_memory=cuda)
         self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
+        cells = [self._row[: len(FLAGS)], *self._row[len(FLAGS) :].unbind()]
+        self._cells = []  # by dtype, because one kernel copies only what is of one: which of `told`, and where to
+        for dtype in {t.dtype for t in told}:
+            which = [i for i, t in enumerate(told) if t.dtype == dtype]
+            self._cells.append((which, [cells[i] for i in which]))
 
     def verdict(self) -> Verdict | None:
         """Call once after each close(), or after the replay of a graph that holds it: sends this step's numbers to the
@@ -280,7 +283,7 @@ class Guard:
         self._host[slot].copy_(self._row, non_blocking=True)
         if self._events:
             self._events[slot].record(torch.cuda.current_stream(self._row.device))
-        self._pending.append((self.step, slot, dict(self._numbers)))
+        self._pending.append((self.step, slot, self._numbers))
         self._due = False
         return self._read() if len(self._pending) > (1 if self.lag else 0) else None
 
@@ -292,24 +295,27 @@ class Guard:
         return last
 
     def _read(self) -> Verdict:
-        step, slot, stats = self._pending.popleft()
+        step, slot, numbers = self._pending.popleft()
         if self._events:
             self._events[slot].synchronize()  # waits for that step's numbers, not for the device
-        rejected, *row = self._host[slot].tolist()
-        flags = dict(zip(FLAGS, row[: len(FLAGS)], strict=True))
-        stats.update(zip(self._keys or (), row[len(FLAGS) :], strict=True))
-        reasons = tuple(name for name in FLAGS[:-1] if flags[name] > 0) if rejected else ()
-        if rejected and "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
-            reasons += ("grad",)
+        row, n = self._host[slot].tolist(), len(FLAGS)
+        flags, rejected = dict(zip(FLAGS, row[:n], strict=True)), row[n] > 0
+        stats = numbers | dict(zip(self._keys, row[n + 1 :], strict=True))
         self.steps += 1
-        self.skipped += bool(rejected)
+        self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
-        spikes = [(name, self.spikes.see(name, stats[name])) for name in ("loss", "grad_norm")
-                  if name in stats and not rejected]
-        return Verdict(step, not rejected, reasons, stats, int(flags["signal"]),
-                       int(max(row[: len(FLAGS) - 1])) - 1,
-                       tuple(f"{name} {stats[name]:.4g} is {z:.1f} standard deviations above its recent mean"
-                             for name, z in spikes if not z <= self.spikes.threshold))
+        reasons, spikes = [], []
+        if rejected:
+            reasons = [name for name in FLAGS[:-1] if flags[name] > 0]
+            if "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
+                reasons.append("grad")
+        for name in ("loss", "grad_norm"):
+            if name in stats and not rejected:
+                z = self.spikes.see(name, stats[name])
+                if not z <= self.spikes.threshold:
+                    spikes.append(f"{name} {stats[name]:.4g} is {z:.1f} standard deviations above its recent mean")
+        guilty = int(max(row[: n - 1])) - 1
+        return Verdict(step, not rejected, tuple(reasons), stats, int(flags["signal"]), guilty, tuple(spikes))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and spike statistics: plain numbers. Pending verdicts are read (waited for) first."""
@@ -321,6 +327,14 @@ class Guard:
         self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
         self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
+
+
+def _room_for(live: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Memory for these bytes: all of it as int64, which is quicker to select from, and views of the tensors' shapes."""
+    sizes = [b.numel() for b in live]
+    room = torch.zeros(math.ceil(sum(sizes) / 8), dtype=torch.int64, device=device)
+    parts = room.view(torch.uint8)[: sum(sizes)].split(sizes)
+    return room, [part.view(b.shape) for part, b in zip(parts, live, strict=True)]
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -354,9 +368,10 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None, head: str 
     that does not classify.
     """
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
+    unused = [n for n, p in named if p.grad is None]
     learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
     said = []
-    if unused := [n for n, p in named if p.grad is None]:
+    if unused:
         said.append(f"{len(unused)} parameter(s) got no gradient (unused, or detached on the way): "
                     + ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else ""))
     for n, p in named:
@@ -452,38 +467,37 @@ class Probes:
 
 
 def demo() -> None:
-    """A BatchNorm network under fused AdamW; an inf in its second layer at step 3."""
+    """A BatchNorm network under fused AdamW; an inf behind its first layer at step 3."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
     optimizer.grad_scale = None
     guard = Guard(net, num_classes=10, lag=False)
     images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,))
+
+    def everything() -> list[Tensor]:
+        return [*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values()]
+
     for step in range(6):
-        before = [t.clone() for t in (*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values())]
+        before = [t.clone() for t in everything()]
         guard.open(step)
-        hidden = net[0](images)
-        hidden = hidden * math.inf if step == 3 else hidden  # one overflow
+        hidden = net[0](images) * (math.inf if step == 3 else 1.0)  # one overflow
         loss = nn.functional.cross_entropy(net[1:](hidden), guard.see_batch(images, labels))
         guard.see_loss(loss)
         loss.backward()
-        norm = torch.stack(torch._foreach_norm([p.grad for p in net.parameters()])).norm()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
         found_inf = torch.maximum(guard.decide(), (norm <= LIMIT).logical_not().float())
-        inside = [n for n in check_state(net) if n.startswith("buffer")]
+        poisoned = [name for name in check_state(net) if name.startswith("buffer")]
         optimizer.found_inf = found_inf  # the fused kernel itself skips: no branch, no sync
         optimizer.step()
         guard.close(found_inf, loss=loss, grad_norm=norm)
         optimizer.zero_grad()
         v = guard.verdict()
-        if v.accepted:
-            print(f"step {v.step}: loss {v.stats['loss']:.4f}, grad norm {v.stats['grad_norm']:.3f}")
-            continue
-        after = [*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        print(f"step {v.step}: rejected, because of {' and '.join(v.reasons)} (loss {v.stats['loss']})\n"
-              f"  after the forward these were bad: {', '.join(inside)}\n"
-              f"  now {len(after)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
-    print(f"{guard.steps} steps, {guard.skipped} skipped; bad tensors now: {check_state(net) or 'none'}")
+        print(f"step {v.step}: {'accepted' if v.accepted else 'rejected: ' + ' and '.join(v.reasons)}, {v.stats}")
+        if not v.accepted:
+            same = all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+            print(f"  bad after the forward: {', '.join(poisoned)}\n"
+                  f"  now {len(before)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
 
 
 if __name__ == "__main__":

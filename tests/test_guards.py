@@ -11,10 +11,12 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import guards
 from guards import Guard, Probes, SpikeDetector, check_state, first_step_checks
 from inject import KINDS, Injector, parse_inject
+from optim import ClippedAdamW, param_groups
 
 
 def network(seed=0):
@@ -248,6 +250,75 @@ def test_integer_and_half_buffers_go_back_too():
     guard.decide()
     guard.close(torch.zeros(()))
     assert net.norm.num_batches_tracked == 1
+
+
+def test_buffers_of_every_dtype_and_layout_are_looked_at_and_go_back():
+    net, whole = nn.Module(), torch.arange(64.0).view(8, 8)
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int8)
+    buffers = {f"some_{str(dtype)[6:]}": torch.arange(3).to(dtype) for dtype in dtypes}
+    buffers |= {"flags": torch.tensor([True, False]), "number": torch.tensor(3.0), "strided": whole[:, ::2].clone(),
+                "every_other": whole[:, ::2], "turned": torch.ones(4, 5).t(),
+                "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)}
+    for name, buffer in buffers.items():
+        net.register_buffer(name, buffer)
+    guard = Guard(net)
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    guard.open(0)
+    for b in net.buffers():
+        b.copy_(b + 1 if b.dtype != torch.bool else ~b)
+    assert guard.decide() == 0
+    guard.close(torch.ones(()))
+    assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())
+    for i, (name, b) in enumerate(net.named_buffers(), start=1):
+        if b.is_floating_point():
+            guard.open(i)
+            b[(-1,) * b.ndim] = math.nan if i % 2 else math.inf
+            assert guard.decide() == 1, name
+            guard.close(torch.ones(()))
+            assert torch.equal(b, before[name])
+    guard.open(99)
+    net.every_other.zero_()
+    assert guard.decide() == 0
+    guard.close(torch.zeros(()))
+    assert not net.every_other.any()
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be a kernel on a GPU: all operations but views and allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        nothing = ("detach", "empty", "empty_like", "promote_types", "select", "slice", "split", "unbind", "view")
+        name = func.overloadpacket.__name__
+        self.count += not (name in nothing or name.startswith("_record_function"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_guards_and_the_optimizer_add_few_launches_to_a_step():
+    net = network()
+    guard, optimizer = Guard(net, num_classes=10), ClippedAdamW(param_groups(net))
+    scale, (x, y) = torch.ones(()), data(1)[0]
+    counts = []
+    for n in range(4):
+        with Launches() as outside:
+            guard.open(n)
+            y = guard.see_batch(x, y)
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        with Launches() as decided:
+            guard.see_loss(loss)
+            bad = guard.decide()
+        with Launches() as stepped:
+            result = optimizer.step(grad_scale=scale, skip=bad)
+        with Launches() as closed:
+            guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm, lr=result.lr,
+                        updates=optimizer.updates)
+        counts = [outside.count, decided.count, stepped.count, closed.count]
+        guard.verdict()
+    assert guard.flush().accepted
+    # flags, buffers; images, labels | loss; buffers, flags | norm, verdict, coefficient, lr, two groups | buffers, row
+    assert all(count <= most for count, most in zip(counts, (13, 9, 24, 5), strict=True)), counts
 
 
 def test_no_nan_enters_the_spike_statistics_and_a_spike_is_seen():
