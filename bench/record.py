@@ -18,12 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def header(bench: str, arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The head of a raw file. `arguments`: the command line's; folders and other paths are left out."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
-        "bench": bench, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit.strip(),
+        "bench": bench, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit(),
         "arguments": {k: v for k, v in arguments.items() if not isinstance(v, Path)}, "hardware": hardware(device),
         "torch": str(torch.__version__), "python": platform.python_version(),
     }
+
+
+def commit() -> str:
+    """HEAD, with "-dirty" if files were changed since; raw files of the bench before don't count."""
+    head, changed = (
+        subprocess.run(["git", *command.split()], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for command in ("rev-parse --short HEAD", "diff --name-only HEAD -- . :!bench/results")
+    )
+    return head + ("-dirty" if changed else "")
 
 
 def hardware(device: torch.device) -> str:
