@@ -80,6 +80,8 @@ def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
         lines = [json.loads(line) for line in (ROOT / f"bench/results/cifar10-{name}.jsonl").read_text().splitlines()]
         last = [line for line in lines if "val_acc1" in line][-1]
         assert last["epoch"] == 8 and f"{last['val_acc1']:.2f}" in README
+    *_, end = (ROOT / "bench/results/default-cifar10-cpu.jsonl").read_text().splitlines()
+    assert f"{json.loads(end)['val_acc1']:.1f} % in {json.loads(end)['seconds']:.0f} seconds" in README
 
 
 def test_the_line_counts_in_the_readme_are_right():
