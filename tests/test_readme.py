@@ -1,9 +1,11 @@
 """The README cannot rot: its step is train.py's, its files and flags exist, its figures are in bench/results."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -89,6 +91,54 @@ def test_the_line_counts_in_the_readme_are_right():
     assert len(rows) > 15
     for name, count in rows:
         assert len((ROOT / name).read_text().splitlines()) == int(count), name
+
+
+def commands():
+    """The commands shown on lines of their own, without their comments."""
+    lines = re.findall(r"^    ((?:bash run\.sh|python train\.py|torchrun) ?.*)", README, re.M)
+    return [re.sub(r"  +#.*", "", line) for line in lines]
+
+
+def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, tmp_path):
+    """Two steps on a few small images, in a folder of their own; whatever else a command asks for stays."""
+    assert len(commands()) == 8 and "bash run.sh test" in commands()
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    steps, output = itertools.count(2), {}
+    for command in commands():
+        if command == "bash run.sh test":
+            continue
+        words = shlex.split(command.replace("DIR", str(image_folder)))
+        if "--inject" not in words:  # those are as short as they can be
+            if "--epochs" in words:
+                at = words.index("--epochs")
+                del words[at : at + 2]
+            words += ["--max-steps", str(next(steps)), "--batch-size", "40"]
+            words += [] if "--data-dir" in words else ["--data-dir", str(image_folder)]
+        program = {"bash": ["bash"], "python": [sys.executable],
+                   "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
+        words = [str(ROOT / word) if word in ("run.sh", "train.py") else word for word in words[1:]]
+        done = subprocess.run(program + words, cwd=tmp_path, env=environment, capture_output=True, text=True,
+                              timeout=300)
+        assert done.returncode == 0, (command, done.stderr)
+        assert json.loads(done.stdout.splitlines()[-1])["status"] == "done", command
+        output[command] = done.stdout
+
+    resumed = next(text for command, text in output.items() if "--resume auto" in command)
+    assert "resumed from runs/a/last.pt after step 3" in resumed and "resumed" not in output["bash run.sh"]
+    weights, divergence = (re.sub(r"\(\w+, scale", "(bf16, scale", text)  # the machine's best precision
+                           for command, text in output.items() if "--inject" in command)
+    assert "-> weights" in weights
+    shown = section(README, "When a step is bad").split("hence:\n")[1].split("\nThe recorded step")[0]
+    for line in filter(lambda line: line not in ("", "..."), map(str.strip, shown.splitlines())):
+        assert all(part in divergence for part in line.split("inject.py:...")), line
+
+    capsule = next(tmp_path.glob("runs/*/bad_step_22_rank0.pt"))
+    best = next(tmp_path.glob("runs/cifarnet-cifar10-*/best.pt"))
+    snippet = section(README, "When a run is killed").split("\n\n")[1]
+    for program in ([str(ROOT / "train.py"), "--replay", str(capsule)], ["-c", textwrap.dedent(snippet)]):
+        done = subprocess.run([sys.executable, *program], cwd=best.parent, env=environment | {"PYTHONPATH": str(ROOT)},
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 RECIPES = {"guards": "guards.py", "policy": "amp_policy.py", "optimizer": "optim.py"}
