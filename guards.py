@@ -361,11 +361,10 @@ def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
     return [name.replace(".", " ", 1) for name, t in named.items() if id(t) in bad]
 
 
-def first_step_checks(net: nn.Module, num_classes: int | None = None, head: str | None = None) -> list[str]:
+def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[str]:
     """Sentences about what will go wrong, after the first backward and before zero_grad. [] = nothing found. Syncs.
 
-    `head`: name of the classifying layer; default: the last Linear or Conv2d of `net`. Pass num_classes=None for a net
-    that does not classify.
+    `num_classes`: what the last Linear or Conv2d of `net` has to give; None for a net that does not classify.
     """
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
@@ -380,10 +379,10 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None, head: str 
             said.append(f"{n} looks uninitialised: its largest magnitude is {top:.3g}")
         elif top == 0 and p.dim() > 1 and n not in learns and len(learns) > len(named) / 2:  # not adaLN-zero's start
             said.append(f"{n} is all zero and its gradient is zero too: it will never learn")
-    layers = {n: m for n, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    name = head or next(reversed(layers), None)
-    if num_classes is not None and name is not None and layers[name].weight.shape[0] != num_classes:
-        said.append(f"{name} has {layers[name].weight.shape[0]} outputs but the data has {num_classes} classes")
+    layers = [(n, len(m.weight)) for n, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    if num_classes is not None and layers and layers[-1][1] != num_classes:
+        name, outputs = layers[-1]
+        said.append(f"{name} has {outputs} outputs but the data has {num_classes} classes")
     return said
 
 
@@ -448,19 +447,22 @@ class Probes:
 
     def read(self) -> list[Reading]:
         """Readings of the last sampled step, the least headroom left first. One sync."""
-        rows = [Reading(n, self._dtypes[n], a, a / torch.finfo(self._dtypes[n]).max, u) for n, (a, u) in
-                zip(self.modules, self._rows.tolist(), strict=True) if n in self._dtypes]
-        return sorted(rows, key=lambda r: math.inf if math.isnan(r.headroom) else r.headroom, reverse=True)
+        readings = []
+        for name, (amax, underflow) in zip(self.modules, self._rows.tolist(), strict=True):
+            if name in self._dtypes:
+                dtype = self._dtypes[name]
+                readings.append(Reading(name, dtype, amax, amax / torch.finfo(dtype).max, underflow))
+        return sorted(readings, key=lambda r: math.inf if math.isnan(r.headroom) else r.headroom, reverse=True)
 
-    def warnings(self, loss_scale: float = 1.0, headroom: float = 0.5, underflow: float = 0.5) -> list[str]:
+    def warnings(self, loss_scale: float = 1.0) -> list[str]:
         """Sentences for modules over half of the dtype's maximum, or with more than half of their gradients tiny."""
         said = []
         for r in self.read():
             half = str(r.dtype).removeprefix("torch.")
-            if not r.headroom <= headroom:
+            if not r.headroom <= 0.5:
                 said.append(f"{r.name}: activations reach {r.amax:.4g}, {r.headroom:.0%} of {half}'s maximum; "
                             f"try --keep-fp32 '{r.name}' before it overflows")
-            if not r.underflow <= underflow:
+            if not r.underflow <= 0.5:
                 said.append(f"{r.name}: {r.underflow:.0%} of its gradients are below {half}'s smallest normal at loss "
                             f"scale {loss_scale:g}; more scale, or fp32 there")
         return said
