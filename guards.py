@@ -218,7 +218,8 @@ class Guard:
                 self._see(flag, largest(tensors).amax())
 
     def _see(self, flag: str, magnitude: Tensor) -> None:
-        self._squares_of[flag].addcmul_(magnitude, magnitude)  # one kernel; NaN and inf stay
+        # One kernel; NaN and inf stay. The factor makes the square of LIMIT, and of anything above, infinite.
+        self._squares_of[flag].addcmul_(magnitude, magnitude, value=2.0**128 / LIMIT**2)
 
     @torch.no_grad()
     def raise_flag(self, name: str, value: float | Tensor = 1.0) -> None:

@@ -199,8 +199,7 @@ class Healer:
                     raise
                 parts *= 2
             finally:
-                self.net.zero_grad(set_to_none=True)
-                evidence.restore()
+                evidence.restore()  # no gradients either
                 autopsy.set_rng_states(now, self.device)
         if dist.is_initialized():
             every = torch.tensor(parts, device=self.device)

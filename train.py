@@ -170,7 +170,7 @@ def main(argv=None):
             note = "; ".join([f", resumed from {path} after step {step}", *changes])
         policy, scaler, accum = healer.policy, healer.scaler, healer.accum
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
-        header = {"args": vars(args), **facts, "hardware": hardware, "commit": report.commit()}
+        header = {"args": vars(args), **facts, "hardware": hardware, "commit": report.commit() if rank == 0 else ""}
         log = report.MetricsFile(out_dir, header, step, args.tensorboard, speaks=rank == 0)
 
     def say(text):

@@ -283,6 +283,14 @@ def test_buffers_of_every_dtype_and_layout_are_looked_at_and_go_back():
     assert not net.every_other.any()
 
 
+@pytest.mark.parametrize("factor, flag", [(0.999, 0), (1.001, 1), (-1.001, 1)])
+def test_a_flag_goes_up_at_the_limit(factor, flag):
+    guard = Guard(network())
+    guard.open(0)
+    guard.see_loss(torch.tensor(factor * guards.LIMIT))
+    assert guard.decide() == flag
+
+
 class Launches(TorchDispatchMode):
     """Counts what would be a kernel on a GPU: all operations but views and allocations."""
 
