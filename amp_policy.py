@@ -486,17 +486,17 @@ class LossScaler(torch.amp.GradScaler):
             if not flags:
                 raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf")
             found_inf = sum(f.to(scale.device, non_blocking=True) for f in flags)
-        bad = found_inf.to(scale.device, non_blocking=True) != 0
-        patience = (self._patience - bad.int()).clamp(min=0)
-        clean = torch.where(bad, 0, self._growth_tracker + 1)
-        grow = clean >= self._growth_interval  # never when bad
-        fall = bad & (patience == 0)
-        factor = torch.where(grow, self._growth_factor, torch.where(fall, self._backoff_factor, 1.0))
-        lawful = (scale >= self.floor) & (scale <= self.ceiling)  # False for NaN
-        start = torch.where(lawful, scale, self._init_scale)  # a corrupted scale starts afresh
-        scale.copy_(start * factor).clamp_(self.floor, self.ceiling)  # in place, for a CUDA graph
-        self._growth_tracker.copy_(torch.where(grow, 0, clean))
-        self._patience.copy_(torch.where(grow, self.hysteresis, patience))
+        found_inf = found_inf.to(scale.device, torch.float32, non_blocking=True)
+        scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self._init_scale)  # corrupted: afresh
+        before = scale.clone() if self.hysteresis > 1 else scale
+        torch._amp_update_scale_(scale, self._growth_tracker, found_inf, self._growth_factor, self._backoff_factor,
+                                 self._growth_interval)
+        if self.hysteresis > 1:
+            bad = found_inf != 0
+            self._patience.sub_(bad.int()).clamp_(min=0)
+            scale.copy_(torch.where(bad & (self._patience > 0), before, scale))
+            self._patience.masked_fill_(~bad & (self._growth_tracker == 0), self.hysteresis)  # it has just grown
+        scale.clamp_(self.floor, self.ceiling)
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict:

@@ -90,7 +90,8 @@ def main():
               "batch_size": BATCH, "commit": report.commit(), "torch": str(torch.__version__),
               "hardware": f"{platform.machine()}, CPU", "died": died, "died_scales": scales, "healed": healed,
               "healed_scales": [logged[step]["scale"] for step in sorted(logged)], "events": events, "end": lines[-1]}
-    (args.results / "died_and_healed-cpu.json").write_text(json.dumps(record) + "\n")
+    other = "" if dataset == "cifar10" else f"-{dataset}"  # the picture is drawn from CIFAR-10's
+    (args.results / f"died_and_healed{other}-cpu.json").write_text(json.dumps(record) + "\n")
     first = next((i + 1 for i, loss in enumerate(died) if loss is None), None)
     print(json.dumps({"bench": "died_and_healed", "died at": first, "never finite again": all(
         loss is None for loss in died[first - 1 :]) if first else False, "scale at its end": scales[-1],
