@@ -53,7 +53,7 @@ def parse(argv, about, models, datasets):
     precision.add_argument("--eval-precision", default="fp32", choices=["fp32", "same"])
     optimizer = parser.add_argument_group("optimizer (defaults: the model's recipe)")
     optimizer.add_argument("--lr", type=positive, help="peak learning rate for the whole batch; never scaled silently")
-    optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: a fifth of the run")
+    optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: the recipe's share of the run")
     optimizer.add_argument("--weight-decay", type=share)
     optimizer.add_argument("--adam-eps", type=share, default=1e-8)
     optimizer.add_argument("--amsgrad", action=switch, default=False)

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 HALF = (torch.float16, torch.bfloat16)
 LIMIT = 2.0**64  # 1.84e19: the first number whose square is infinite in fp32
+ANGLE = 10.0  # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights around 0.02
 
 
 class StepResult(NamedTuple):
@@ -67,7 +68,8 @@ def param_groups(net: nn.Module, weight_decay: float = 0.05, no_decay: Sequence[
 
     Args:
         lr_scale: {pattern: multiplier}; the first pattern that matches a name wins.
-        muon: patterns of matrices (decayed, two or more dimensions) that go to torch.optim.Muon instead of AdamW.
+        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW; it
+            keeps their norm, so they do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -81,13 +83,13 @@ def param_groups(net: nn.Module, weight_decay: float = 0.05, no_decay: Sequence[
         if not p.requires_grad:
             continue
         decays = p.ndim > 1 and name not in listed and not any(fnmatch(name, pattern) for pattern in no_decay)
-        matrix = decays and any(fnmatch(name, pattern) for pattern in muon)
+        matrix = decays and any(fnmatch(name, pattern) for pattern in muon) and bool(p.any())
         scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
         kind = "muon" if matrix else "decay" if decays else "no_decay"
         if (kind, scale) not in groups:
             label = kind + (f" lr*{scale:g}" if scale != 1 else "")
             groups[kind, scale] = dict(name=label, params=[], lr_scale=scale, muon=matrix,
-                                       weight_decay=weight_decay if decays else 0.0)
+                                       weight_decay=weight_decay if kind == "decay" else 0.0)
         groups[kind, scale]["params"].append(p)
     return list(groups.values())
 
@@ -163,6 +165,7 @@ class ClippedAdamW:
         clip: largest global gradient norm. None or 0: no limit.
         zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
         masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
+        muon_options: arguments of torch.optim.Muon, say dict(momentum=0.6, ns_steps=3).
         fused: None: where it works; else foreach, which reads the verdict on the host, one sync a step.
     Raises:
         ValueError: no parameters, or a refusal.
@@ -171,7 +174,8 @@ class ClippedAdamW:
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05, *,
                  schedule: Tensor | None = None, clip: float | None = 1.0, zclip: float | None = None,
-                 amsgrad: bool = False, masters: bool | None = None, fused: bool | None = None):
+                 amsgrad: bool = False, masters: bool | None = None, fused: bool | None = None,
+                 muon_options: dict[str, Any] | None = None):
         groups = list(params)
         if groups and isinstance(groups[0], Tensor):
             groups = [{"params": groups}]
@@ -216,9 +220,11 @@ class ClippedAdamW:
             self.adamw._warned_capturable_if_run_uncaptured = True
         # Muon steps shadow matrices, with lr 1, which makes them directions; _muon_step applies those on the device.
         matrices = [p for g in self.param_groups if g["muon"] for p in g["params"]]
+        if not all(p.any() for p in matrices):
+            raise ValueError("Muon keeps a matrix's norm, and one of these is all zero: leave it to AdamW")
         self._shadows = {p: torch.zeros(p.flatten(1).shape, device=device) for p in matrices}
         self.muon = torch.optim.Muon(list(self._shadows.values()), lr=1.0, weight_decay=0.0,
-                                     adjust_lr_fn="match_rms_adamw") if matrices else None
+                                     **muon_options or {}) if matrices else None
         for shadow in self._shadows.values():
             self.muon.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
 
@@ -329,19 +335,35 @@ class ClippedAdamW:
         self.adamw.step()
 
     def _muon_step(self, good: Tensor, divisor: Tensor | None) -> None:
-        """Muon (a filter is a row; update size matched to AdamW's, arXiv 2502.16982) takes no found_inf, no tensor lr.
-        Rejected, it is fed its own momentum, which leaves that as it was, and its direction is dropped."""
+        """Turn each matrix, a filter being a row, by an angle of ANGLE * lr towards the direction of torch's Muon.
+
+        Its norm stays: where a normalisation follows, only the direction of a matrix counts, and a norm that grows
+        would make each step turn it less. So the schedule alone decides, and every layer learns at the same speed.
+        (cifar10-airbench's Muon recipe fixes the norms of its filters likewise.)
+
+        Muon takes no found_inf and no tensor lr: rejected, it is fed its own momentum, which leaves that as it was, and
+        its direction is dropped.
+        """
         muon = [(g, p) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]
-        for _, p in muon:
-            shadow = self._shadows[p]
-            grad = p.grad.reshape(shadow.shape) / (1.0 if divisor is None else divisor)
-            shadow.zero_().grad = torch.where(good, grad, self.muon.state[shadow]["momentum_buffer"])
-        if muon:
-            self.muon.step()
-            self.muon.zero_grad()
-        for group, p in muon:
-            new = p * (1 - group["lr"] * group["weight_decay"]) + group["lr"] * self._shadows[p].view(p.shape)
-            p.copy_(torch.where(good, new, p))
+        if not muon:
+            return
+        matrices, shadows = [p for _, p in muon], [self._shadows[p] for _, p in muon]
+        grads = [p.grad.reshape(shadow.shape) for p, shadow in zip(matrices, shadows, strict=True)]
+        if divisor is not None:
+            grads = torch._foreach_div(grads, divisor)
+        for shadow, grad in zip(shadows, grads, strict=True):
+            shadow.grad = torch.where(good, grad, self.muon.state[shadow]["momentum_buffer"])
+        torch._foreach_zero_(shadows)
+        self.muon.step()
+        self.muon.zero_grad()
+        norms = torch._foreach_norm(matrices)
+        lengths = torch._foreach_mul(norms, [ANGLE / math.sqrt(len(p)) for p in matrices])  # a direction's: sqrt(rows)
+        torch._foreach_mul_(lengths, [g["lr"] for g, _ in muon])
+        moved = [torch.addcmul(p, shadow.view(p.shape), length)
+                 for p, shadow, length in zip(matrices, shadows, lengths, strict=True)]
+        ratios = torch._foreach_div(norms, torch._foreach_norm(moved))
+        for p, new, ratio in zip(matrices, moved, ratios, strict=True):
+            torch.where(good, new * ratio, p, out=p)
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.

@@ -111,14 +111,14 @@ def main(argv=None):
         why = f"minutes on a CPU; --epochs {recipe['epochs']} is the whole recipe"
     elif not total_steps:
         total_steps, why = recipe["epochs"] * epoch_steps, "the whole recipe"
-    warmup = total_steps // 5 if args.warmup_updates is None else args.warmup_updates
+    warmup = int(total_steps * recipe["warmup"]) if args.warmup_updates is None else args.warmup_updates
 
     # Optimizer, loss scale, guard: with the model, all that a checkpoint has to carry
     with refusing(ValueError):
         optimizer = optim.ClippedAdamW(
             optim.param_groups(net, args.weight_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
             lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad,
-            clip=args.clip_grad or None, zclip=args.zclip,
+            clip=args.clip_grad or None, zclip=args.zclip, muon_options=recipe["muon_options"],
             schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
             masters=None if policy.param_dtype is torch.float32 else policy.masters,
         )

@@ -154,16 +154,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dataset", default="synthetic", choices=["synthetic", "cifar10"])
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--steps", type=int, help="default: 250 on a GPU, 30 on a CPU")
+    parser.add_argument("--steps", type=int, help="default: 125 on a GPU, 15 on a CPU")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 on a GPU, 0 1 on a CPU")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--smoke", action="store_true", help="two steps, one seed, few images, no file")
     args = parser.parse_args()
     device, caps = torch.device(args.device), capabilities(args.device)
-    args.steps = 2 if args.smoke else args.steps or (250 if device.type == "cuda" else 30)
+    args.steps = 2 if args.smoke else args.steps or (125 if device.type == "cuda" else 15)
     args.seeds = [0] if args.smoke else args.seeds or list(range(3 if device.type == "cuda" else 2))
     if args.smoke:
-        loaded = *data.synthetic.load(600, 100), "synthetic"
+        loaded = *data.synthetic.load(1200, 100), "synthetic"
     else:
         loaded = data.load(args.dataset, args.data_dir, iter)
     train.load = lambda *_: loaded  # once for all runs

@@ -13,8 +13,8 @@ import torchvision
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
 
-RECIPE = {"lr": 1e-3, "lr_scale": {}, "weight_decay": 0.05, "muon": [], "batch_size": 256,
-          "label_smoothing": 0.0, "ema": 0.0, "epochs": 30, "cuda_graph": False}
+RECIPE = {"lr": 1e-3, "lr_scale": {}, "warmup": 0.2, "weight_decay": 0.05, "muon": [], "muon_options": {},
+          "batch_size": 256, "label_smoothing": 0.0, "ema": 0.0, "epochs": 30, "cuda_graph": False}
 MODELS = {}  # name: (build(class_names, image_size) -> network, recipe)
 
 
@@ -40,8 +40,8 @@ def patches(constructor):
 
 
 add(cifarnet.PRESETS, lambda names, size, preset: cifarnet.CifarNet(num_classes=len(names), **preset),
-    lr=1.4e-2, lr_scale={"*.bias": 8.0}, weight_decay=0.2, muon=["groups.*.weight"], batch_size=512,
-    label_smoothing=0.2, epochs=10, cuda_graph=True)
+    lr=1.7e-2, lr_scale={"*.bias": 10.0}, warmup=0.025, weight_decay=0.2, muon=["groups.*.weight"],
+    muon_options={"momentum": 0.6, "ns_steps": 3}, batch_size=1000, label_smoothing=0.2, epochs=9, cuda_graph=True)
 add({name: name for name in ("resnet18", "resnet50")},
     lambda names, size, name: torchvision.models.get_model(name, num_classes=len(names)), label_smoothing=0.1)
 add(vit.PRESETS, patches(vit.ViT), lr=2e-3, batch_size=128, label_smoothing=0.1)

@@ -302,7 +302,7 @@ def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
         "muon lr*0.5": {"block.proj.weight"},
         "muon": {"conv.weight"},
     }
-    assert all(g["weight_decay"] == (0.0 if g["name"].startswith("no_decay") else 0.1) for g in groups)
+    assert all(g["weight_decay"] == (0.1 if g["name"].startswith("decay") else 0.0) for g in groups)
     wrapped = param_groups(nn.Sequential(net))  # DDP prefixes names like this; without the pattern only "pos" decays
     assert sum(len(g["params"]) for g in wrapped if g["weight_decay"] == 0) == 6
     for p in net.parameters():
@@ -312,17 +312,32 @@ def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
     assert {g["name"]: round(g["lr"].item(), 6) for g in optimizer.param_groups}["muon lr*0.5"] == 0.005
 
 
-def test_muon_takes_orthogonal_steps_of_adamws_size():
+@pytest.mark.parametrize("shape", [(64, 32), (8, 12, 3, 3)])
+def test_muon_turns_a_matrix_by_the_learning_rates_angle_towards_torchs_direction(shape):
     torch.manual_seed(0)
-    w = torch.randn(64, 32)
-    start = w.clone()
-    optimizer = ClippedAdamW([{"params": [w], "muon": True, "weight_decay": 0.0}], lr=1e-2)
-    w.grad = torch.randn(64, 32)
-    optimizer.step()
-    update = (start - w) / 1e-2
-    assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)  # match_rms_adamw
-    values = torch.linalg.svdvals(update) / (0.2 * math.sqrt(64))
-    assert values.min() > 0.4 and values.max() < 1.4  # five Newton-Schulz steps reach about 0.7 .. 1.2
+    w = torch.randn(shape)
+    start, direction = w.clone(), torch.zeros(len(w), w[0].numel())
+    optimizer = ClippedAdamW([{"params": [w], "muon": True}], lr=1e-3, clip=None)
+    torchs = torch.optim.Muon([direction], lr=1.0, weight_decay=0.0)
+    for _ in range(3):
+        before = w.clone()
+        w.grad = torch.randn(shape)
+        direction.zero_().grad = w.grad.flatten(1)
+        optimizer.step()
+        torchs.step()
+        moved = before + 1e-2 * start.norm() / math.sqrt(len(w)) * direction.view(shape)
+        torch.testing.assert_close(w, moved * start.norm() / moved.norm(), rtol=1e-4, atol=1e-5)
+        angle = torch.cosine_similarity(before.flatten().double(), w.flatten().double(), dim=0).acos()
+        assert angle.item() == pytest.approx(1e-2, rel=0.3)  # five Newton-Schulz steps reach about 0.7 .. 1.2
+
+
+def test_muon_gets_no_matrix_whose_norm_is_nothing_to_keep():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(net[1].weight)
+    groups = param_groups(net, muon=["*"])
+    assert {g["name"]: len(g["params"]) for g in groups} == {"muon": 1, "no_decay": 2, "decay": 1}
+    with pytest.raises(ValueError, match="all zero"):
+        ClippedAdamW([{"params": [net[1].weight], "muon": True}])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
