@@ -6,7 +6,8 @@ Time to accuracy on CIFAR-10: the default run of train.py beside cifar10-airbenc
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --epochs 8 --flags "--lr 8e-3"
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --smoke      # a minute: does it run?
 
-Both get the same pixels on the same machine and take turns, seed by seed, after a warm-up of each that is not counted.
+Both get the same pixels on the same machine and take turns, epoch by epoch, so that a slow minute of a shared machine
+strikes both; a warm-up of each is not counted.
 Timed is training alone, as the peer does it: no loading, no evaluation. Ours is what train.py counts, guards and
 checkpoints included; the whitening is computed before its clock starts (airbench's clock has it: milliseconds).
 After every epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a CPU, where it takes
@@ -29,9 +30,12 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,6 +45,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import checkpoint  # noqa: E402
 import data  # noqa: E402
 import flags  # noqa: E402
 import train  # noqa: E402
@@ -129,13 +134,61 @@ def tta_accuracy(net: nn.Module, split: list[tuple[Tensor, Tensor]]) -> float:
     return 100 * right / count
 
 
-def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extra: list[str]) -> list[list[float]]:
+def in_turns(runs: dict[str, Callable], order: list[str], device: torch.device) -> dict[str, list]:
+    """What two runs return that change places after every epoch. The first one runs in this thread, as train.py must.
+
+    Each is a function of `change()`, which it calls after an epoch: that comes back when it is its turn again, with its
+    random numbers and cudnn's setting as they were. If one fails, so does the other.
+    """
+    queue, changed = list(order), threading.Condition()
+
+    def wait(name: str) -> None:
+        changed.wait_for(lambda: not queue or queue[0] == name)
+        if not queue:
+            raise RuntimeError("the other run failed")
+
+    def change(name: str) -> None:
+        mine = checkpoint.rng_state(device), torch.backends.cudnn.benchmark
+        with changed:
+            queue.append(queue.pop(0))
+            changed.notify_all()
+            wait(name)
+        checkpoint.set_rng_state(mine[0], device)
+        torch.backends.cudnn.benchmark = mine[1]
+
+    def whole(name: str) -> list:
+        with changed:
+            wait(name)
+        try:
+            rows = runs[name](partial(change, name))
+        except BaseException:
+            queue.clear()
+            raise
+        else:
+            queue.remove(name)
+        finally:
+            with changed:
+                changed.notify_all()
+        return rows
+
+    first, second = runs
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(whole, second)
+        return {first: whole(first), second: other.result()}
+
+
+def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extra: list[str],
+             change: Callable[[], None]) -> list[list[float]]:  # fmt: skip
     """One run of train.py in this process: [epochs, seconds of training, plain, tta], a row for every evaluation."""
     plain, evaluation = train.validation.evaluate, itertools.count(1)
 
     def evaluate(model: nn.Module, split) -> dict[str, float]:
-        split, due = list(split), device.type == "cuda" or next(evaluation) >= epochs
-        return plain(model, split) | {"val_tta_acc1": tta_accuracy(model.net, split) if due else math.nan}
+        split, done = list(split), next(evaluation)
+        due = device.type == "cuda" or done >= epochs
+        scores = plain(model, split) | {"val_tta_acc1": tta_accuracy(model.net, split) if due else math.nan}
+        if done < epochs:
+            change()
+        return scores
 
     torch.backends.cudnn.benchmark = False  # torch's default; airbench sets it when it is imported
     with (tempfile.TemporaryDirectory() as folder, patch.object(train, "load", lambda *_: splits),
@@ -150,7 +203,8 @@ def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extr
             for line in lines if "val_tta_acc1" in line and "event" not in line]  # fmt: skip
 
 
-def run_peer(peer: types.ModuleType, folder: Path, epochs: float, seed: int) -> list[list[float]]:
+def run_peer(peer: types.ModuleType, folder: Path, epochs: float, seed: int,
+             change: Callable[[], None]) -> list[list[float]]:  # fmt: skip
     """The same of the peer: after every epoch its main() hands its variables to whoever prints them; here we listen."""
     rows, loader = [], peer.CifarLoader
 
@@ -160,6 +214,8 @@ def run_peer(peer: types.ModuleType, folder: Path, epochs: float, seed: int) -> 
             due = torch.cuda.is_available() or done >= epochs
             tta = peer.evaluate(variables["model"], variables["test_loader"], tta_level=2) if due else math.nan
             rows.append([done, variables["total_time_seconds"], 100 * variables["val_acc"], 100 * tta])
+            if done < epochs:
+                change()
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(seed)
@@ -231,17 +287,17 @@ def main(argv: list[str] | None = None) -> None:
     curves = {name: {} for name in epochs}
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(name: str, splits: tuple, epochs: float, seed: int) -> list[list[float]]:
-            if name == "ours":
-                return run_ours(splits, epochs, seed, device, extra)
-            return run_peer(peer, write_for_peer(splits, Path(folder)), epochs, seed)
+        def both(splits: tuple, epochs: dict[str, float], seed: int) -> dict[str, list]:
+            images = write_for_peer(splits, Path(folder))
+            runs = {"ours": partial(run_ours, splits, epochs["ours"], seed, device, extra),
+                    path.stem: partial(run_peer, peer, images, epochs[path.stem], seed)}  # fmt: skip
+            return in_turns(runs, list(runs)[:: -1 if seed % 2 else 1], device)
 
-        for name in epochs:  # warm-up; on a GPU with all images, until its clocks have risen
-            run(name, few if device.type == "cpu" else full, 1, 0)
+        both(few if device.type == "cpu" else full, dict.fromkeys(epochs, 1), 0)  # on a GPU until its clocks have risen
         for seed in range(args.seeds):
-            for name in list(epochs)[:: -1 if seed % 2 else 1]:
-                curves[name][seed] = run(name, full, epochs[name], seed)
-                done, seconds, plain, tta = curves[name][seed][-1]
+            for name, curve in both(full, epochs, seed).items():
+                curves[name][seed] = curve
+                done, seconds, plain, tta = curve[-1]
                 print(f"seed {seed}  {name:12} {done:.2f} epochs  {seconds:.2f} s  plain {plain:.2f}  tta {tta:.2f}",
                       flush=True)  # fmt: skip
 
