@@ -356,14 +356,14 @@ class ClippedAdamW:
         torch._foreach_zero_(shadows)
         self.muon.step()
         self.muon.zero_grad()
-        norms = torch._foreach_norm(matrices)
+        norms = torch._foreach_norm(matrices, 2, dtype=torch.float32)
         lengths = torch._foreach_mul(norms, [ANGLE / math.sqrt(len(p)) for p in matrices])  # a direction's: sqrt(rows)
         torch._foreach_mul_(lengths, [g["lr"] for g, _ in muon])
         moved = [torch.addcmul(p, shadow.view(p.shape), length)
                  for p, shadow, length in zip(matrices, shadows, lengths, strict=True)]
         ratios = torch._foreach_div(norms, torch._foreach_norm(moved))
         for p, new, ratio in zip(matrices, moved, ratios, strict=True):
-            torch.where(good, new * ratio, p, out=p)
+            p.copy_(torch.where(good, new * ratio, p))
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.

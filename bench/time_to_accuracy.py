@@ -174,7 +174,12 @@ def in_turns(runs: dict[str, Callable], order: list[str], device: torch.device) 
     first, second = runs
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(whole, second)
-        return {first: whole(first), second: other.result()}
+        try:
+            mine = whole(first)
+        except RuntimeError:
+            other.result()  # if it was the other one that failed, this says why
+            raise
+        return {first: mine, second: other.result()}
 
 
 def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extra: list[str],

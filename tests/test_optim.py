@@ -56,6 +56,7 @@ VARIANTS = {
     "zclip": dict(zclip=2.5),
     "muon": dict(muon=True),
     "muon, masters": dict(muon=True, masters=True, dtype=torch.bfloat16),
+    "muon, half state": dict(muon=True, masters=False, dtype=torch.float16),
 }
 
 

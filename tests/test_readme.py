@@ -272,8 +272,8 @@ def test_the_pictures_show_the_raw_numbers_and_the_same_bytes_each_time(tmp_path
         if device == "cuda":
             assert lines["guarded as CUDA graph / bare as CUDA graph"] == [
                 ways["ours, CUDA graph"]["median"] for ways in rows]
-    for axis, column in zip(first["time_to_accuracy.svg"].axes, (1, 0), strict=True):
+    for axis, device in zip(first["time_to_accuracy.svg"].axes, ("cpu", "cuda"), strict=True):
         ends = {(line.get_xdata()[-1], line.get_ydata()[-1]) for line in axis.lines}
-        curves = raw("time_to_accuracy-cuda")["curves"]
-        assert ends == {(seed[-1][column], seed[-1][2]) for seeds in curves.values() for seed in seeds}
+        curves = raw(f"time_to_accuracy-{device}")["curves"]
+        assert ends == {(seed[-1][1], seed[-1][2]) for seeds in curves.values() for seed in seeds}
     pyplot.close("all")

@@ -1,6 +1,7 @@
 """bench/time_to_accuracy.py, with a stand-in for the peer: 20 lines of the same form that learn a linear classifier."""
 
 import json
+from functools import partial
 from math import isnan
 
 import numpy
@@ -77,6 +78,31 @@ def test_the_bench_runs_both_and_writes_curves_and_goals(peer, image_folder, tmp
     assert raw["ratio"]["n"] == 2 and raw["ratio"]["median"] == pytest.approx(sum(ratios) / 2)
     assert [goal["met"] for goal in raw["goals"].values()] == [True, True, False, False]
     assert raw["goals"]["airbench94, 0.0 % plain"]["first"] == [[1, 1.5]] * 2
+
+
+def test_two_runs_change_places_after_every_epoch_with_their_own_random_numbers_and_fail_together():
+    cpu, said = torch.device("cpu"), []
+
+    def run(name, epochs, change, fails=False):
+        torch.manual_seed(0)
+        drawn = []
+        for epoch in range(epochs):
+            said.append(name)
+            drawn.append(torch.rand(1).item())
+            if epoch < epochs - 1:
+                change()
+        if fails:
+            raise RuntimeError(f"{name} is out of luck")
+        return drawn
+
+    both = time_to_accuracy.in_turns({"a": partial(run, "a", 2), "b": partial(run, "b", 4)}, ["b", "a"], cpu)
+    assert "".join(said) == "bababb" and both["a"] == both["b"][:2] and len(set(both["b"])) == 4
+    for unlucky in "ab":
+        runs = {name: partial(run, name, 2 if name == unlucky else 9, fails=name == unlucky) for name in "ab"}
+        with pytest.raises(RuntimeError) as caught:
+            time_to_accuracy.in_turns(runs, ["a", "b"], cpu)
+        told = {str(error) for error in (caught.value, caught.value.__context__) if error}
+        assert f"{unlucky} is out of luck" in told
 
 
 def test_a_peer_that_is_missing_or_has_changed_is_refused(peer):
