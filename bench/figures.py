@@ -145,7 +145,7 @@ def time_to_accuracy():
             axis.text(0.98, height, f"{who}, {seeds[0][-1][0]:g} epochs: {accuracy:.1f} % after {time:.3g} s",
                       color=colour, ha="right", transform=axis.transAxes)
         where = "two CPU cores" if "cpu" in record["arguments"]["device"] else record["hardware"]
-        axis.set(xlabel=f"seconds of training, {where}, {len(seeds)} seeds each", xlim=(0, None))
+        axis.set(xlabel=f"seconds of training, {where}; seeds: {len(seeds)} each", xlim=(0, None))
     axes[0].set(ylabel="validation accuracy, %")
     axes[1].set(title="our recipe before: Muon with weight decay, batches of 500")
     save(figure, "time_to_accuracy.svg", *names)
