@@ -59,7 +59,7 @@ def parse(argv, about, models, datasets):
     optimizer.add_argument("--amsgrad", action=switch, default=False)
     optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
     optimizer.add_argument("--zclip", type=positive, metavar="Z", help="clip norms Z deviations above their history")
-    optimizer.add_argument("--muon", nargs="*", metavar="PATTERN", help="for Muon, which keeps a norm; no name: none")
+    optimizer.add_argument("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
     optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
     optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
     optimizer.add_argument("--ema", type=share, metavar="DECAY", help="evaluate averaged weights; 0: off")

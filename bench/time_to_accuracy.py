@@ -161,15 +161,14 @@ def in_turns(runs: dict[str, Callable], order: list[str], device: torch.device) 
             wait(name)
         try:
             rows = runs[name](partial(change, name))
+            queue.remove(name)
+            return rows
         except BaseException:
             queue.clear()
             raise
-        else:
-            queue.remove(name)
         finally:
             with changed:
                 changed.notify_all()
-        return rows
 
     first, second = runs
     with ThreadPoolExecutor(1) as thread:
