@@ -1,54 +1,64 @@
 """
 Guards: see a non-finite number on the device, and keep it out of the weights.
 
-A NaN in the loss is the last symptom. The inf that made it was born several modules upstream, and it leaves by doors
-that no gradient check watches: one overflowing forward writes inf into BatchNorm's running variance, the optimizer
-skips the step, the training loss looks fine, and every evaluation from then on is NaN. A label of 1000 for a 10-way
-head is no NaN at all: on CUDA it is a device assert, and the process is gone before anything can be saved.
+A NaN in the loss is the last symptom. The inf that made it was born several modules upstream, and it also leaves by
+doors that no gradient check watches. One forward that overflows writes inf into BatchNorm's running variance: the
+optimizer skips the step, the training loss looks fine, and every evaluation from then on is NaN. A label of 1000 for a
+10-way head is a device assert on CUDA: the process dies before anything can be saved. And a check on one rank alone
+makes one replica skip and the other one step. So each step is decided once, for all ranks, for any optimizer:
 
-So one small vector of flags lives on the device. Every check only raises a flag; nothing is read by the host:
+    guard = Guard(net)                              # or Guard([generator, critic])
+    ...
+    guard.open()                                    # flags down, buffers copied aside (kilobytes)
+    labels = guard.see_batch(images, labels)        # inputs finite? labels in range? Returns labels that are safe to use
+    guard.see_loss(loss)                            # every micro-batch: one NaN of eight poisons the sum
+    loss.backward()
+    guard.step(optimizer)                           # gradient norm, one verdict of all ranks, step or no step
+    verdict = guard.verdict()                       # on the host, one step late: the device never waits
 
-    guard.open(step)                                flags down, buffers copied aside (kilobytes)
-    labels = guard.see_batch(images, labels)        inputs finite? labels in range? -> labels that are safe to use
-    guard.see_loss(loss)                            every micro-batch: one NaN of eight poisons the sum all the same
-    bad = guard.decide()                            buffers looked at; the ranks agree: ONE all-reduce, of flags
-    result = optimizer.step(skip=bad)               the gradient's own verdict joins here: result.found_inf
-    guard.close(result.found_inf, loss=loss, ...)   rejected? the buffers go back, by a select on the device
-    verdict = guard.verdict()                       on the host, one step late: nobody waited for it
+guard.step(optimizer, scaler=scaler) serves torch's GradScaler and LossScaler, guard.step([opt_a, opt_b]) several
+optimizers. A skipped step leaves weights, optimizer state and buffers as they were, bit for bit. A loop with a step of
+its own (a CUDA graph, say) calls the parts of guard.step itself: `bad = guard.decide()`, its own optimizer step that
+skips where `bad` is 1, then `guard.close(bad, loss=loss)`.
 
-Three rules are behind it. (1) Flags travel between ranks, never values: an all-reduce MAX may lose a NaN. (2) A
-rejection is a select (`where`), never a product: 0 * NaN is NaN, and `lerp` with weight 0 is no better. (3) Compare so
-that NaN fails: `not (x <= limit)`; `x > limit` is False for NaN. And "finite" means below 1.8e19 (see LIMIT).
+Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose a NaN. (2) A skipped step is a select
+(`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN: write `not (x <= limit)`, because
+`x > limit` is False for NaN. "Non-finite" means NaN, inf, or a magnitude above 1.8e19 (see LIMIT).
 
-Also here: SpikeDetector, check_state (before a save), first_step_checks, and Probes (headroom before anything
-overflows). What this file does not do: it does not find the operation that made the number (autopsy.py does), and it
-does not cure. To copy it: it needs torch, nothing else. `python guards.py` puts an inf into a small network and shows
-that nothing of it stays.
+Also here: SpikeDetector, check_state (before a save), first_step_checks, and Probes (how near activations are to
+overflow). This file does not find the operation that made the number (autopsy.py does), and it does not cure. It
+refuses optimizers that need a closure (LBFGS), and it raises when an optimizer moved a weight in a skipped step. To
+copy it: it needs torch, nothing else. `python guards.py` puts an inf into a small network and shows that nothing stays.
 """
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-# All but the last reject the step. "veto" is the caller's own; "signal" carries the number of a stop request.
+# Every flag but the last one rejects the step. "veto" is the caller's own; "signal" carries the number of a stop request.
 FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
+LABELS = ("label", "labels", "target", "targets")  # in a mapping only these keys hold class labels
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SLOTS = 2  # steps whose numbers are on their way to the host: this one and the one before
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """Largest magnitude of x (any float dtype, not empty) as 0-dim fp32, NaN if it holds one: one read, no sync."""
+    """Largest magnitude of x (any float dtype, not empty) as 0-dim fp32. NaN stays NaN. One read, no sync."""
     x = x.detach()
-    if x.is_cpu:  # where the norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1.5
+    if x.is_cpu:  # the CPU's norm is a plain loop: 15 ms for 11 million numbers, which aminmax reads in 1.5
         low, high = torch.aminmax(x) if x.is_contiguous() else (x.amin(), x.amax())  # aminmax would copy it first
         return torch.maximum(low.neg(), high).float()
     return torch.linalg.vector_norm(x, math.inf).float()
@@ -61,32 +71,72 @@ def largest(tensors: list[Tensor]) -> Tensor:
     return torch.stack([norm.float() for norm in torch._foreach_norm([t.detach() for t in tensors], math.inf)])
 
 
-def named_floats(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) for every non-empty float tensor in nested dicts and lists."""
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Groups of one device and dtype, sharded tensors apart: a foreach kernel is one launch only for such a group."""
+    groups: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device, t.dtype, hasattr(t, "full_tensor")), []).append(t)
+    return groups.values()
+
+
+def gradient_norms(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """2-norms in fp32, (N,) on `device`; the norm of these is the global norm. Nothing is written, no sync.
+
+    Half gradients are summed in fp32. Complex, sparse and sharded ones (DTensor) count too, from several devices.
+    """
+    plain = (g.coalesce().values() if g.is_sparse else g for g in gradients)
+    plain = (torch.view_as_real(g) if g.is_complex() else g for g in plain)
+    norms = [torch.zeros(0, device=device)]
+    for group in _alike(g for g in plain if g.numel()):
+        wide = torch.promote_types(group[0].dtype, torch.float32)
+        some = torch.stack(torch._foreach_norm(group, 2, dtype=wide))  # (tensors,)
+        if hasattr(some, "full_tensor"):
+            some = torch.linalg.vector_norm(some).full_tensor().reshape(1)
+        norms.append(some.to(device, torch.float32))
+    return torch.cat(norms)
+
+
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):
-        if tree.dtype in CHECKED and tree.numel():
-            yield prefix, tree
-    elif isinstance(tree, Mapping | list | tuple):
+        yield prefix, tree
+        return
+    if is_dataclass(tree) and not isinstance(tree, type):
+        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
+    if isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
-            yield from named_floats(value, ".".join(filter(None, (prefix, key))))
+            yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
+
+
+def magnitudes(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """{name: largest magnitude} of the float tensors, on the host: one sync for each device and dtype."""
+    named = [(name, t) for name, t in named if t.dtype in CHECKED and t.numel() and not t.is_meta]
+    groups = list(_alike(t for _, t in named))
+    top = {id(t): value for group in groups for t, value in zip(group, largest(group).tolist(), strict=True)}
+    return {name: top[id(t)] for name, t in named}
+
+
+def beyond(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the float tensors that hold NaN, inf or a magnitude above LIMIT."""
+    return [name for name, x in magnitudes(named).items() if not x <= LIMIT]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one step, on the host. `rank` is the (highest) guilty rank, -1 if no flag tells."""
+    """What became of one step, on the host. `rank` is the (highest) guilty rank, -1 if no flag names one."""
 
     step: int
     accepted: bool
     reasons: tuple[str, ...]  # names of FLAGS; () when accepted
-    stats: dict[str, float]  # what close() was given
+    stats: dict[str, float]  # loss and grad_norm from step(), or what close() was given
     signal: int = 0
     rank: int = -1
-    spikes: tuple[str, ...] = ()  # sentences of the SpikeDetector; a spike never rejects by itself
+    spikes: tuple[str, ...] = ()  # sentences of the SpikeDetector; a spike alone never rejects a step
 
 
 class SpikeDetector:
-    """z-score of log(value), against a moving mean and variance that nothing non-finite or spiking can drag along.
+    """z-score of log(value) against a moving mean and variance. Non-finite values never enter these statistics.
 
     `see(name, value)` returns the number of standard deviations above the mean (inf for a non-finite value, 0.0 while
     warming up). A spike enters the statistics cut down to the threshold, so a lasting new level is learnt in time.
@@ -101,7 +151,7 @@ class SpikeDetector:
             return math.inf
         x = math.log(max(value, 1e-30))
         count, mean, variance = self.seen.get(name, [0, x, 0.0])
-        std = max(math.sqrt(variance), 0.05)  # a loss that moves by less than 5% spikes at nothing
+        std = max(math.sqrt(variance), 0.05)  # a loss that moves by less than 5 % has no spikes
         z = (x - mean) / std if count >= self.warmup else 0.0
         x = min(x, mean + self.threshold * std) if count >= self.warmup else x
         rate = max(self.momentum, 1.0 / (count + 1))
@@ -111,54 +161,58 @@ class SpikeDetector:
 
 
 class Guard:
-    """The flags, the buffers and the verdict of a step. One object a process; see the top of the file for its order.
+    """The flags, the buffers and the verdict of a step. One object a process; see the top of the file.
 
-    `net`: the bare module (no DDP or compile wrapper, so that names are its own). `num_classes`: labels must be in
-    [0, num_classes) or equal `ignore_index`; None: labels are no classes. `lag=True`: verdict() tells of the step
-    before and never stalls the device; `lag=False` (hunting): of this step, and waits. Before changing `lag`: flush().
-    Create it after init_process_group.
+    net: the bare network, or a list of networks. (With a DDP or compile wrapper the names get its prefix.)
+    num_classes: class labels must be in [0, num_classes) or equal `ignore_index`. None: labels are not checked.
+    device: where the flags live. None: where the network is.
+    lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault):
+        verdict() tells of this step, and waits. Call flush() before changing it.
     """
 
-    def __init__(self, net: nn.Module, *, num_classes: int | None = None, device: torch.device | str = "cpu",
-                 lag: bool = True, ignore_index: int = -100, spikes: SpikeDetector | None = None):
-        self.device, self.lag = torch.device(device), lag
-        self.num_classes, self.ignore_index = num_classes, ignore_index
+    def __init__(self, net: nn.Module | Sequence[nn.Module], *, num_classes: int | None = None,
+                 device: torch.device | str | None = None, lag: bool = True, ignore_index: int = -100,
+                 spikes: SpikeDetector | None = None):
+        self.lag, self.num_classes, self.ignore_index = lag, num_classes, ignore_index
         self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.together else 0
         self.spikes = spikes or SpikeDetector()
         self.steps = self.skipped = self.skipped_in_a_row = 0
-        self.step = 0
-        # For each flag the sum of the squares of what was seen: it is up unless that is finite. Beside it what the flag
-        # says while it is down: 0, but "signal" its number. Up, it says 1 + rank: MAX names a guilty machine too.
-        self._seen = torch.zeros(2, len(FLAGS), device=self.device)
-        self._squares, self._down = self._seen.unbind()
-        self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
-        self._up = torch.tensor(self.rank + 1.0, device=self.device)
-        self._flags = torch.zeros(len(FLAGS), device=self.device)
-        self._pending: deque[tuple[int, int, dict[str, float]]] = deque()
+        self.number = -1  # of the step; open() counts it up
+        self._pending: deque[tuple[int, int, dict[str, float], list[Any]]] = deque()
         self._keys: tuple[str, ...] | None = None
-        self._due = False
+        self._due = self._opened = self._copied = False
+        self._numbers: dict[str, float] = {}
+        self._losses: list[Tensor] = []
+        self._on_trial: list[Any] = []  # optimizers of this step that must show that they skip
+        self._proved: WeakSet[Any] = WeakSet()  # optimizers that have shown it
+        self._stepped: WeakKeyDictionary[Any, set[Tensor]] = WeakKeyDictionary()  # parameters that have been updated
+        self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see _vote
+        self._asked = device and torch.device(device)
         self.watch(net)
 
-    def watch(self, net: nn.Module) -> None:
-        """Take `net`'s buffers into care; again after one was exchanged for another tensor. Syncs once.
+    def watch(self, net: nn.Module | Sequence[nn.Module]) -> None:
+        """Take the buffers of `net` into care. open() calls this when a buffer was exchanged. One sync a dtype.
 
-        `lawful` collects float buffers that are infinite from the start and hold no NaN: masks. They are put back
-        like the others, but their infinities are no news. Running statistics are never lawful.
+        `lawful` collects the names of float buffers that are infinite from the start and hold no NaN: masks. They are
+        put back like the others, but their infinities raise no flag. Running statistics are never lawful.
         """
-        self.lawful: set[str] = set()
+        self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
+        self._place(self._device_of_net())
+        self._known = [(b, b.data_ptr()) for b in self.net.buffers()]
+        named = dict(self.net.named_buffers())
+        top = magnitudes(named.items())
+        self.lawful = {name for name, x in top.items() if "running_" not in name and x > LIMIT}  # False for NaN
+        self._finite = {name: named[name] for name in top if name not in self.lawful}
         alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}  # by dtype, and whether they have to be finite
-        for name, b in net.named_buffers():
+        for name, b in named.items():
             expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
-            if not b.numel() or b.device.type != self.device.type or expanded:  # what is expanded cannot change
-                continue
-            if b.dtype in CHECKED and "running_" not in name and float(magnitude(b)) > LIMIT:  # False for NaN
-                self.lawful.add(name)
-            alike.setdefault((b.dtype, b.dtype in CHECKED and name not in self.lawful), []).append(b)
-        # As bytes they all go into one piece of memory, and one kernel copies them. The widest dtype lies first: each
-        # then begins at a multiple of its size, and can be read there as what it is.
+            if b.numel() and not b.is_meta and not expanded:  # an expanded buffer cannot change
+                alike.setdefault((b.dtype, name in self._finite), []).append(b)
+        # All buffers are copied as bytes into one piece of memory, by one kernel. The widest dtype lies first, so that
+        # each begins at a multiple of its size and can be read there in its own dtype.
         kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
-        self._live = [b.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
+        self._live = [b.detach().unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
         self._saved, self._saved_parts = _room_for(self._live, self.device)  # before the step
         self._now, self._now_parts = _room_for(self._live, self.device)  # after it
         self._checked, at = [], 0
@@ -167,63 +221,149 @@ class Guard:
             if finite:
                 self._checked.append(self._now.view(torch.uint8)[at:end].view(dtype))
             at = end
+        if self._live:
+            torch._foreach_copy_(self._now_parts, self._live)
+        self._versions = [b._version for b in self._live]
+        self._stuck = 0  # rejections for "buffer" in a row
+        self._lost = [name for name in self._finite if not top[name] <= LIMIT]
+        if self._lost:
+            warnings.warn(f"{_list(self._lost)} is non-finite already, and no finite copy exists: every step will be "
+                          "rejected until a checkpoint is loaded", stacklevel=3)
+
+    def _device_of_net(self) -> torch.device:
+        tensor = next(self.net.parameters(), None)
+        tensor = next(self.net.buffers(), None) if tensor is None else tensor
+        return self._asked or (torch.device("cpu") if tensor is None else tensor.device)
+
+    def _place(self, device: torch.device) -> None:
+        """Make the flags on this device. Each flag is a sum of squares. The flag is up when that sum is inf or NaN."""
+        if device == getattr(self, "device", None):
+            return
+        self._read_all()
+        self.device, self._keys = device, None
+        # Row 0: the sums of squares. Row 1: what a flag reports while it is down, 0 (for "signal": its number). A flag
+        # that is up reports 1 + rank, so the MAX over ranks also names a guilty machine.
+        self._seen = torch.zeros(2, len(FLAGS), device=device)
+        self._squares, self._down = self._seen.unbind()
+        self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
+        self._up = torch.tensor(self.rank + 1.0, device=device)
+        self._flags = torch.zeros(len(FLAGS), device=device)
 
     @torch.no_grad()
-    def open(self, step: int) -> None:
-        """Begin a step (attempted, not update): flags down, buffers aside."""
-        if self._due:  # nobody asked for the last one's verdict: it still counts
+    def open(self, step: int | None = None) -> None:
+        """Begin a step (attempted, not update): flags down, buffers aside. `step`: its number; None: count.
+
+        One host sync only where something wrote to the buffers since the last step (a train-mode forward outside of
+        open() and step(), say). When such a buffer is non-finite, a warning names it, and the last finite copy comes
+        back. Not noticed is an F.batch_norm outside of a BatchNorm module: torch counts no version there.
+        """
+        if self._due:  # nobody asked for the last verdict; it still counts
             self.verdict()
-        self.step = step
-        self._seen.zero_()
+        self.number = self.number + 1 if step is None else step
+        again, self._opened, self._copied = self._opened, True, False
+        moved = self._device_of_net() != self.device
+        buffers = list(self.net.buffers())
+        if moved or len(buffers) != len(self._known) or any(
+                b is not old or b.data_ptr() != at for b, (old, at) in zip(buffers, self._known, strict=True)):
+            self.watch(self.net)
+        elif self._stuck > 1 or self._versions != [b._version for b in self._live]:
+            self._mend(self._saved_parts if again else self._now_parts)
+        if again:
+            warnings.warn(f"guard.open() was called again at step {self.number}, before step() or close(): what was "
+                          "seen since the first call counts for this step too", stacklevel=3)
+        else:
+            self._seen.zero_()
+            self._losses.clear()
         if self._live:
             torch._foreach_copy_(self._saved_parts, self._live)
 
+    def _mend(self, last: list[Tensor]) -> None:
+        """Something wrote to the buffers outside of a step: when one is non-finite, the `last` copy comes back."""
+        bad = beyond(self._finite.items())
+        self._lost, self._stuck = [], 0
+        if bad:
+            torch._foreach_copy_(self._live, last)
+            self._lost = beyond(self._finite.items())
+            end = ("no finite copy is left: load a checkpoint" if self._lost else
+                   "all buffers went back to their last finite copy")
+            warnings.warn(f"{_list(bad)} was non-finite before step {self.number}: a forward in train mode ran outside "
+                          f"of guard.open() and guard.step(); {end}", stacklevel=4)
+        self._versions = [b._version for b in self._live]
+
+    def _expect_open(self, call: str) -> None:
+        if not self._opened:
+            raise RuntimeError(f"guard.{call}() needs guard.open() before it, once at the begin of each step")
+
     @torch.no_grad()
-    def see_batch(self, images: Any, labels: Any) -> Any:
-        """Look at one micro-batch (tensors, or nests of them); returns labels safe to run with: out of range becomes 0.
+    def see_batch(self, images: Any, labels: Any = ...) -> Any:
+        """Look at one micro-batch. Returns labels that are safe to use: those out of range become 0.
 
-        The step is rejected all the same. But it must *run*: an index out of range is a device assert on CUDA. Keep the
-        raw labels for a post-mortem. A mask that travels in the batch has to be bool: its -inf would count as bad.
+        see_batch(images, labels) returns the labels; see_batch(batch) returns a batch of the same type. Both take
+        tensors, or nests of mappings, dataclasses, lists and tuples. Floats must be finite. Class labels are integers
+        in `labels`, in a mapping or dataclass only under LABELS; all other integers (token ids, image_id) pass.
+
+        The step is rejected all the same, but it must run: on CUDA an index out of range is a device assert. Keep the
+        raw labels for a post-mortem. A mask in the batch must be bool: -inf in a float mask would count as bad.
         """
-        for x in tree_leaves(images):
-            if isinstance(x, Tensor) and x.dtype in CHECKED and x.numel():
-                self._see("input", magnitude(x))
-        return tree_map(self._safe_labels, labels)
+        self._expect_open("see_batch")
+        batch = self._safe(images, "input", False)
+        return batch if labels is ... else self._safe(labels, "label", True)
 
-    def _safe_labels(self, y: Any) -> Any:
-        if not isinstance(y, Tensor) or not y.numel() or y.dtype == torch.bool:
-            return y
-        if y.dtype in CHECKED:  # soft labels, regression targets
-            self._see("label", magnitude(y))
-            return y
-        if self.num_classes is None:
-            return y
-        wrong = (y != y.clamp(0, self.num_classes - 1)) & (y != self.ignore_index)
-        self._squares_of["label"].masked_fill_(wrong.any(), math.inf)
-        return y.masked_fill(wrong, 0)
+    def _safe(self, tree: Any, flag: str, classes: bool) -> Any:
+        if isinstance(tree, Tensor):
+            if tree.dtype in CHECKED and tree.numel():  # among labels: soft labels, regression targets
+                self._see(flag, magnitude(tree))
+            elif classes and tree.numel() and tree.dtype != torch.bool and self.num_classes is not None:
+                wrong = (tree != tree.clamp(0, self.num_classes - 1)) & (tree != self.ignore_index)
+                self._squares_of["label"].masked_fill_(wrong.any().to(self.device), math.inf)
+                return tree.masked_fill(wrong, 0)
+            return tree
+        if isinstance(tree, list | tuple):
+            new = [self._safe(x, flag, classes) for x in tree]
+            if all(a is b for a, b in zip(new, tree, strict=True)):
+                return tree
+            return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
+        if is_dataclass(tree) and not isinstance(tree, Mapping | type):
+            items, put = {f.name: getattr(tree, f.name) for f in fields(tree)}, object.__setattr__
+        elif isinstance(tree, Mapping):
+            items, put = dict(tree.items()), lambda new, key, value: new.__setitem__(key, value)
+        else:
+            return tree
+        safe = {key: self._safe(x, *(("label", True) if key in LABELS else (flag, False))) for key, x in items.items()}
+        changed = [key for key in items if safe[key] is not items[key]]
+        tree = copy.copy(tree) if changed else tree
+        for key in changed:
+            put(tree, key, safe[key])
+        return tree
 
     @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
-        """0-dim loss of one micro-batch, before the loss scale."""
-        self._see("loss", loss.float())
+        """The loss of one micro-batch, one number, before the loss scale."""
+        self._expect_open("see_loss")
+        if loss.numel() != 1:
+            raise ValueError(f"guard.see_loss() takes the mean loss, one number, and got shape {tuple(loss.shape)}")
+        loss = loss.detach().float()
+        self._losses.append(loss.reshape(()) if loss.ndim else loss)
+        self._see("loss", self._losses[-1])
 
     @torch.no_grad()
     def see_state(self, **trees: Any) -> None:
-        """On steps of your choice, before decide(): `see_state(param=dict(net.named_parameters()), optstate=...)`.
-
-        One foreach read of the tensors on this device; no sync. It keeps a poisoned moment from reaching a weight.
-        """
+        """On steps of your choice, before decide() or step(): `see_state(param=dict(net.named_parameters()),
+        optstate=optimizer.state)`. One read of the tensors on this device, no sync. A poisoned moment then reaches no
+        weight."""
         for flag, tree in trees.items():
-            for tensors in _alike(t for _, t in named_floats(tree) if t.device.type == self.device.type):
+            floats = (t for _, t in named_tensors(tree) if t.dtype in CHECKED and t.numel())
+            for tensors in _alike(t for t in floats if t.device.type == self.device.type):
                 self._see(flag, largest(tensors).amax())
 
     def _see(self, flag: str, magnitude: Tensor) -> None:
-        # One kernel; NaN and inf stay. The factor makes the square of LIMIT, and of anything above, infinite.
+        # One kernel. NaN and inf stay. The factor makes the square of LIMIT, and of anything above, infinite.
+        magnitude = magnitude.to(self.device, non_blocking=True)
         self._squares_of[flag].addcmul_(magnitude, magnitude, value=2.0**128 / LIMIT**2)
 
     @torch.no_grad()
     def raise_flag(self, name: str, value: float | Tensor = 1.0) -> None:
-        """Raise a flag unless `value` (0-dim) is 0: a veto, a probe's finding; "signal" keeps the highest number."""
+        """Any of FLAGS, between open() and decide() (before decide() of any rank). A value of 0 raises nothing."""
         if isinstance(value, Tensor):
             self._squares_of[name].masked_fill_(value != 0, math.inf)
         elif value and name == "signal":
@@ -232,10 +372,112 @@ class Guard:
             self._squares_of[name].fill_(math.inf)
 
     @torch.no_grad()
+    def step(self, optimizer: Any, scaler: Any = None, *, clip: float | None = None) -> Tensor:
+        """Measure the gradients, decide once for all ranks, step or do not, put the buffers back.
+
+        Returns the verdict as a 0-dim fp32 tensor on the device: 1.0 = rejected. Call it after the last backward, in
+        place of optimizer.step() or scaler.step(optimizer); zero_grad() and scaler.update() stay the caller's.
+
+        optimizer: any torch optimizer, or a list of them for one verdict. Some skip on the device by themselves: torch's
+            AdamW, Adam, SGD and Adagrad with fused=True, and this project's ClippedAdamW. (They have the attribute
+            `_step_supports_amp_scaling`, and their step() reads `found_inf` and `grad_scale`.) Then there is no host
+            sync. With any other optimizer, with sharded parameters, and at the first update of a parameter (a fused SGD
+            that skips its first step keeps uninitialised momentum), the verdict is read, one sync, and a rejected
+            step() is not called. The first rejection on the device is checked: verdict() raises if a weight moved.
+        scaler: GradScaler or LossScaler. The gradients are unscaled here, unless the caller has done so. Every rank's
+            scaler hears the common verdict, so that all loss scales stay equal.
+        clip: largest gradient norm. Prefer it to clip_grad_norm_() before this call: that divides by a norm of inf,
+            makes every finite gradient 0, and the step looks fine. Measure, decide, then clip.
+        """
+        self._expect_open("step")
+        if self._lost:
+            raise RuntimeError(f"{_list(self._lost)} was non-finite before the step, and no finite copy exists: every "
+                               "step would be rejected; load a checkpoint")
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        scales = [self._unscale(o, scaler) for o in optimizers]
+        norms = []
+        for o, scale in zip(optimizers, scales, strict=True):
+            own = gradient_norms((p.grad for p in _with_gradient(o)), self.device)
+            norms.append(own if scale is None else own / scale)
+        norm = torch.linalg.vector_norm(torch.cat(norms))
+        self._see("grad", norm)
+        bad = self.decide()
+        if clip:
+            nn.utils.clip_grads_with_norm_([p for o in optimizers for p in _with_gradient(o)], clip, norm)
+        if scaler is not None and scaler.is_enabled():
+            self._vote(scaler, optimizers[0], bad)
+        on_device = [self._obeys(o) for o in optimizers]
+        rejected = not all(on_device) and float(bad) > 0  # the one host sync
+        moved, self._on_trial = torch.zeros((), device=self.device), []
+        for o, scale, trusted in zip(optimizers, scales, on_device, strict=True):
+            if not rejected:
+                moved = torch.maximum(moved, self._call(o, scale, bad, trusted))
+        stats = {"loss": torch.stack([x.to(self.device) for x in self._losses]).mean()} if self._losses else {}
+        self.close(bad, **stats, grad_norm=norm, moved=moved)
+        return bad
+
+    def _obeys(self, optimizer: Any) -> bool:
+        """Whether the verdict may stay on the device: this optimizer skips, and all of its parameters have state."""
+        if optimizer not in self._stepped:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                raise TypeError(f"guard.step() cannot serve {type(optimizer).__name__}: its step(closure) computes new "
+                                "gradients inside, where no guard can look")
+            self._stepped[optimizer] = set()
+        parameters = _with_gradient(optimizer)
+        return (_skips(optimizer) and self._stepped[optimizer].issuperset(parameters)
+                and not any(hasattr(p, "full_tensor") for p in parameters))
+
+    def _call(self, optimizer: Any, scale: Tensor | None, bad: Tensor, trusted: bool) -> Tensor:
+        """optimizer.step(). Returns 1.0 where it moved something in a rejected step, looked for until the first one."""
+        witnesses = []
+        if trusted and optimizer not in self._proved:
+            self._on_trial.append(optimizer)
+            for group in optimizer.param_groups:  # the smallest parameter of each group, and its state
+                some = [p for p in group["params"] if p.grad is not None]
+                p = min(some, key=Tensor.numel, default=None)
+                witnesses += [] if p is None else [p, *(t for _, t in named_tensors(optimizer.state.get(p, {})))]
+        before = [t.detach().clone() for t in witnesses]
+        if trusted or scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = scale, bad
+        try:
+            with torch.enable_grad():
+                optimizer.step()
+        finally:
+            if trusted or scale is not None:
+                del optimizer.grad_scale, optimizer.found_inf
+        self._stepped[optimizer].update(_with_gradient(optimizer))
+        differ = [(a.nan_to_num() != b.nan_to_num()).any().to(self.device)
+                  for a, b in zip(witnesses, before, strict=True)]
+        return torch.stack(differ).any() * bad if differ else torch.zeros_like(bad)
+
+    def _unscale(self, optimizer: Any, scaler: Any) -> Tensor | None:
+        """Take the loss scale out of the gradients. Returns the scale where the optimizer's kernel has to divide by it:
+        GradScaler refuses to unscale fp16 gradients."""
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if _skips(optimizer) and any(p.grad.dtype == torch.float16 for p in _with_gradient(optimizer)):
+            return scaler.scale(torch.ones((), device=self.device))
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError as error:
+            if "already been called" not in str(error):  # the caller has unscaled them, to clip
+                raise
+        return None
+
+    def _vote(self, scaler: Any, optimizer: Any, bad: Tensor) -> None:
+        """Let the scaler hear the verdict of all ranks, by public means: update() backs off when any optimizer that it
+        unscaled had an inf, so it unscales one more, whose only gradient is inf where the step is rejected."""
+        if optimizer not in self._voters:
+            self._voters[optimizer] = torch.optim.SGD([torch.zeros((), device=self.device, requires_grad=True)])
+        voter = self._voters[optimizer]
+        voter.param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
+        scaler.unscale_(voter)
+
+    @torch.no_grad()
     def decide(self) -> Tensor:
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank. A signal is no fault."""
-        if self._live:
-            torch._foreach_copy_(self._now_parts, self._live)
+        self._copy_now()
         for buffers in self._checked:
             self._see("buffer", magnitude(buffers))
         torch.where(self._squares < math.inf, self._down, self._up, out=self._flags)  # NaN is not below
@@ -244,15 +486,25 @@ class Guard:
         guilty = self._flags[:-1].amax()
         return guilty.clamp(max=1) if self.together else guilty
 
-    @torch.no_grad()
-    def close(self, found_inf: Tensor, **stats: Tensor | float) -> None:
-        """End the step. `found_inf`: 1.0 = rejected (0-dim, device). `stats`: 0-dim device tensors, or numbers.
+    def _copy_now(self) -> None:
+        self._copied = True
+        if self._live:
+            torch._foreach_copy_(self._now_parts, self._live)
 
-        Everything from open() to here stays on the device, so that a CUDA graph can hold it.
+    @torch.no_grad()
+    def close(self, found_inf: Tensor | float, **stats: Tensor | float) -> None:
+        """End the step. `found_inf`: 1.0 or True = rejected. `stats`: 0-dim device tensors, or numbers.
+
+        Everything between open() and the end of close() stays on the device, so a CUDA graph can hold it.
         """
+        if not isinstance(found_inf, Tensor):
+            found_inf = torch.full((), float(found_inf), device=self.device)
+        if not self._copied:  # nobody called decide()
+            self._copy_now()
         if self._live:
             torch.where(found_inf > 0, self._saved, self._now, out=self._now)
             torch._foreach_copy_(self._live, self._now_parts)
+        self._versions = [b._version for b in self._live]
         on_device = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
         told = [self._flags, found_inf, *on_device.values()]
         if tuple(on_device) != self._keys:
@@ -260,11 +512,10 @@ class Guard:
         for which, cells in self._cells:
             torch._foreach_copy_(cells, [told[i] for i in which])
         self._numbers = {name: float(value) for name, value in stats.items() if name not in on_device}
-        self._due = True
+        self._due, self._opened = True, False
 
     def _make_room(self, keys: tuple[str, ...], told: list[Tensor]) -> None:
-        while self._pending:  # the old layout's numbers are read before its memory goes
-            self._read()
+        self._read_all()  # the old layout's numbers are read before its memory goes
         cuda, width = self.device.type == "cuda", len(FLAGS) + 1 + len(keys)
         self._keys, self._slot = keys, -1
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
@@ -272,31 +523,37 @@ class Guard:
         self._host = torch.zeros(SLOTS, width, dtype=wide, pin_memory=cuda)
         self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
         cells = [self._row[: len(FLAGS)], *self._row[len(FLAGS) :].unbind()]
-        self._cells = []  # by dtype, because one kernel copies only what is of one: which of `told`, and where to
+        self._cells = []  # one kernel copies numbers of one dtype: which of `told`, and where to
         for dtype in {t.dtype for t in told}:
             which = [i for i, t in enumerate(told) if t.dtype == dtype]
             self._cells.append((which, [cells[i] for i in which]))
 
     def verdict(self) -> Verdict | None:
-        """Call once after each close(), or after the replay of a graph that holds it: sends this step's numbers to the
-        host, and returns the oldest verdict not told yet; None if that is too young (lag)."""
+        """Call once after each step() or close(), or after the replay of a graph that holds close(). Sends the numbers
+        of this step to the host. Returns the oldest verdict that was not told yet; None if it is too young (lag)."""
+        if self._keys is None:  # before the first step
+            return None
         slot = self._slot = (self._slot + 1) % SLOTS
         self._host[slot].copy_(self._row, non_blocking=True)
         if self._events:
             self._events[slot].record(torch.cuda.current_stream(self._row.device))
-        self._pending.append((self.step, slot, self._numbers))
-        self._due = False
+        self._pending.append((self.number, slot, self._numbers, self._on_trial))
+        self._due = self._opened = False
         return self._read() if len(self._pending) > (1 if self.lag else 0) else None
 
     def flush(self) -> Verdict | None:
         """Wait for everything under way; the last verdict, or None."""
         last = self.verdict() if self._due else None
+        return self._read_all() or last
+
+    def _read_all(self) -> Verdict | None:
+        last = None
         while self._pending:
             last = self._read()
         return last
 
     def _read(self) -> Verdict:
-        step, slot, numbers = self._pending.popleft()
+        step, slot, numbers, on_trial = self._pending.popleft()
         if self._events:
             self._events[slot].synchronize()  # waits for that step's numbers, not for the device
         row, n = self._host[slot].tolist(), len(FLAGS)
@@ -305,8 +562,15 @@ class Guard:
         self.steps += 1
         self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
+        self._stuck = self._stuck + 1 if rejected and flags["buffer"] else 0
+        if stats.pop("moved", 0.0):
+            names = _list(sorted({type(o).__name__ for o in on_trial}))
+            raise RuntimeError(f"step {step} was rejected, and {names} moved a weight or its state all the same: its "
+                               "step() ignores found_inf. Set optimizer._step_supports_amp_scaling = False before "
+                               "training; guard.step() then does not call it in a rejected step")
         reasons, spikes = [], []
         if rejected:
+            self._proved.update(on_trial)
             reasons = [name for name in FLAGS[:-1] if flags[name] > 0]
             if "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
                 reasons.append("grad")
@@ -326,8 +590,20 @@ class Guard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
-        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        self.skipped_in_a_row, self.number = int(state["skipped_in_a_row"]), self.steps - 1
         self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+
+
+def _with_gradient(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _skips(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _room_for(live: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -338,14 +614,6 @@ def _room_for(live: list[Tensor], device: torch.device) -> tuple[Tensor, list[Te
     return room, [part.view(b.shape) for part, b in zip(parts, live, strict=True)]
 
 
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Grouped by device and dtype: foreach kernels are one launch only for lists of a kind."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault((t.device, t.dtype), []).append(t)
-    return groups.values()
-
-
 def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
                 lawful: Collection[str] = ()) -> list[str]:
     """Names of tensors beyond LIMIT in parameters, buffers (but `lawful` ones, see Guard.watch), optimizer state, EMA.
@@ -354,12 +622,9 @@ def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
     module. One read of everything in foreach kernels, one sync a device and dtype.
     """
     ema = ema.state_dict() if isinstance(ema, nn.Module) else ema
-    named = dict(named_floats({"param": dict(net.named_parameters()), "optimizer": optimizer_state, "ema": ema,
-                               "buffer": {k: b for k, b in net.named_buffers() if k not in lawful}}))
-    bad: set[int] = set()
-    for group in _alike(named.values()):
-        bad.update(id(t) for t, top in zip(group, largest(group).tolist(), strict=True) if not top <= LIMIT)
-    return [name.replace(".", " ", 1) for name, t in named.items() if id(t) in bad]
+    tree = {"param": dict(net.named_parameters()), "optimizer": optimizer_state, "ema": ema,
+            "buffer": {name: b for name, b in net.named_buffers() if name not in lawful}}
+    return [name.replace(".", " ", 1) for name in beyond(named_tensors(tree))]
 
 
 def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[str]:
@@ -370,10 +635,7 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[st
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
     learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
-    said = []
-    if unused:
-        said.append(f"{len(unused)} parameter(s) got no gradient (unused, or detached on the way): "
-                    + ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else ""))
+    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached on the way): {_list(unused)}"] * bool(unused)
     for n, p in named:
         top = float(p.detach().abs().max())
         if not top <= 1e4 or 0 < top < 1e-30:  # what memory held before: no initialiser gives such numbers
@@ -388,14 +650,13 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[st
 
 
 class Reading(NamedTuple):
-    """One module at a probed step. `headroom`: largest activation / the dtype's maximum (overflow at 1.0, NaN and inf
-    stay). `underflow`: share of the non-zero gradients at its output that are below the dtype's smallest normal."""
+    """One module at a probed step."""
 
     name: str
     dtype: torch.dtype
     amax: float
-    headroom: float
-    underflow: float
+    headroom: float  # largest activation / the dtype's maximum: overflow at 1.0; NaN and inf stay
+    underflow: float  # share of the non-zero gradients at its output that are below the dtype's smallest normal
 
 
 class Probes:
@@ -404,13 +665,13 @@ class Probes:
         with probes: one forward and backward                   # attach, sample, detach
         for line in probes.warnings(loss_scale): print(line)    # the one sync
 
-    Hooks only write device rows. torch.compile ignores hooks that come after it: attach() before compiling (they then
-    stay, 0 graph breaks, activations only), or run the sampled step under torch.compiler.set_stance("force_eager").
+    The hooks only write to device memory. torch.compile ignores hooks that come after it: attach() before compiling
+    (they then stay, 0 graph breaks, activations only), or sample under torch.compiler.set_stance("force_eager").
     """
 
     def __init__(self, net: nn.Module, device: torch.device | str = "cpu"):
         self.modules = {n: m for n, m in net.named_modules() if n and not any(m.children())}
-        self._rows = torch.zeros(len(self.modules), 2, device=device)
+        self._rows = torch.zeros(len(self.modules), 2, device=device)  # (modules, amax and underflow)
         self._dtypes: dict[str, torch.dtype] = {}
         self._handles: list[Any] = []
 
@@ -470,37 +731,28 @@ class Probes:
 
 
 def demo() -> None:
-    """A BatchNorm network under fused AdamW; an inf behind its first layer at step 3."""
+    """A BatchNorm network under plain AdamW; an inf behind its first layer at step 3."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
-    optimizer.grad_scale = None
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     guard = Guard(net, num_classes=10, lag=False)
     images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,))
-
-    def everything() -> list[Tensor]:
-        return [*net.state_dict().values(), *dict(named_floats(optimizer.state_dict())).values()]
-
     for step in range(6):
-        before = [t.clone() for t in everything()]
+        before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
         guard.open(step)
         hidden = net[0](images) * (math.inf if step == 3 else 1.0)  # one overflow
         loss = nn.functional.cross_entropy(net[1:](hidden), guard.see_batch(images, labels))
         guard.see_loss(loss)
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
-        found_inf = torch.maximum(guard.decide(), (norm <= LIMIT).logical_not().float())
-        poisoned = [name for name in check_state(net) if name.startswith("buffer")]
-        optimizer.found_inf = found_inf  # the fused kernel itself skips: no branch, no sync
-        optimizer.step()
-        guard.close(found_inf, loss=loss, grad_norm=norm)
         optimizer.zero_grad()
+        loss.backward()
+        poisoned = [name for name in check_state(net) if name.startswith("buffer")]
+        guard.step(optimizer)
         v = guard.verdict()
         print(f"step {v.step}: {'accepted' if v.accepted else 'rejected: ' + ' and '.join(v.reasons)}, {v.stats}")
         if not v.accepted:
-            same = all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-            print(f"  bad after the forward: {', '.join(poisoned)}\n"
-                  f"  now {len(before)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
+            old, new = (dict(named_tensors(tree)) for tree in (before, [net.state_dict(), optimizer.state_dict()]))
+            print(f"  bad after the forward: {', '.join(poisoned)}\n  now {len(new)} tensors (weights, moments, buffers) "
+                  f"are bit-identical to before: {all(torch.equal(new[name], t) for name, t in old.items())}")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         count = itertools.count()
 
         def run(x, y, look=False):
-            guard.open(guard.step + 1)
+            guard.open()
             guard.raise_flag("signal", 0)
             y = guard.see_batch(x, y)
             probes = Probes(net, device) if probe else None

@@ -85,7 +85,7 @@ def run_cell(where, kind, precision, folder, rank=None):
         "rank": skips[0]["rank"] if skips else None,
         "cures": [line["verdict"] for line in lines if line.get("event") == "cure"],
         "bad_files": [name for name, state in states.items()
-                      if not all(torch.isfinite(t).all() for _, t in guards.named_floats(state))],
+                      if not all(torch.isfinite(t).all() for _, t in guards.named_tensors(state))],
     }
 
 

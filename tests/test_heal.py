@@ -66,7 +66,7 @@ def test_poisoned_weights_go_back_to_the_last_good_ones(run):
     assert "back to the weights of step 15" in events(lines, "cure")[0]["action"] or "step 10" in events(
         lines, "cure")[0]["action"]
     state = torch.load(run.folder / "last.pt", weights_only=True)
-    assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state))
+    assert all(torch.isfinite(t).all() for _, t in guards.named_tensors(state))
 
 
 def test_bad_labels_are_named_with_their_samples_and_end_the_run_when_they_are_many(run):

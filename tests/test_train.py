@@ -119,7 +119,7 @@ def test_a_bad_step_is_skipped_counted_and_leaves_no_trace(run, monkeypatch, pre
     skip = next(line for line in lines if line.get("event") == "skip")
     assert skip["step"] == 5 and "input" in skip["reasons"]
     state = torch.load(run.folder / "last.pt", weights_only=True)
-    assert all(torch.isfinite(t).all() for _, t in guards.named_floats(state))
+    assert all(torch.isfinite(t).all() for _, t in guards.named_tensors(state))
     by_step = {line["step"]: line for line in lines if "grad_norm" in line and "event" not in line}
     assert by_step[5]["lr"] == by_step[6]["lr"]  # the schedule counts updates, not steps
 
@@ -163,7 +163,7 @@ def test_a_stopped_and_resumed_run_equals_the_run_that_was_never_stopped(run, mo
     assert steps_of(resumed[3]) == steps_of(whole[3])
     states = [torch.load(run.folder.with_name(name) / "last.pt", weights_only=True) for name in ("whole", "run")]
     for part in ("model", "optimizer", "average"):
-        a, b = (dict(guards.named_floats(state[part] or {})) for state in states)
+        a, b = (dict(guards.named_tensors(state[part] or {})) for state in states)
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), part
 
 
