@@ -89,9 +89,11 @@ def gradient_norms(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     norms = [torch.zeros(0, device=device)]
     for group in _alike(g for g in plain if g.numel()):
         wide = torch.promote_types(group[0].dtype, torch.float32)
-        some = torch.stack(torch._foreach_norm(group, 2, dtype=wide))  # (tensors,)
-        if hasattr(some, "full_tensor"):
+        if hasattr(group[0], "full_tensor"):  # a sharded tensor takes no dtype here
+            some = torch.stack(torch._foreach_norm([g.to(wide) for g in group], 2))
             some = torch.linalg.vector_norm(some).full_tensor().reshape(1)
+        else:
+            some = torch.stack(torch._foreach_norm(group, 2, dtype=wide))  # (tensors,)
         norms.append(some.to(device, torch.float32))
     return torch.cat(norms)
 
@@ -212,7 +214,8 @@ class Guard:
         # All buffers are copied as bytes into one piece of memory, by one kernel. The widest dtype lies first, so that
         # each begins at a multiple of its size and can be read there in its own dtype.
         kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
-        self._live = [b.detach().unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
+        # Through .data, which counts no version: a backward that is still to come finds its buffers as it left them.
+        self._live = [b.data.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
         self._saved, self._saved_parts = _room_for(self._live, self.device)  # before the step
         self._now, self._now_parts = _room_for(self._live, self.device)  # after it
         self._checked, at = [], 0
@@ -223,7 +226,7 @@ class Guard:
             at = end
         if self._live:
             torch._foreach_copy_(self._now_parts, self._live)
-        self._versions = [b._version for b in self._live]
+        self._versions = [b._version for b, _ in self._known]
         self._stuck = 0  # rejections for "buffer" in a row
         self._lost = [name for name in self._finite if not top[name] <= LIMIT]
         if self._lost:
@@ -266,7 +269,7 @@ class Guard:
         if moved or len(buffers) != len(self._known) or any(
                 b is not old or b.data_ptr() != at for b, (old, at) in zip(buffers, self._known, strict=True)):
             self.watch(self.net)
-        elif self._stuck > 1 or self._versions != [b._version for b in self._live]:
+        elif self._stuck > 1 or self._versions != [b._version for b, _ in self._known]:
             self._mend(self._saved_parts if again else self._now_parts)
         if again:
             warnings.warn(f"guard.open() was called again at step {self.number}, before step() or close(): what was "
@@ -288,7 +291,7 @@ class Guard:
                    "all buffers went back to their last finite copy")
             warnings.warn(f"{_list(bad)} was non-finite before step {self.number}: a forward in train mode ran outside "
                           f"of guard.open() and guard.step(); {end}", stacklevel=4)
-        self._versions = [b._version for b in self._live]
+        self._versions = [b._version for b, _ in self._known]
 
     def _expect_open(self, call: str) -> None:
         if not self._opened:
@@ -504,7 +507,7 @@ class Guard:
         if self._live:
             torch.where(found_inf > 0, self._saved, self._now, out=self._now)
             torch._foreach_copy_(self._live, self._now_parts)
-        self._versions = [b._version for b in self._live]
+        self._versions = [b._version for b, _ in self._known]
         on_device = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
         told = [self._flags, found_inf, *on_device.values()]
         if tuple(on_device) != self._keys:
