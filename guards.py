@@ -1,34 +1,31 @@
 """
 Guards: see a non-finite number on the device, and keep it out of the weights.
 
-A NaN in the loss is the last symptom. The inf that made it was born several modules upstream, and it also leaves by
-doors that no gradient check watches. One forward that overflows writes inf into BatchNorm's running variance: the
+A check of the gradients is not enough. One forward that overflows writes inf into BatchNorm's running variance: the
 optimizer skips the step, the training loss looks fine, and every evaluation from then on is NaN. A label of 1000 for a
-10-way head is a device assert on CUDA: the process dies before anything can be saved. And a check on one rank alone
-makes one replica skip and the other one step. So each step is decided once, for all ranks, for any optimizer:
+10-way head is a device assert on CUDA: the process dies before anything can be saved. A check on one rank alone makes
+one replica skip while the others step. So each step is decided once, for all ranks, for any optimizer:
 
     guard = Guard(net)                              # or Guard([generator, critic])
     ...
     guard.open()                                    # flags down, buffers copied aside (kilobytes)
-    labels = guard.see_batch(images, labels)        # inputs finite? labels in range? Returns labels that are safe to use
+    labels = guard.see_batch(images, labels)        # inputs finite? labels in range? Returns labels safe to run with
     guard.see_loss(loss)                            # every micro-batch: one NaN of eight poisons the sum
     loss.backward()
     guard.step(optimizer)                           # gradient norm, one verdict of all ranks, step or no step
     verdict = guard.verdict()                       # on the host, one step late: the device never waits
 
-guard.step(optimizer, scaler=scaler) serves torch's GradScaler and LossScaler, guard.step([opt_a, opt_b]) several
-optimizers. A skipped step leaves weights, optimizer state and buffers as they were, bit for bit. A loop with a step of
-its own (a CUDA graph, say) calls the parts of guard.step itself: `bad = guard.decide()`, its own optimizer step that
-skips where `bad` is 1, then `guard.close(bad, loss=loss)`.
+A skipped step leaves weights, optimizer state and buffers as they were, bit for bit. A loop with a step of its own (a
+CUDA graph, say) calls the parts: `bad = guard.decide()`, an optimizer that skips where bad is 1, `guard.close(bad)`.
 
 Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose a NaN. (2) A skipped step is a select
 (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN: write `not (x <= limit)`, because
 `x > limit` is False for NaN. "Non-finite" means NaN, inf, or a magnitude above 1.8e19 (see LIMIT).
 
-Also here: SpikeDetector, check_state (before a save), first_step_checks, and Probes (how near activations are to
-overflow). This file does not find the operation that made the number (autopsy.py does), and it does not cure. It
-refuses optimizers that need a closure (LBFGS), and it raises when an optimizer moved a weight in a skipped step. To
-copy it: it needs torch, nothing else. `python guards.py` puts an inf into a small network and shows that nothing stays.
+Also here: SpikeDetector, check_state (before a save), first_step_checks, Probes (how near activations are to overflow).
+This file does not find the operation that made the number (autopsy.py does), and it does not cure. It refuses
+optimizers that need a closure, and raises when an optimizer moved a weight in a skipped step. To copy it: it needs
+torch, nothing else. `python guards.py` puts an inf into a small network and shows that nothing of it stays.
 """
 from __future__ import annotations
 
@@ -40,14 +37,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# Every flag but the last one rejects the step. "veto" is the caller's own; "signal" carries the number of a stop request.
+# Every flag but the last rejects the step. "veto" is the caller's own; "signal" carries the number of a stop request.
 FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
 LABELS = ("label", "labels", "target", "targets")  # in a mapping only these keys hold class labels
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
@@ -80,21 +77,18 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def gradient_norms(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """2-norms in fp32, (N,) on `device`; the norm of these is the global norm. Nothing is written, no sync.
-
-    Half gradients are summed in fp32. Complex, sparse and sharded ones (DTensor) count too, from several devices.
-    """
+    """2-norms, fp32 (N,) on `device`; their own norm is the global one. Half gradients are summed in fp32; complex,
+    sparse and sharded ones (DTensor) count too, from several devices. Nothing is written."""
     plain = (g.coalesce().values() if g.is_sparse else g for g in gradients)
     plain = (torch.view_as_real(g) if g.is_complex() else g for g in plain)
     norms = [torch.zeros(0, device=device)]
     for group in _alike(g for g in plain if g.numel()):
         wide = torch.promote_types(group[0].dtype, torch.float32)
-        if hasattr(group[0], "full_tensor"):  # a sharded tensor takes no dtype here
-            some = torch.stack(torch._foreach_norm([g.to(wide) for g in group], 2))
-            some = torch.linalg.vector_norm(some).full_tensor().reshape(1)
+        if hasattr(group[0], "full_tensor"):  # torch 2.14 takes no dtype for sharded tensors
+            some = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([g.to(wide) for g in group], 2)))
+            norms.append(some.full_tensor().reshape(1).to(device, torch.float32))
         else:
-            some = torch.stack(torch._foreach_norm(group, 2, dtype=wide))  # (tensors,)
-        norms.append(some.to(device, torch.float32))
+            norms.append(torch.stack(torch._foreach_norm(group, 2, dtype=wide)).to(device, torch.float32))
     return torch.cat(norms)
 
 
@@ -111,17 +105,13 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
 
 
-def magnitudes(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """{name: largest magnitude} of the float tensors, on the host: one sync for each device and dtype."""
+def beyond(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """{name: largest magnitude} of the float tensors that hold NaN, inf or more than LIMIT. One sync a dtype."""
     named = [(name, t) for name, t in named if t.dtype in CHECKED and t.numel() and not t.is_meta]
-    groups = list(_alike(t for _, t in named))
-    top = {id(t): value for group in groups for t, value in zip(group, largest(group).tolist(), strict=True)}
-    return {name: top[id(t)] for name, t in named}
-
-
-def beyond(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the float tensors that hold NaN, inf or a magnitude above LIMIT."""
-    return [name for name, x in magnitudes(named).items() if not x <= LIMIT]
+    top: dict[int, float] = {}
+    for group in _alike(t for _, t in named):
+        top.update(zip(map(id, group), largest(group).tolist(), strict=True))
+    return {name: top[id(t)] for name, t in named if not top[id(t)] <= LIMIT}
 
 
 @dataclass(frozen=True)
@@ -163,13 +153,12 @@ class SpikeDetector:
 
 
 class Guard:
-    """The flags, the buffers and the verdict of a step. One object a process; see the top of the file.
+    """The flags, the buffers and the verdict of a step. One object a process, made after init_process_group.
 
-    net: the bare network, or a list of networks. (With a DDP or compile wrapper the names get its prefix.)
+    net: the bare network, or a list of networks. device: where the flags live; None: where the network is.
     num_classes: class labels must be in [0, num_classes) or equal `ignore_index`. None: labels are not checked.
-    device: where the flags live. None: where the network is.
-    lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault):
-        verdict() tells of this step, and waits. Call flush() before changing it.
+    lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault): it tells
+    of this step, and waits. Call flush() before changing it.
     """
 
     def __init__(self, net: nn.Module | Sequence[nn.Module], *, num_classes: int | None = None,
@@ -180,17 +169,14 @@ class Guard:
         self.rank = dist.get_rank() if self.together else 0
         self.spikes = spikes or SpikeDetector()
         self.steps = self.skipped = self.skipped_in_a_row = 0
-        self.number = -1  # of the step; open() counts it up
+        self.number, self.device, self._asked = -1, None, device and torch.device(device)
         self._pending: deque[tuple[int, int, dict[str, float], list[Any]]] = deque()
-        self._keys: tuple[str, ...] | None = None
         self._due = self._opened = self._copied = False
         self._numbers: dict[str, float] = {}
         self._losses: list[Tensor] = []
-        self._on_trial: list[Any] = []  # optimizers of this step that must show that they skip
-        self._proved: WeakSet[Any] = WeakSet()  # optimizers that have shown it
-        self._stepped: WeakKeyDictionary[Any, set[Tensor]] = WeakKeyDictionary()  # parameters that have been updated
+        self._on_trial: list[Any] = []  # optimizers of this step that must still show that they skip
+        self._stepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # which parameters were updated; "skips"
         self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see _vote
-        self._asked = device and torch.device(device)
         self.watch(net)
 
     def watch(self, net: nn.Module | Sequence[nn.Module]) -> None:
@@ -200,76 +186,59 @@ class Guard:
         put back like the others, but their infinities raise no flag. Running statistics are never lawful.
         """
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
-        self._place(self._device_of_net())
-        self._known = [(b, b.data_ptr()) for b in self.net.buffers()]
-        named = dict(self.net.named_buffers())
-        top = magnitudes(named.items())
-        self.lawful = {name for name, x in top.items() if "running_" not in name and x > LIMIT}  # False for NaN
-        self._finite = {name: named[name] for name in top if name not in self.lawful}
+        self._identity = device, _ = self._look()
+        if device != self.device:
+            self.flush()
+            # Each flag is a sum of squares. The flag is up when that sum is inf or NaN. It then reports 1 + rank, so
+            # the MAX over ranks names a guilty machine; while it is down it reports 0 ("signal": its number).
+            self.device, self._keys = device, None
+            self._seen = torch.zeros(2, len(FLAGS), device=device)
+            self._squares, self._down = self._seen.unbind()
+            self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
+            self._up, self._flags = torch.tensor(self.rank + 1.0, device=device), torch.zeros(len(FLAGS), device=device)
+        bad = beyond(self.net.named_buffers())
+        self.lawful = {name for name, x in bad.items() if "running_" not in name and x > LIMIT}  # False for NaN
+        self._finite = {name: b for name, b in self.net.named_buffers() if name not in self.lawful}
         alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}  # by dtype, and whether they have to be finite
-        for name, b in named.items():
+        for name, b in self.net.named_buffers():
             expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
             if b.numel() and not b.is_meta and not expanded:  # an expanded buffer cannot change
-                alike.setdefault((b.dtype, name in self._finite), []).append(b)
+                alike.setdefault((b.dtype, b.dtype in CHECKED and name in self._finite), []).append(b)
         # All buffers are copied as bytes into one piece of memory, by one kernel. The widest dtype lies first, so that
-        # each begins at a multiple of its size and can be read there in its own dtype.
+        # each begins at a multiple of its size and can be read there in its own dtype. Writes go through .data, which
+        # counts no version: a backward that is still to come does not complain.
         kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
-        # Through .data, which counts no version: a backward that is still to come finds its buffers as it left them.
         self._live = [b.data.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
         self._saved, self._saved_parts = _room_for(self._live, self.device)  # before the step
         self._now, self._now_parts = _room_for(self._live, self.device)  # after it
         self._checked, at = [], 0
         for dtype, finite in kinds:
             end = at + sum(b.nbytes for b in alike[dtype, finite])
-            if finite:
-                self._checked.append(self._now.view(torch.uint8)[at:end].view(dtype))
+            self._checked += [self._now.view(torch.uint8)[at:end].view(dtype)] if finite else []
             at = end
-        if self._live:
-            torch._foreach_copy_(self._now_parts, self._live)
-        self._versions = [b._version for b, _ in self._known]
-        self._stuck = 0  # rejections for "buffer" in a row
-        self._lost = [name for name in self._finite if not top[name] <= LIMIT]
-        if self._lost:
-            warnings.warn(f"{_list(self._lost)} is non-finite already, and no finite copy exists: every step will be "
-                          "rejected until a checkpoint is loaded", stacklevel=3)
+        self._copy_now()
+        self._mend(self._now_parts)
 
-    def _device_of_net(self) -> torch.device:
-        tensor = next(self.net.parameters(), None)
-        tensor = next(self.net.buffers(), None) if tensor is None else tensor
-        return self._asked or (torch.device("cpu") if tensor is None else tensor.device)
-
-    def _place(self, device: torch.device) -> None:
-        """Make the flags on this device. Each flag is a sum of squares. The flag is up when that sum is inf or NaN."""
-        if device == getattr(self, "device", None):
-            return
-        self._read_all()
-        self.device, self._keys = device, None
-        # Row 0: the sums of squares. Row 1: what a flag reports while it is down, 0 (for "signal": its number). A flag
-        # that is up reports 1 + rank, so the MAX over ranks also names a guilty machine.
-        self._seen = torch.zeros(2, len(FLAGS), device=device)
-        self._squares, self._down = self._seen.unbind()
-        self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
-        self._up = torch.tensor(self.rank + 1.0, device=device)
-        self._flags = torch.zeros(len(FLAGS), device=device)
+    def _look(self) -> tuple[torch.device, list[tuple[int, int]]]:
+        """Where the network is, and which tensors its buffers are."""
+        first = next(self.net.parameters(), next(self.net.buffers(), torch.empty(0)))
+        return self._asked or first.device, [(id(b), b.data_ptr()) for b in self.net.buffers()]
 
     @torch.no_grad()
     def open(self, step: int | None = None) -> None:
         """Begin a step (attempted, not update): flags down, buffers aside. `step`: its number; None: count.
 
-        One host sync only where something wrote to the buffers since the last step (a train-mode forward outside of
-        open() and step(), say). When such a buffer is non-finite, a warning names it, and the last finite copy comes
-        back. Not noticed is an F.batch_norm outside of a BatchNorm module: torch counts no version there.
+        One host sync only where something wrote to the buffers since the last step: a train-mode forward outside of
+        open() and step(), say. When a buffer is non-finite then, a warning names it and the last finite copy comes
+        back. (For F.batch_norm without a module torch counts no version: that is noticed after two rejections.)
         """
         if self._due:  # nobody asked for the last verdict; it still counts
             self.verdict()
-        self.number = self.number + 1 if step is None else step
         again, self._opened, self._copied = self._opened, True, False
-        moved = self._device_of_net() != self.device
-        buffers = list(self.net.buffers())
-        if moved or len(buffers) != len(self._known) or any(
-                b is not old or b.data_ptr() != at for b, (old, at) in zip(buffers, self._known, strict=True)):
+        self.number = self.number + 1 if step is None else step
+        if self._look() != self._identity:
             self.watch(self.net)
-        elif self._stuck > 1 or self._versions != [b._version for b, _ in self._known]:
+        elif self._stuck > 1 or self._versions != [b._version for b in self.net.buffers()]:
             self._mend(self._saved_parts if again else self._now_parts)
         if again:
             warnings.warn(f"guard.open() was called again at step {self.number}, before step() or close(): what was "
@@ -280,35 +249,29 @@ class Guard:
         if self._live:
             torch._foreach_copy_(self._saved_parts, self._live)
 
+    @torch.no_grad()
     def _mend(self, last: list[Tensor]) -> None:
         """Something wrote to the buffers outside of a step: when one is non-finite, the `last` copy comes back."""
-        bad = beyond(self._finite.items())
-        self._lost, self._stuck = [], 0
+        bad, self._lost, self._stuck = beyond(self._finite.items()), {}, 0
         if bad:
             torch._foreach_copy_(self._live, last)
             self._lost = beyond(self._finite.items())
-            end = ("no finite copy is left: load a checkpoint" if self._lost else
-                   "all buffers went back to their last finite copy")
-            warnings.warn(f"{_list(bad)} was non-finite before step {self.number}: a forward in train mode ran outside "
-                          f"of guard.open() and guard.step(); {end}", stacklevel=4)
-        self._versions = [b._version for b, _ in self._known]
-
-    def _expect_open(self, call: str) -> None:
-        if not self._opened:
-            raise RuntimeError(f"guard.{call}() needs guard.open() before it, once at the begin of each step")
+            end = "no finite copy exists: load a checkpoint" if self._lost else "all went back to the last finite copy"
+            warnings.warn(f"buffer {_list(bad)} was non-finite before step {max(0, self.number)}: a forward in train "
+                          f"mode ran outside of guard.open() and guard.step(); {end}", stacklevel=4)
+        self._versions = [b._version for b in self.net.buffers()]
 
     @torch.no_grad()
     def see_batch(self, images: Any, labels: Any = ...) -> Any:
-        """Look at one micro-batch. Returns labels that are safe to use: those out of range become 0.
+        """Look at one micro-batch. Returns labels that are safe to run with: those out of range become 0.
 
         see_batch(images, labels) returns the labels; see_batch(batch) returns a batch of the same type. Both take
         tensors, or nests of mappings, dataclasses, lists and tuples. Floats must be finite. Class labels are integers
         in `labels`, in a mapping or dataclass only under LABELS; all other integers (token ids, image_id) pass.
 
         The step is rejected all the same, but it must run: on CUDA an index out of range is a device assert. Keep the
-        raw labels for a post-mortem. A mask in the batch must be bool: -inf in a float mask would count as bad.
+        raw labels for a post-mortem. A mask in the batch must be bool: -inf in a float mask counts as bad.
         """
-        self._expect_open("see_batch")
         batch = self._safe(images, "input", False)
         return batch if labels is ... else self._safe(labels, "label", True)
 
@@ -326,15 +289,12 @@ class Guard:
             if all(a is b for a, b in zip(new, tree, strict=True)):
                 return tree
             return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
-        if is_dataclass(tree) and not isinstance(tree, Mapping | type):
-            items, put = {f.name: getattr(tree, f.name) for f in fields(tree)}, object.__setattr__
-        elif isinstance(tree, Mapping):
-            items, put = dict(tree.items()), lambda new, key, value: new.__setitem__(key, value)
-        else:
-            return tree
+        items, put = tree, type(tree).__setitem__ if isinstance(tree, Mapping) else object.__setattr__
+        if not isinstance(tree, Mapping):
+            items = {f.name: getattr(tree, f.name) for f in fields(tree)} if is_dataclass(tree) else {}
         safe = {key: self._safe(x, *(("label", True) if key in LABELS else (flag, False))) for key, x in items.items()}
-        changed = [key for key in items if safe[key] is not items[key]]
-        tree = copy.copy(tree) if changed else tree
+        changed = [key for key in safe if safe[key] is not items[key]]
+        tree = copy.copy(tree) if changed else tree  # the caller's own batch stays raw
         for key in changed:
             put(tree, key, safe[key])
         return tree
@@ -342,7 +302,6 @@ class Guard:
     @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
         """The loss of one micro-batch, one number, before the loss scale."""
-        self._expect_open("see_loss")
         if loss.numel() != 1:
             raise ValueError(f"guard.see_loss() takes the mean loss, one number, and got shape {tuple(loss.shape)}")
         loss = loss.detach().float()
@@ -352,14 +311,15 @@ class Guard:
     @torch.no_grad()
     def see_state(self, **trees: Any) -> None:
         """On steps of your choice, before decide() or step(): `see_state(param=dict(net.named_parameters()),
-        optstate=optimizer.state)`. One read of the tensors on this device, no sync. A poisoned moment then reaches no
-        weight."""
+        optstate=optimizer.state)`. One read, no sync. A poisoned moment then reaches no weight."""
         for flag, tree in trees.items():
             floats = (t for _, t in named_tensors(tree) if t.dtype in CHECKED and t.numel())
             for tensors in _alike(t for t in floats if t.device.type == self.device.type):
                 self._see(flag, largest(tensors).amax())
 
     def _see(self, flag: str, magnitude: Tensor) -> None:
+        if not self._opened:
+            raise RuntimeError("guard.open() is missing: call it once at the begin of each step, before see_batch()")
         # One kernel. NaN and inf stay. The factor makes the square of LIMIT, and of anything above, infinite.
         magnitude = magnitude.to(self.device, non_blocking=True)
         self._squares_of[flag].addcmul_(magnitude, magnitude, value=2.0**128 / LIMIT**2)
@@ -378,93 +338,85 @@ class Guard:
     def step(self, optimizer: Any, scaler: Any = None, *, clip: float | None = None) -> Tensor:
         """Measure the gradients, decide once for all ranks, step or do not, put the buffers back.
 
-        Returns the verdict as a 0-dim fp32 tensor on the device: 1.0 = rejected. Call it after the last backward, in
-        place of optimizer.step() or scaler.step(optimizer); zero_grad() and scaler.update() stay the caller's.
+        Returns the verdict, 0-dim fp32 on the device, 1.0 = rejected. This call replaces optimizer.step() and
+        scaler.step(optimizer). zero_grad() and scaler.update() stay the caller's.
 
-        optimizer: any torch optimizer, or a list of them for one verdict. Some skip on the device by themselves: torch's
-            AdamW, Adam, SGD and Adagrad with fused=True, and this project's ClippedAdamW. (They have the attribute
-            `_step_supports_amp_scaling`, and their step() reads `found_inf` and `grad_scale`.) Then there is no host
-            sync. With any other optimizer, with sharded parameters, and at the first update of a parameter (a fused SGD
-            that skips its first step keeps uninitialised momentum), the verdict is read, one sync, and a rejected
-            step() is not called. The first rejection on the device is checked: verdict() raises if a weight moved.
+        optimizer: any torch optimizer, or a list of them for one verdict. torch's AdamW, Adam, SGD and Adagrad with
+            fused=True and this project's ClippedAdamW skip on the device, without a host sync. (Their attribute
+            `_step_supports_amp_scaling` is true, and step() reads `found_inf` and `grad_scale`.) For any other, for
+            sharded parameters, and at the first update of a parameter (a fused SGD that skips its first step keeps
+            uninitialised momentum) the verdict is read, one sync, and a rejected step() is not called. The first skip
+            on the device is checked: verdict() raises if a weight moved.
         scaler: GradScaler or LossScaler. The gradients are unscaled here, unless the caller has done so. Every rank's
-            scaler hears the common verdict, so that all loss scales stay equal.
-        clip: largest gradient norm. Prefer it to clip_grad_norm_() before this call: that divides by a norm of inf,
-            makes every finite gradient 0, and the step looks fine. Measure, decide, then clip.
+            scaler hears the verdict of all ranks, so that the loss scales stay equal.
+        clip: largest gradient norm. Use it in place of clip_grad_norm_(), which comes before the verdict: a norm of inf
+            makes every gradient 0 or NaN there, and a step of zeros looks fine. Measure, decide, then clip.
         """
-        self._expect_open("step")
         if self._lost:
-            raise RuntimeError(f"{_list(self._lost)} was non-finite before the step, and no finite copy exists: every "
-                               "step would be rejected; load a checkpoint")
+            raise RuntimeError(f"buffer {_list(self._lost)} was non-finite before the step and no finite copy exists: "
+                               "every step would be rejected; load a checkpoint")
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        scales = [self._unscale(o, scaler) for o in optimizers]
-        norms = []
-        for o, scale in zip(optimizers, scales, strict=True):
-            own = gradient_norms((p.grad for p in _with_gradient(o)), self.device)
-            norms.append(own if scale is None else own / scale)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        scales = [self._unscale(o, scaler) if scaler else None for o in optimizers]
+        norms = [gradient_norms((p.grad for p in _with_gradient(o)), self.device) for o in optimizers]
+        norms = [n if scale is None else n / scale for n, scale in zip(norms, scales, strict=True)]
         norm = torch.linalg.vector_norm(torch.cat(norms))
         self._see("grad", norm)
         bad = self.decide()
         if clip:
             nn.utils.clip_grads_with_norm_([p for o in optimizers for p in _with_gradient(o)], clip, norm)
-        if scaler is not None and scaler.is_enabled():
+        if scaler:
             self._vote(scaler, optimizers[0], bad)
-        on_device = [self._obeys(o) for o in optimizers]
+        on_device = [self._skips(o) for o in optimizers]
         rejected = not all(on_device) and float(bad) > 0  # the one host sync
         moved, self._on_trial = torch.zeros((), device=self.device), []
         for o, scale, trusted in zip(optimizers, scales, on_device, strict=True):
             if not rejected:
-                moved = torch.maximum(moved, self._call(o, scale, bad, trusted))
+                moved += self._call(o, scale, bad, trusted)
         stats = {"loss": torch.stack([x.to(self.device) for x in self._losses]).mean()} if self._losses else {}
         self.close(bad, **stats, grad_norm=norm, moved=moved)
         return bad
 
-    def _obeys(self, optimizer: Any) -> bool:
-        """Whether the verdict may stay on the device: this optimizer skips, and all of its parameters have state."""
+    def _skips(self, optimizer: Any) -> bool:
+        """Whether the verdict may stay on the device: this optimizer skips by itself, and its parameters have state."""
         if optimizer not in self._stepped:
             closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is closure.empty:
+            if closure and closure.default is closure.empty:
                 raise TypeError(f"guard.step() cannot serve {type(optimizer).__name__}: its step(closure) computes new "
                                 "gradients inside, where no guard can look")
-            self._stepped[optimizer] = set()
-        parameters = _with_gradient(optimizer)
-        return (_skips(optimizer) and self._stepped[optimizer].issuperset(parameters)
-                and not any(hasattr(p, "full_tensor") for p in parameters))
+        parameters, known = _with_gradient(optimizer), self._stepped.setdefault(optimizer, set())
+        sharded = any(hasattr(p, "full_tensor") for p in parameters)
+        return getattr(optimizer, "_step_supports_amp_scaling", False) and known.issuperset(parameters) and not sharded
 
-    def _call(self, optimizer: Any, scale: Tensor | None, bad: Tensor, trusted: bool) -> Tensor:
-        """optimizer.step(). Returns 1.0 where it moved something in a rejected step, looked for until the first one."""
-        witnesses = []
-        if trusted and optimizer not in self._proved:
+    def _call(self, optimizer: Any, scale: Tensor | None, bad: Tensor, trusted: bool) -> Tensor | float:
+        """optimizer.step(). Returns 1.0 where it moved something in a rejected step; watched until the first one."""
+        witnesses, known = [], self._stepped[optimizer]
+        if trusted and "skips" not in known:
             self._on_trial.append(optimizer)
             for group in optimizer.param_groups:  # the smallest parameter of each group, and its state
-                some = [p for p in group["params"] if p.grad is not None]
-                p = min(some, key=Tensor.numel, default=None)
-                witnesses += [] if p is None else [p, *(t for _, t in named_tensors(optimizer.state.get(p, {})))]
+                p = min((p for p in group["params"] if p.grad is not None), key=Tensor.numel, default=None)
+                witnesses += [t for _, t in named_tensors([p, optimizer.state.get(p, {})])]
         before = [t.detach().clone() for t in witnesses]
         if trusted or scale is not None:
             optimizer.grad_scale, optimizer.found_inf = scale, bad
-        try:
-            with torch.enable_grad():
-                optimizer.step()
-        finally:
-            if trusted or scale is not None:
-                del optimizer.grad_scale, optimizer.found_inf
-        self._stepped[optimizer].update(_with_gradient(optimizer))
-        differ = [(a.nan_to_num() != b.nan_to_num()).any().to(self.device)
-                  for a, b in zip(witnesses, before, strict=True)]
-        return torch.stack(differ).any() * bad if differ else torch.zeros_like(bad)
+        with torch.enable_grad():
+            optimizer.step()
+        if trusted or scale is not None:
+            del optimizer.grad_scale, optimizer.found_inf
+        known.update(_with_gradient(optimizer))
+        differ = [(a.nan_to_num() != b.nan_to_num()).any() for a, b in zip(witnesses, before, strict=True)]
+        return torch.stack([d.to(self.device) for d in differ]).any() * bad if differ else 0.0
 
     def _unscale(self, optimizer: Any, scaler: Any) -> Tensor | None:
         """Take the loss scale out of the gradients. Returns the scale where the optimizer's kernel has to divide by it:
         GradScaler refuses to unscale fp16 gradients."""
-        if scaler is None or not scaler.is_enabled():
-            return None
-        if _skips(optimizer) and any(p.grad.dtype == torch.float16 for p in _with_gradient(optimizer)):
+        half = any(p.grad.dtype == torch.float16 for p in _with_gradient(optimizer))
+        if half and getattr(optimizer, "_step_supports_amp_scaling", False):
             return scaler.scale(torch.ones((), device=self.device))
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
-            if "already been called" not in str(error):  # the caller has unscaled them, to clip
+            if "already been called" not in str(error):  # the caller has unscaled them
                 raise
         return None
 
@@ -473,9 +425,8 @@ class Guard:
         unscaled had an inf, so it unscales one more, whose only gradient is inf where the step is rejected."""
         if optimizer not in self._voters:
             self._voters[optimizer] = torch.optim.SGD([torch.zeros((), device=self.device, requires_grad=True)])
-        voter = self._voters[optimizer]
-        voter.param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
-        scaler.unscale_(voter)
+        self._voters[optimizer].param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
+        scaler.unscale_(self._voters[optimizer])
 
     @torch.no_grad()
     def decide(self) -> Tensor:
@@ -507,7 +458,7 @@ class Guard:
         if self._live:
             torch.where(found_inf > 0, self._saved, self._now, out=self._now)
             torch._foreach_copy_(self._live, self._now_parts)
-        self._versions = [b._version for b, _ in self._known]
+        self._versions = [b._version for b in self.net.buffers()]
         on_device = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
         told = [self._flags, found_inf, *on_device.values()]
         if tuple(on_device) != self._keys:
@@ -518,7 +469,7 @@ class Guard:
         self._due, self._opened = True, False
 
     def _make_room(self, keys: tuple[str, ...], told: list[Tensor]) -> None:
-        self._read_all()  # the old layout's numbers are read before its memory goes
+        self.flush()  # the old layout's numbers are read before its memory goes
         cuda, width = self.device.type == "cuda", len(FLAGS) + 1 + len(keys)
         self._keys, self._slot = keys, -1
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
@@ -547,10 +498,6 @@ class Guard:
     def flush(self) -> Verdict | None:
         """Wait for everything under way; the last verdict, or None."""
         last = self.verdict() if self._due else None
-        return self._read_all() or last
-
-    def _read_all(self) -> Verdict | None:
-        last = None
         while self._pending:
             last = self._read()
         return last
@@ -573,7 +520,8 @@ class Guard:
                                "training; guard.step() then does not call it in a rejected step")
         reasons, spikes = [], []
         if rejected:
-            self._proved.update(on_trial)
+            for optimizer in on_trial:
+                self._stepped[optimizer].add("skips")
             reasons = [name for name in FLAGS[:-1] if flags[name] > 0]
             if "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
                 reasons.append("grad")
@@ -597,16 +545,13 @@ class Guard:
         self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
 
 
-def _list(names: Sequence[str]) -> str:
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def _with_gradient(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _skips(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _room_for(live: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -638,7 +583,7 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[st
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
     learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
-    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached on the way): {_list(unused)}"] * bool(unused)
+    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached): {_list(unused)}"] if unused else []
     for n, p in named:
         top = float(p.detach().abs().max())
         if not top <= 1e4 or 0 < top < 1e-30:  # what memory held before: no initialiser gives such numbers
@@ -678,21 +623,17 @@ class Probes:
         self._dtypes: dict[str, torch.dtype] = {}
         self._handles: list[Any] = []
 
-    def attach(self) -> None:
+    def attach(self) -> Probes:
         self._rows.zero_()
         self._handles = [m.register_forward_hook(self._hook(n, *row.unbind()))
                          for (n, m), row in zip(self.modules.items(), self._rows, strict=True)]
+        return self
 
-    def detach(self) -> None:
+    def detach(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def __enter__(self) -> Probes:
-        self.attach()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
+    __enter__, __exit__ = attach, detach
 
     def _hook(self, name: str, amax: Tensor, underflow: Tensor):
         def on_gradient(g: Tensor) -> None:
@@ -754,8 +695,9 @@ def demo() -> None:
         print(f"step {v.step}: {'accepted' if v.accepted else 'rejected: ' + ' and '.join(v.reasons)}, {v.stats}")
         if not v.accepted:
             old, new = (dict(named_tensors(tree)) for tree in (before, [net.state_dict(), optimizer.state_dict()]))
-            print(f"  bad after the forward: {', '.join(poisoned)}\n  now {len(new)} tensors (weights, moments, buffers) "
-                  f"are bit-identical to before: {all(torch.equal(new[name], t) for name, t in old.items())}")
+            same = all(torch.equal(new[name], t) for name, t in old.items())
+            print(f"  bad after the forward: {', '.join(poisoned)}\n"
+                  f"  now {len(new)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
 
 
 if __name__ == "__main__":

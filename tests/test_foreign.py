@@ -732,8 +732,9 @@ def test_a_closure_is_refused_in_a_sentence():
 def test_a_forgotten_open_is_refused_in_a_sentence():
     net = network()
     guard, optimizer = Guard(net), SGD(net.parameters(), lr=0.1)
-    for call in (lambda: guard.step(optimizer), lambda: guard.see_loss(torch.ones(())), lambda: guard.see_batch(1, 2)):
-        with pytest.raises(RuntimeError, match=r"needs guard.open\(\) before it"):
+    x = torch.ones(2)
+    for call in (lambda: guard.step(optimizer), lambda: guard.see_loss(x[0]), lambda: guard.see_batch(x)):
+        with pytest.raises(RuntimeError, match=r"guard.open\(\) is missing"):
             call()
     with pytest.raises(ValueError, match="one number, and got shape"):
         guard.open()

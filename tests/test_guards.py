@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import guards
@@ -30,7 +32,7 @@ def data(count=2, seed=1):
 
 
 def fused(net):
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
     optimizer.grad_scale = None
     return optimizer
 
@@ -164,9 +166,12 @@ def test_a_label_out_of_range_is_made_safe_and_ignored_labels_are_not_touched():
     y = torch.tensor([3, -100, 9, 0])
     assert torch.equal(guard.see_batch(torch.ones(4), y), y)
     assert guard.decide() == 0
+    guard.close(False)
     guard.open(1)
     assert guard.see_batch(torch.ones(4), torch.tensor([3, 10, -1, -100])).tolist() == [3, 0, 0, -100]
     assert guard.decide() == 1
+    guard.close(True)
+    assert guard.verdict().reasons == ("label",)
     guard.open(2)
     images = {"pixels": torch.zeros(2, 3, dtype=torch.uint8), "mask": torch.tensor([0.0, math.nan])}
     soft = torch.rand(2, 10)
@@ -228,10 +233,136 @@ def test_a_mask_of_infinities_is_lawful_and_running_statistics_never_are():
     assert check_state(net, lawful=guard.lawful) == []
     assert check_state(net) == ["buffer mask"]
     net.norm.running_var[0] = math.inf
-    guard = Guard(net)
+    with pytest.warns(UserWarning, match=r"buffer norm.running_var was non-finite .* no finite copy exists"):
+        guard = Guard(net)
     assert guard.lawful == {"mask"}
     guard.open(0)
     assert guard.decide() == 1
+
+
+def advance(net, guard, optimizer, x, y):
+    guard.open()
+    y = guard.see_batch(x, y)
+    loss = F.cross_entropy(net(x), y)
+    guard.see_loss(loss)
+    optimizer.zero_grad()
+    loss.backward()
+    guard.step(optimizer)
+    return guard.verdict()
+
+
+@pytest.mark.parametrize("kind", [AdamW, partial(AdamW, fused=True)])
+def test_an_overflow_outside_of_a_step_is_named_and_the_last_finite_buffers_come_back(kind):
+    net = network()
+    optimizer, guard = kind(net.parameters()), Guard(net, num_classes=10, lag=False)
+    assert advance(net, guard, optimizer, *data()[0]).accepted
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    net(torch.full((2, 3, 8, 8), math.inf))  # a forward in train mode
+    assert check_state(net) == ["buffer 1.running_mean", "buffer 1.running_var"]
+    with pytest.warns(UserWarning, match=r"1\.running_mean, 1\.running_var was non-finite .* the last finite copy"):
+        guard.open()
+    assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())
+    guard.close(False)
+    for _ in range(3):
+        assert advance(net, guard, optimizer, *data()[0]).accepted
+    net(data()[0][0])  # a finite one is left alone, without a word
+    count = int(net[1].num_batches_tracked)
+    assert advance(net, guard, optimizer, *data()[0]).accepted
+    assert net[1].num_batches_tracked == count + 1
+
+
+def test_a_backward_that_began_before_the_buffers_went_back_still_works():
+    net = network()
+    guard = Guard(net)
+    loss = net(torch.full((2, 3, 8, 8), math.inf)).sum()
+    with pytest.warns(UserWarning, match="last finite copy"):
+        guard.open()
+    loss.backward()
+    assert torch.isfinite(net[1].running_var).all()
+
+
+def test_buffers_that_no_copy_can_mend_stop_the_run_in_a_sentence_and_never_reject_for_ever():
+    net = network()
+    net[1].running_var[0] = math.nan
+    with pytest.warns(UserWarning, match="no finite copy exists"):
+        guard = Guard(net, lag=False)
+    with pytest.raises(RuntimeError, match=r"1\.running_var was non-finite before the step"):
+        advance(net, guard, fused(net), *data()[0])
+    net.load_state_dict(network().state_dict())
+    with pytest.warns(UserWarning, match="called again"):
+        assert advance(net, guard, fused(net), *data()[0]).accepted
+
+    class Own(nn.Module):  # no BatchNorm module: torch counts no version of these buffers
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("var", torch.ones(3))
+
+        def forward(self, x):
+            return self.head(F.batch_norm(x, self.mean, self.var, training=True))
+
+    net = Own()
+    guard, told = Guard(net, lag=False), []
+    net(torch.full((4, 3), math.inf))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    with (pytest.raises(RuntimeError, match="mean, var was non-finite before the step"),
+          pytest.warns(UserWarning, match="no finite copy exists")):
+        while len(told) < 9:
+            told.append(advance(net, guard, torch.optim.SGD(net.parameters(), lr=0.1), x, y))
+    assert [v.reasons for v in told] == [("buffer",)] * 2
+
+
+def test_open_twice_is_said_and_what_was_seen_before_still_counts():
+    net = network()
+    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
+    guard.open()
+    guard.see_loss(torch.tensor(math.nan))
+    net(torch.full((2, 3, 8, 8), math.inf))
+    with (pytest.warns(UserWarning, match="called again at step 1"),
+          pytest.warns(UserWarning, match="last finite copy")):
+        guard.open()
+    assert check_state(net) == []
+    F.cross_entropy(net(data()[0][0]), data()[0][1]).backward()
+    guard.step(optimizer)
+    assert guard.verdict().reasons == ("loss",)
+    assert advance(net, guard, optimizer, *data()[0]).accepted
+
+
+def test_buffers_exchanged_after_the_guard_was_made_are_watched_anew():
+    net = network()
+    guard = Guard(net, num_classes=10, lag=False)
+    net.double()
+    net[1].register_buffer("more", torch.ones(3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = data()[0]
+    assert advance(net, guard, optimizer, x.double(), y).accepted
+    before = everything(net, optimizer)
+    net[1].more.fill_(2.0)
+    guard.open()
+    net(torch.full((2, 3, 8, 8), math.inf, dtype=torch.float64))
+    net[1].more.fill_(math.nan)
+    guard.decide()
+    guard.close(True)
+    assert net[1].more.tolist() == [2.0] * 3
+    net[1].more.fill_(1.0)
+    assert same(before, everything(net, optimizer))
+    net.to("meta").to_empty(device="cpu").load_state_dict(network().double().state_dict(), strict=False)
+    net[1].more.fill_(1.0)
+    assert advance(net, guard, torch.optim.SGD(net.parameters(), lr=0.1), x.double(), y).accepted
+
+
+def test_a_verdict_may_be_closed_as_a_bool_and_a_step_without_number_counts():
+    guard = Guard(network(), lag=False)
+    assert guard.verdict() is None
+    for n, found_inf in enumerate([True, False, torch.tensor(True), torch.tensor(False), 1.0, 0]):
+        guard.open()
+        guard.close(found_inf)
+        verdict = guard.verdict()
+        assert (verdict.step, verdict.accepted) == (n, n % 2 == 1)
+    guard.open(100)
+    guard.close(False)
+    assert guard.verdict().step == 100
 
 
 def test_integer_and_half_buffers_go_back_too():
