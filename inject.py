@@ -109,8 +109,26 @@ class Injector:
                 params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
             self._gates.append((f, gate))
 
-    def begin(self, step: int) -> None:
-        self.step = step
+    def attach(self, model):
+        self.micro = 0
+        def hook(module, args, out):
+            if not module.training:
+                return out
+            loss = self.loss(out[0], self.micro)
+            if self.micro == 0:
+                self.buffers()
+            self.micro += 1
+            return (loss, *out[1:])
+        if self.faults:
+            model.register_forward_hook(hook)
+
+    def batch(self, x, y):
+        return self.input(x), self.label(y)
+
+    def begin(self, step: int, optimizer=None, scale=None) -> None:
+        self.step, self.micro = step, 0
+        if optimizer is not None:
+            self.state(optimizer, scale)
         for f, gate in self._gates:
             gate.fill_(f.first <= step <= f.last)
 

@@ -68,14 +68,13 @@ class MetricsFile:
             self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The last event, the curves, the summary for people and, as the last line, for programs."""
+        """The last event, the curves, and the summary for people."""
         if not self.speaks:
             return
         self.write(event="end", **summary)
         curves = draw_curves(self.path)
         files = [self.path, *sorted(self.path.parent.glob("*.pt")), *([curves] if curves else [])]
         print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, files)]))
-        print(json.dumps(summary))
 
     def picture(self, path: Path, step: int) -> None:
         """Tell of a picture or a text that was written beside the metrics."""

@@ -7,6 +7,7 @@ import torch
 
 import guards
 import train
+from data import batches
 from models import RECIPE
 
 
@@ -139,6 +140,6 @@ def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatc
     def out_of_memory(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory: planted")
 
-    monkeypatch.setattr(train.batches.TrainBatches, "at", out_of_memory)
+    monkeypatch.setattr(batches.TrainBatches, "at", out_of_memory)
     code, _, err, _ = run()
     assert code == 1 and "planted" in err and "--accum-steps" in err and list(run.folder.glob("last*.pt"))

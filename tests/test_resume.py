@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import prepare
 import train
 from data import batches
 
@@ -351,7 +352,7 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
     run("--data-dir", few_images, *flags)
     code, _, error, _ = run("--data-dir", image_folder, *flags, "--resume", "auto")
     assert code == 2 and "120" in error and "400" in error, "the same layout, other images"
-    whole = train.load
+    whole = prepare.load
 
     def retouched(*args):
         (images, labels), *rest = whole(*args)
@@ -359,11 +360,11 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
         return ((images, labels), *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.load", retouched)
+        patch.setattr("prepare.load", retouched)
         code, _, error, _ = run("--data-dir", few_images, *flags, "--resume", "auto")
     assert code == 2 and "pixels: " in error, "as many images, one bit of one pixel changed"
     images, labels = torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) % 10
-    monkeypatch.setattr("train.load", lambda *_: ((images, labels), (images, labels), [*"abcdefghij"], "synthetic"))
+    monkeypatch.setattr("prepare.load", lambda *_: ((images, labels), (images, labels), [*"abcdefghij"], "synthetic"))
     code, _, error, _ = run("--dataset", "synthetic", *flags, "--resume", "auto")
     assert code == 2 and "dataset: cifar10 -> synthetic" in error
 

@@ -1,5 +1,6 @@
 """train.py from outside: what it does, in which order, and how it says no."""
 
+import errno
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ import amp_policy
 import flags
 import guards
 import optim
+import report
 import train
 from data import batches
+from models import RECIPE
 
 ROOT = Path(train.__file__).parent
 
@@ -137,6 +140,71 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     assert last["skipped"] >= 3
     assert torch.load(run.folder / "last.pt", weights_only=True)["step"] == 5
     assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What fails says so: the traceback of a bug on standard error, the summary on standard output
+
+
+class Buggy(torch.nn.Module):
+    """A bug of somebody who forks: in the constructor, or in the forward of the fourth training step."""
+
+    def __init__(self, classes, where):
+        super().__init__()
+        self.head, self.where, self.calls = torch.nn.Linear(3072, classes), where, 0
+        if where == "build":
+            _a, _b = (1, 2, 3)
+
+    def forward(self, images):
+        self.calls += self.training
+        if self.where == "forward" and self.calls == 4:
+            _a, _b = (1, 2, 3)
+        return self.head(images.flatten(1))
+
+
+@pytest.mark.parametrize("where", ["build", "forward"])
+def test_a_bug_in_a_model_is_a_whole_traceback_and_the_last_line_is_still_the_summary(run, monkeypatch, where):
+    monkeypatch.setitem(train.MODELS, "buggy", (lambda names, size: Buggy(len(names), where), RECIPE))
+    code, last, error, _ = run("--model", "buggy")
+    assert (code, last["status"], last["model"]) == (1, "failed", "buggy")
+    assert last["updates"] == (2 if where == "forward" else 0)  # the host knew of step 2 when step 4 failed
+    assert "Traceback" in error and "_a, _b = (1, 2, 3)" in error and "too many values to unpack" in error
+    assert run("--model", "buggy", "--max-steps", 2, out="short")[0] == (0 if where == "forward" else 1)
+
+
+def test_a_bug_in_the_loop_is_a_whole_traceback(run, monkeypatch):
+    monkeypatch.setattr(train, "digest", lambda run, verdict: 1 / 0)
+    code, last, error, _ = run()
+    assert (code, last["status"]) == (1, "failed") and "ZeroDivisionError" in error and "Traceback" in error
+
+
+def test_a_full_disk_ends_with_a_sentence_and_the_summary(run, monkeypatch):
+    whole, written = report.MetricsFile.write, []
+
+    def full(self, **fields):
+        written.append(fields)
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        whole(self, **fields)
+
+    monkeypatch.setattr(report.MetricsFile, "write", full)
+    code, last, error, _ = run()
+    assert (code, last["status"]) == (1, "failed")
+    assert "No space left on device" in error and "metrics.jsonl" in error and "Traceback" not in error
+
+
+def test_anomaly_mode_that_finds_a_nan_ends_with_its_traceback_and_the_summary(run):
+    code, last, error, _ = run("--detect-anomaly", "--inject", "nan:act:groups.1@step=3")
+    assert (code, last["status"]) == (1, "failed")
+    assert "returned nan values" in error and "Traceback" in error
+
+
+def test_a_run_that_died_before_its_first_checkpoint_does_not_block_its_folder(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", lambda run: 1 / 0)
+        assert run("--max-steps", 2)[0] == 1
+    assert (run.folder / "metrics.jsonl").exists() and not list(run.folder.glob("*.pt"))
+    assert run("--max-steps", 2)[0] == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
