@@ -34,8 +34,6 @@ from data import SCALE, batches, fingerprint, load
 from models import MODELS, DoesNotFit, wrap
 from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing
 
-BETAS = (0.9, 0.99)  # of Adam: 0.99 forgets a gradient after 100 steps, which suits runs of minutes
-
 
 def process(run: Any) -> int:
     """Device, ranks, seeds and torch's own switches. Returns this process's rank on its machine."""
@@ -100,7 +98,8 @@ def network(run: Any) -> None:
     with refusing(ValueError):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = run.policy.prepare(net)
-        amp_policy.refuse(run.policy, net.parameters(), eps=args.adam_eps, beta2=BETAS[1], masters=run.policy.masters)
+        amp_policy.refuse(run.policy, net.parameters(), eps=args.adam_eps, beta2=args.betas[1],
+                          masters=run.policy.masters)
         run.injector = inject.Injector(net, inject.parse_inject(args.inject), run.rank, scales=run.policy.scales)
     run.net, run.model = net, wrap(net, recipe["label_smoothing"])
     run.injector.attach(run.model)
@@ -124,8 +123,8 @@ def training(run: Any, warmup: int) -> None:
     """Optimizer, loss scale, guard and averaged weights: with the network, all that a checkpoint has to carry."""
     args, (_, recipe) = run.args, MODELS[run.args.model]
     run.optimizer = optim.ClippedAdamW(
-        optim.param_groups(run.net, args.weight_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
-        lr=args.lr, betas=BETAS, eps=args.adam_eps, amsgrad=args.amsgrad,
+        optim.param_groups(run.net, args.weight_decay, args.no_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
+        lr=args.lr, betas=args.betas, eps=args.adam_eps, amsgrad=args.amsgrad,
         clip=args.clip_grad or None, zclip=args.zclip, muon_options=recipe["muon_options"],
         schedule=optim.warmup_cosine(run.total_steps, warmup, kind="linear"),
         masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,

@@ -328,6 +328,7 @@ def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identi
         (["--batch-size", "0"], 2, ["--batch-size", "0 is not at least 1"]),
         (["--lr", "-1"], 2, ["--lr", "-1 is not above 0"]),
         (["--lr", "nan"], 2, ["--lr", "nan"]),
+        (["--betas", "0.9", "1"], 2, ["--betas", "1 is not below 1"]),
         (["--max-steps", "-5"], 2, ["--max-steps", "at least 1"]),
         (["--epochs", "1", "--max-steps", "5"], 2, ["--max-steps", "not allowed with"]),
         (["--no-such-flag"], 2, ["--no-such-flag", "--help"]),
@@ -374,9 +375,27 @@ def test_boolean_flags_work_both_ways_and_abbreviations_do_not():
         parse(["--ams"])
 
 
-def test_swin_spellings_of_the_precision_mean_the_same():
-    assert parse(["--amp-opt-level", "O1"]).precision == "O1"
-    assert parse(["--disable-amp"]).precision == "fp32"
+def test_the_spellings_of_the_published_reports_mean_the_same():
+    assert parse(["--amp-opt-level", "O1"]).precision == parse(["--amp_opt_level=O1"]).precision == "O1"
+    assert parse(["--disable-amp"]).precision == parse(["--disable_amp"]).precision == "fp32"
+    assert parse(["--num_classes", "10", "--out_dir=runs/a_b"]).num_classes == 10
+    assert parse(["--num_classes", "10", "--out_dir=runs/a_b"]).out_dir == Path("runs/a_b")
+    assert parse(["--keep_fp32", "my_head", "--betas", "0.8", "0.95"]).keep_fp32 == ["my_head"]
+    assert parse(["--betas", "0.8", "0.95"]).betas == (0.8, 0.95)
+
+
+def test_betas_and_parameters_without_decay_reach_the_optimizer(run, mlp, monkeypatch):
+    seen = []
+    whole = optim.ClippedAdamW.__init__
+
+    def watched(self, groups, **options):
+        groups = list(groups)
+        seen.append((options["betas"], [g["weight_decay"] for g in groups for p in g["params"] if p.ndim == 2]))
+        whole(self, groups, **options)
+
+    monkeypatch.setattr(optim.ClippedAdamW, "__init__", watched)
+    run("--model", "mlp", "--max-steps", 1, "--betas", 0.8, 0.95, "--no-decay", "1.*", "--weight-decay", 0.1)
+    assert seen == [((0.8, 0.95), [0.1, 0.0])] or seen == [((0.8, 0.95), [0.0, 0.1])]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
