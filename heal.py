@@ -2,13 +2,14 @@
 Heal: what to do about a bad step that keeps coming back. The ladder of responses, each rung bounded.
 
 A guard that only skips is a guard that stalls: when one module overflows in fp16 at every step, every step is skipped,
-the loss scale falls to its floor, and the run stands still without an error. So after a bad step the next steps are
-recorded, and the next bad one is examined (autopsy.py). What is done depends on the verdict:
+the loss scale falls to its floor, and the run stands still without an error. So every rejected step is examined
+(autopsy.py). What is done depends on the verdict:
 
     precision          finite in fp32           that module runs in fp32 from now on. If there is no such module, or it
                                                 is in fp32 already, the run goes fp16 -> bf16 (native only) -> fp32, in
                                                 smaller micro-batches where the memory asks for them
-    data               a bad input or label     the samples are named and passed over; over 1 % of the steps: exit 4
+    data               a bad input or label     the samples are named and never drawn again; over 1 % of the steps:
+                                                exit 4
     weights            bad before the step      back to last_good, past these batches
     divergence         bad in fp32 too          back to last_good, past these batches, with half the learning rate
     not reproducible   finite the second time   passed over; the fifth time: exit 5, suspect the hardware
@@ -16,9 +17,16 @@ recorded, and the next bad one is examined (autopsy.py). What is done depends on
 A step that is finite at loss scale 1 and bad at 65536 is calibration, not a fault: nothing is done, the scale falls by
 itself.
 
+The host learns of a rejection one step late. The step is then put together again from its number (batches are a pure
+function of the step) and examined with the weights of one update later: enough for data, weights and precision. The
+next 50 steps are recorded before they run, so that a fault that comes back is examined exactly as it was: only then
+are "divergence" and "not reproducible" believed.
+
+A run can also be lost with finite numbers only: see suspect().
+
 Every rank holds the same report (autopsy.agree) and takes the same turn. Like train.py this file is wiring: it knows
 the core files, and only train.py and prepare.py know it. `run` is train.py's record of the run, which these functions
-read and change: policy, scaler, accum, status, code, healed, cures, hunt_until, doubt.
+read and change: policy, scaler, accum, status, code, healed, cures, hunt_until, cured, trend, doubt.
 """
 
 from collections import Counter
@@ -45,13 +53,19 @@ class Cure(NamedTuple):
 
 # --- The step once more
 
-def record(run: Any, images: Tensor, labels: Tensor) -> autopsy.StepRecord:
+def record(run: Any, step: int, images: Tensor, labels: Tensor) -> autopsy.StepRecord:
     """What examine() will need of a step: RNG and buffers as they are now, and its micro-batches."""
-    kept = autopsy.StepRecord(run.step, run.net, rank=run.rank)
-    batch = images, labels, run.stream.indices(run.step - 1)
+    kept = autopsy.StepRecord(step, run.net, rank=run.rank)
+    batch = images, labels, run.stream.indices(step - 1)
     for x, y, indices in zip(*(t.chunk(run.accum) for t in batch), strict=True):
         kept.keep(x, y, indices=indices.tolist())
     return kept
+
+
+def recall(run: Any, step: int) -> autopsy.StepRecord:
+    """The record of a step that is over: its batches again, with the weights, buffers and RNG of now."""
+    run.injector.begin(step)  # a planted fault is planted again
+    return record(run, step, *run.injector.batch(*run.stream.at(step - 1)))
 
 
 def rerun(run: Any, kept: autopsy.StepRecord) -> Callable:
@@ -94,13 +108,20 @@ def in_pieces(run: Any, batch: tuple, fp32: bool = False) -> tuple[Tensor, dict,
 
 # --- The turn
 
-def treat(run: Any, kept: autopsy.StepRecord) -> Cure:
-    """Examine a rejected step and do what helps. `kept`: the step's record."""
+def treat(run: Any, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
+    """Examine a rejected step and do what helps. `kept`: its record, if it was made before the step."""
     run.doubt = False  # whatever made a save refuse the state is examined now
+    exact = kept is not None
+    kept = kept or recall(run, step)
     report = examine(run, kept)
     if calibrates(run, report):
         return Cure(report, "")
+    if report.verdict in ("divergence", "not reproducible") and not exact:
+        return Cure(report, "passed over: one step alone, and seen with the weights after it")
     action = respond(run, report)
+    if report.verdict != "data":
+        run.cured = run.step  # the steps up to here ran before the cure: examining them would find the same again
+        run.unexamined.clear()
     if report.verdict == "precision":  # fp32 takes more memory than half
         pieces = fit(run, kept)
         run.accum *= pieces
@@ -142,7 +163,8 @@ def respond(run: Any, report: autopsy.Report) -> str:
     if verdict == "data":
         if run.cures[verdict] > max(3, 0.01 * report.step):
             run.status, run.code = "bad data", 4
-        return "passed over"
+        run.stream.leave_out(report.indices)
+        return "passed over" + (", these samples are never drawn again" if report.indices else "")
     if run.cures.total() - run.cures["data"] > run.args.max_cures:
         run.status, run.code = "diverged", 3
         return f"given up after {run.args.max_cures} cures"
@@ -206,18 +228,64 @@ def rewind(run: Any, factor: float) -> str:
     return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
 
 
+# --- Lost with finite numbers
+
+PATIENCE = 20  # steps in a row that a suspicion takes; one spike, or ten, that recovers is left alone
+
+
+def suspect(run: Any, loss: float, grad_norm: float) -> str:
+    """Watch an accepted step's numbers: what looks lost and has been for long, or "". The host has them already.
+
+    Lost is a loss above twice its start, or above four times its recent past and a tenth of its start; and a gradient
+    that is dead, its norm below 1e-12. Start is the lowest of the first 10 losses.
+    """
+    trend = run.trend
+    trend["seen"] += 1
+    if trend["seen"] <= 10:
+        trend["start"] = min(trend["start"], loss)
+        trend["usual"] = loss
+        return ""
+    far_above = loss > 2 * trend["start"] > 0 or loss > max(4 * trend["usual"], 0.1 * trend["start"]) > 0
+    if not far_above:
+        trend["usual"] += 0.05 * (loss - trend["usual"])
+    trend["high"] = trend["high"] + 1 if far_above else 0
+    trend["dead"] = trend["dead"] + 1 if grad_norm < 1e-12 else 0
+    if trend["dead"] >= PATIENCE:
+        return f"the gradient has been dead for {trend['dead']} steps (norm {grad_norm:.3g})"
+    if trend["high"] >= PATIENCE:
+        return (f"the loss has been far above its past for {trend['high']} steps: {loss:.4g}, "
+                f"before that {trend['usual']:.4g}, at the start {trend['start']:.4g}")
+    return ""
+
+
+def suspicious(run: Any) -> bool:
+    """Whether a suspicion is open: then last_good is not moved, and a run that ends now does not end well."""
+    return max(run.trend["high"], run.trend["dead"]) >= PATIENCE // 2
+
+
+def turn_back(run: Any, symptom: str) -> Cure:
+    """The response to a suspicion that has lasted: back to last_good with half the learning rate, bounded."""
+    run.trend["high"] = run.trend["dead"] = 0
+    report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank, precision=run.policy.name,
+                            symptom=symptom)
+    return Cure(report, respond(run, report))
+
+
 # --- What of it a checkpoint carries
 
 def state_dict(run: Any) -> dict:
     return {"healed": list(run.healed), "counts": dict(run.cures), "hunt_until": run.hunt_until,
             "pinned": amp_policy.pinned(run.net), "policy": run.policy.name, "asked": run.asked,
-            "accum": run.accum, "scaler": run.scaler.state_dict()}
+            "accum": run.accum, "scaler": run.scaler.state_dict(), "trend": dict(run.trend),
+            "quarantine": sorted(run.stream.quarantine)}
 
 
 def load_state_dict(run: Any, state: dict) -> None:
     """Before the network's: pinned modules have fp32 weights."""
     run.healed, run.cures = list(state["healed"]), Counter(state["counts"])
     run.hunt_until, run.accum = state["hunt_until"], max(run.accum, state["accum"])
+    run.trend |= state.get("trend", {})
+    run.stream.leave_out(state.get("quarantine", ()))
     amp_policy.keep_fp32(run.net, state["pinned"])
     run.guard.watch(run.net)  # pinning may have exchanged buffers
     if state["asked"] == run.asked != state["policy"]:

@@ -116,6 +116,10 @@ class Run:
     healed: list = field(default_factory=list)  # modules now in fp32, precisions gone to
     cures: Counter = field(default_factory=Counter)  # by verdict
     hunt_until: int = 0  # after a bad step: the last step to record
+    unexamined: list = field(default_factory=list)  # rejected steps
+    cured: int = 0  # the last step that ran before the last cure
+    lost: str = ""  # what looks lost although it is finite, and has for long
+    trend: dict = field(default_factory=lambda: {"seen": 0, "start": math.inf, "usual": 0.0, "high": 0, "dead": 0})
 
 
 # --- The step
@@ -196,15 +200,13 @@ def main(argv=None):
                 run.injector.begin(run.step, run.optimizer, run.scaler.scale_tensor)
                 images, labels = run.injector.batch(*run.stream.at(run.step - 1))
                 # After a bad step the next ones are recorded, and their verdicts are read at once.
-                hunting = args.on_nonfinite == "heal" and run.step <= run.hunt_until
+                hunting = run.step <= run.hunt_until
                 if run.guard.lag == hunting:
                     digest(run, run.guard.flush())
                     run.guard.lag = not hunting
-                record = heal.record(run, images, labels) if hunting else None
-                verdict = attempt(run, images, labels, stop.number, watched=hunting)
-                digest(run, verdict)
-                if record and not verdict.accepted and run.status == "done":
-                    tell(run, heal.treat(run, record))
+                record = heal.record(run, run.step, images, labels) if hunting else None
+                digest(run, attempt(run, images, labels, stop.number, watched=hunting))
+                respond(run, record)
                 run.trained += args.batch_size
                 run.bar.update()
                 end_of_step(run)
@@ -227,8 +229,6 @@ def attempt(run, images, labels, signal=0, watched=False):
         run.graph(images, labels)
     else:
         train_step(run, images, labels, look, watched or bool(run.probes))
-    if run.graph and watched:
-        run.graph.drop()  # a cure may exchange what the graph holds
     run.probes = None
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
@@ -246,10 +246,13 @@ def digest(run, verdict):
     stats = {**verdict.stats, "updates": run.updates}
     if verdict.accepted:
         run.losses = [run.losses[0] + stats["loss"], run.losses[1] + 1]
+        run.lost = heal.suspect(run, stats["loss"], stats["grad_norm"]) or run.lost
     else:
         reasons = verdict.reasons or ("grad",)  # no flag was up: it was the gradient's norm
         run.log.write(event="skip", step=verdict.step, reasons=reasons, rank=verdict.rank, **stats)
-        run.hunt_until = verdict.step + 50
+        if run.args.on_nonfinite == "heal":
+            run.unexamined += [verdict.step] if verdict.step > run.cured else []
+            run.hunt_until = verdict.step + 50
         if run.args.on_nonfinite == "stop" or run.guard.skipped_in_a_row >= run.args.max_skips:
             run.status, run.code = "diverged", 3
     for sentence in verdict.spikes:
@@ -261,13 +264,25 @@ def digest(run, verdict):
         run.bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()}, skipped=run.guard.skipped)
 
 
+def respond(run, record=None):
+    """Examine each rejected step, and turn back where the run is lost with finite numbers. `record`: of this step."""
+    while run.unexamined and run.status == "done":
+        step = run.unexamined.pop(0)
+        tell(run, heal.treat(run, step, record if record and record.step == step else None))
+    if run.lost and run.status == "done":
+        tell(run, heal.turn_back(run, run.lost))
+    run.lost = ""
+
+
 def tell(run, cure):
     """What healing found and did, in the log and on the screen. A loss scale that finds its place is no news."""
+    if run.graph:
+        run.graph.drop()  # a cure may have exchanged what the graph holds
     if not cure.action:
         return
     found = cure.report
-    run.log.write(event="cure", step=run.step, verdict=found.verdict, module=found.module, op=found.op,
-                  samples=found.indices, action=cure.action)
+    run.log.write(event="cure", step=run.step, of_step=found.step, verdict=found.verdict, module=found.module,
+                  op=found.op, samples=found.indices, action=cure.action)
     say(run, f"{found}\n  -> {cure.action}")
 
 
@@ -278,6 +293,9 @@ def end_of_step(run):
     time_to_save = at_the_end or run.step % (run.args.ckpt_every or run.epoch_steps) == 0
     if end_of_epoch or time_to_save or run.status != "done":
         digest(run, run.guard.flush())
+        respond(run)
+        if at_the_end and run.status == "done" and heal.suspicious(run):
+            run.status, run.code = "diverged", 3
     stopped = run.status.startswith("stopped")
     if end_of_epoch and (run.status == "done" or stopped):
         run.busy += time.time() - run.tick
@@ -308,7 +326,8 @@ def save(run):
             "validator": {"best": run.best}, "rng": rng, "facts": run.facts, "losses": run.losses,
             "scores": run.scores,
         }
-        if bad := run.checkpoints.save(state, run.step, good=run.guard.skipped_in_a_row == 0):
+        good = run.guard.skipped_in_a_row == 0 and not heal.suspicious(run)
+        if bad := run.checkpoints.save(state, run.step, good=good):
             run.doubt = True  # the next step will be rejected on every rank, and examined
             run.log.write(event="save refused", step=run.step, tensors=bad)
 
@@ -346,6 +365,7 @@ def finish(run):
         # after a failure the device may answer no question
         "updates": run.updates if failed else int(run.optimizer.updates),
         "skipped": run.guard.skipped if run.guard else 0, "healed": run.healed,
+        "quarantined": sorted(run.stream.quarantine) if run.stream else [],
         **{name: round(value, 4) for name, value in run.scores.items() if name.startswith("val_")},
         "seconds": round(time.time() - run.began, 1), "images_per_second": round(run.trained / max(run.busy, 1e-9), 1),
         "peak_memory_mb": report.peak_memory_mb(run.device.type == "cuda"),

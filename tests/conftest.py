@@ -47,7 +47,7 @@ def run(image_folder, tmp_path, capsys, monkeypatch):
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         return code, json.loads(last) if last.startswith("{") else None, printed.err, lines
 
-    go.folder = tmp_path / "run"
+    go.folder, go.images = tmp_path / "run", str(image_folder)
     return go
 
 
