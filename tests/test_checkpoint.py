@@ -24,7 +24,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def python(*arguments, **kwargs):
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100, **kwargs)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=600, **kwargs)
 
 
 def save(path, state):
@@ -385,7 +385,7 @@ def test_an_error_in_the_background_surfaces_once_at_the_next_call(folder, monke
 
 def test_the_loop_goes_on_and_changes_its_tensors_while_the_disk_is_slow(tmp_path, monkeypatch):
     disk, real = threading.Event(), checkpoint._serialise
-    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(60) and real(host))
+    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(600) and real(host))
     checkpoints, state = Checkpoints(tmp_path), toy(1.0)
     checkpoints.save(state, 1)                          # comes back although the disk does not move
     for _, tensor in checkpoint.tensors(state):
@@ -401,7 +401,7 @@ def test_the_loop_goes_on_and_changes_its_tensors_while_the_disk_is_slow(tmp_pat
 
 def test_a_save_waits_for_the_one_before_it_of_the_same_name(tmp_path, monkeypatch):
     disk, real, in_memory = threading.Event(), checkpoint._serialise, []
-    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(60) and real(host))
+    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(600) and real(host))
     monkeypatch.setattr(checkpoint, "snapshot", lambda state: in_memory.append(disk.is_set()) or snapshot(state))
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(toy(), 1)

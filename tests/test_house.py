@@ -58,6 +58,6 @@ def test_a_core_file_copied_alone_demonstrates_itself(name, tmp_path):
     shutil.copy(ROOT / name, tmp_path)
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, name]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 4
