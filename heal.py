@@ -42,12 +42,12 @@ def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector:
     """
 
     def run_in(pieces, batch, fp32):
-        micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
+        injector.repeat(next(i for i, kept in enumerate(evidence.batches) if kept is batch))
         total = 0.0
         with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
             for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
                 loss, _ = model(x, y)
-                loss = injector.loss(loss, micro) * (len(x) / len(batch[0]))
+                loss = loss * (len(x) / len(batch[0]))
                 loss.backward()
                 total = total + loss.detach()
             return total, {name: p.grad for name, p in net.named_parameters()}
@@ -237,6 +237,7 @@ def replay(path: str | Path, models: dict, wrap) -> int:
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
     injector.begin(evidence.step)
     model = wrap(net, recipe["label_smoothing"])
+    injector.attach(model)
     report = autopsy.examine(
         rerun(model, net, policy, injector, evidence), evidence, net,
         state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name,

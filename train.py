@@ -101,6 +101,7 @@ def main(argv=None):
         amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
         injector = inject.Injector(net, inject.parse_inject(args.inject), rank, scales=policy.scales)
     model = wrap(net, recipe["label_smoothing"])
+    injector.attach(model)
     torch.manual_seed(args.seed + rank)  # from here on ranks draw different noise
 
     # Length: a GPU gets the whole recipe, a CPU a run of minutes.
@@ -133,7 +134,7 @@ def main(argv=None):
     # Where to write, and what to go on from
     out_dir = args.out_dir or Path("runs") / f"{args.model}-{dataset}-{policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     out_dir = Path(agreed(str(out_dir)))  # the clock may tick between two ranks
-    if args.resume == "none" and (out_dir / "metrics.jsonl").exists():
+    if args.resume == "none" and report.holds_a_run(out_dir):
         refuse(2, f"--out-dir {out_dir} holds another run: name a new folder, or go on with --resume auto")
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
@@ -263,12 +264,10 @@ def main(argv=None):
             with ranks.no_sync() if wait else contextlib.nullcontext():
                 with policy.autocast():
                     loss, metrics = forward(x, y)
-                loss = injector.loss(loss, i)
                 guard.see_loss(loss)
                 scaler.scale(loss * share).backward()
             for name, value in (metrics | {"loss": loss.detach()}).items():
                 sums[name] = sums.get(name, 0.0) + value.mean() * share
-        injector.buffers()
         if look or probes:
             check_up(probes)
         # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none, DDP made
@@ -298,9 +297,8 @@ def main(argv=None):
           checkpoints, bar):
         while step < total_steps and status == "done":
             step += 1
-            injector.begin(step)
-            images, labels = stream.at(step - 1)
-            images, labels = injector.input(images), injector.label(labels)
+            injector.begin(step, optimizer, scaler.scale_tensor)
+            images, labels = injector.batch(*stream.at(step - 1))
             hunting = args.on_nonfinite == "heal" and step <= healer.hunt_until
             if guard.lag == hunting:  # after a bad step the next ones are recorded, and their verdicts read at once
                 digest(guard.flush())
@@ -309,7 +307,6 @@ def main(argv=None):
             probes = guards.Probes(net, device) if args.probe_every and step % args.probe_every == 0 else None
             if probes:
                 probes.attach()
-            injector.state(optimizer, scaler.scale_tensor)
             guard.open(step)
             guard.raise_flag("signal", stop.number)
             guard.raise_flag("param", doubt)
