@@ -13,9 +13,8 @@ the file reads as if the run had never died.
 
     python report.py runs/x          draws runs/x/curves.png again
 
-With `tensorboard=True` the same numbers go to TensorBoard too, if it is installed.
-
-Copy this file alone: it needs the standard library, and matplotlib only to draw.
+With `tensorboard=True` the same numbers go to TensorBoard too. Copy this file alone: it needs the standard library, and
+matplotlib only to draw.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ from typing import Any
 
 
 class MetricsFile:
-    """metrics.jsonl in `folder`: at step 0 a new file with `header` as its first line, else cut back to `step`.
-
-    Only the rank with `speaks` writes.
-    """
+    """metrics.jsonl: at step 0 a new file that begins with `header`, else cut back to `step`. One rank `speaks`."""
 
     def __init__(self, folder: Path, header: dict, step: int = 0, tensorboard: bool = False, speaks: bool = True):
         self.board, self.speaks = None, speaks
@@ -115,16 +111,15 @@ def written_by(line: str, step: int) -> bool:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has left a checkpoint or a logged step in `folder`. A run that failed before leaves only a header."""
-    metrics = Path(folder) / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return any(Path(folder).glob("*.pt")) or not all(written_by(line, 0) for line in lines)
+    """Whether there is a checkpoint or a logged step in `folder`. A run that failed earlier leaves only a header."""
+    lines = (line for path in folder.glob("metrics.jsonl") for line in path.read_text().splitlines())
+    return any(folder.glob("*.pt")) or not all(written_by(line, 0) for line in lines)
 
 
 def draw_curves(path: Path) -> Path | None:
-    """Loss, accuracy, gradient norm and loss scale over steps, with a red line at each skipped step, beside `path`.
+    """Loss, accuracy, gradient norm and loss scale over steps; the picture's path, or None without matplotlib.
 
-    Returns the picture's path, or None where matplotlib is not installed. A NaN, and a number above 1e38, is a gap.
+    A red line marks each skipped step. A NaN is a gap, and so is a number above 1e38.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first start says that it builds its font cache
     try:
@@ -141,12 +136,12 @@ def draw_curves(path: Path) -> Path | None:
     for axis, names in zip(axes.flat, panels, strict=True):
         largest = -math.inf
         for name in names:
-            points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line]
-            points = [(step, value) for step, value in points if abs(value) <= 1e38]
+            points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line
+                      and abs(float(line[name])) <= 1e38]
             style = dict(marker="o", linewidth=2) if name.startswith("val_") else dict(linewidth=1)
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, **style)
-                largest = max(largest, *(value for _, value in points))
+            largest = max([largest, *(value for _, value in points)])
         for line in lines:
             if line.get("event") == "skip":
                 axis.axvline(line["step"], color="tab:red", linewidth=0.5)
