@@ -75,7 +75,7 @@ def rerun(run: Any, kept: autopsy.StepRecord) -> Callable:
     """
 
     def run_step(batch: tuple, fp32: bool) -> tuple[Tensor, dict]:
-        run.injector.micro = next(i for i, micro_batch in enumerate(kept.batches) if micro_batch is batch)
+        run.injector.repeat(next(i for i, micro_batch in enumerate(kept.batches) if micro_batch is batch))
         loss, gradients, _ = in_pieces(run, batch, fp32)
         return loss, gradients
 

@@ -141,8 +141,7 @@ def folder(run: Any) -> str:
     args = run.args
     name = f"{args.model}-{run.dataset}-{run.policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.folder = Path(agreed(str(args.out_dir or Path("runs") / name)))  # the clock may tick between two ranks
-    # A run that died before its first checkpoint left nothing to lose.
-    if args.resume == "none" and (run.folder / "metrics.jsonl").exists() and any(run.folder.glob("*.pt")):
+    if args.resume == "none" and report.holds_a_run(run.folder):
         refuse(2, f"--out-dir {run.folder} holds another run: name a new folder, or go on with --resume auto")
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")

@@ -282,7 +282,7 @@ def two_ranks(tmp_path, image_folder, *flags, **environment):
                str(tmp_path), "--model", "mlp", "--dataset", "cifar10", "--data-dir", str(image_folder),
                "--device", "cpu", "--batch-size", "40", "--precision", "fp32", "--log-every", "1",
                "--out-dir", str(out), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     return done, [torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(2)]
@@ -402,7 +402,7 @@ def test_betas_and_parameters_without_decay_reach_the_optimizer(run, mlp, monkey
 def test_run_sh_gpu_says_what_it_needs():
     environment = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(ROOT / "run.sh"), "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr
 
 
