@@ -32,11 +32,13 @@ from tqdm import tqdm
 
 import amp_policy
 import checkpoint
+import ema
 import flags
 import graphs
 import guards
 import heal
 import inject
+import muon
 import optim
 import report
 import validation
@@ -118,13 +120,14 @@ def main(argv=None):
         optimizer = optim.ClippedAdamW(
             optim.param_groups(net, args.weight_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
             lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad,
-            clip=args.clip_grad or None, zclip=args.zclip, muon_options=recipe["muon_options"],
+            clip=args.clip_grad or None, zclip=args.zclip,
+            matrix_step=muon.turn, muon_options=recipe["muon_options"],
             schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
             masters=None if policy.param_dtype is torch.float32 else policy.masters,
         )
     scaler = amp_policy.LossScaler(device.type, enabled=policy.scales)
     guard = guards.Guard(net, num_classes=len(classes), device=device)
-    average = optim.EMA(optimizer.params, args.ema) if args.ema else None
+    average = ema.EMA(optimizer.params, args.ema) if args.ema else None
     parts = {"model": net, "optimizer": optimizer, "guard": guard, "average": average}
     ranks = parallel(model, device)
     fast = torch.compile(ranks) if args.compile and not args.inject else ranks

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import amp_policy
+import ema
 import flags
 import guards
 import optim
@@ -52,7 +53,7 @@ def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
 
     for owner, names in ((guards.Guard, ("open", "see_batch", "see_loss", "decide", "close", "verdict")),
                          (amp_policy.LossScaler, ("scale", "update")), (optim.ClippedAdamW, ("step", "zero_grad")),
-                         (optim.EMA, ("update",))):
+                         (ema.EMA, ("update",))):
         for name in names:
             spy(owner, name)
     assert run("--max-steps", 1, "--accum-steps", 2, "--ema", 0.9)[0] == 0
