@@ -3,8 +3,8 @@ Optim: clipped AdamW in one pass over memory, safe in every dtype.
 
 AdamW is where half precision dies without a message. Give torch.optim.AdamW float16 parameters, and two numbers vanish.
 eps = 1e-8 lies below fp16's smallest subnormal (5.96e-8), so eps becomes exactly 0. (1 - beta2) * g * g becomes 0 for
-every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step, although
-every gradient was finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large. amsgrad changes nothing.
+every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step, with
+every gradient finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large. amsgrad changes nothing.
 bfloat16 keeps 8 bits, so v * 0.999 rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half
 parameters, fp32 moments, and the half parameters written once a step.
 
@@ -13,20 +13,18 @@ times and write them twice. Clipping before the verdict turns one NaN into a mod
 device. Here a step is two passes over memory, and no line waits for the device:
 
     1. norm       One read of the gradients, accumulated in fp32 whatever their dtype, divided by the loss scale.
-    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT: its square is inf in fp32, and
-                  an infinite second moment freezes the weight.
-    3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the step
-                  is rejected the kernel writes nothing: weights, moments and step count stay, bit for bit. Multiplying
-                  by 0 is no skip: 0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
+    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT. Its square would be inf in
+                  fp32, and an infinite second moment freezes the weight.
+    3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the
+                  step is rejected, the kernel writes nothing: weights, moments and step count stay, bit for bit.
+                  Multiplying by 0 is no skip: 0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
 
-Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also stores
-the gradient it divided, +4: after an accepted step .grad holds the clipped, unscaled gradient; after a rejected step
-.grad is unchanged. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48; .grad is unchanged.
+Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also
+stores the gradient it divided, +4: after an accepted step .grad is clipped and unscaled; after a rejected step .grad is
+unchanged. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
 
-ClippedAdamW is a torch.optim.Optimizer: schedulers, GradScaler, closures, hooks and torch's checkpoints work. It refuses
-in one sentence: half parameters without masters, an eps that is 0, a beta2 that never decays, unknown group keys,
-schedule= together with a scheduler, sparse gradients, sharded or complex parameters, parameters on several devices, a
-step without any gradient. Copy this file alone: it needs torch.
+ClippedAdamW is a torch.optim.Optimizer: schedulers, GradScaler, closures, hooks and torch's checkpoints work. What it
+cannot do it refuses in one sentence. Copy this file alone: it needs torch.
 
     optimizer = ClippedAdamW(param_groups(net), lr=1e-3, schedule=warmup_cosine(10_000, 500), clip=1.0)
     result = optimizer.step(grad_scale=scale, skip=flag)  # 0-dim device tensors, or None
@@ -46,8 +44,10 @@ from torch.optim.adamw import adamw
 
 HALF = (torch.float16, torch.bfloat16)
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
-KEYS = ("params", "param_names", "name", "lr", "lr_multiplier", "lr_scale", "initial_lr", "betas", "eps", "weight_decay",
-        "amsgrad", "muon")  # of a group
+KEYS = ("params", "param_names", "name", "lr", "lr_multiplier", "lr_scale", "initial_lr", "betas", "eps",
+        "weight_decay", "amsgrad", "muon")  # a group's
+TORCHS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay")  # AdamW's keys too
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class StepResult(NamedTuple):
@@ -65,14 +65,15 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
                  lr_scale: dict[str, float] | None = None, muon: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Trainable parameters of net, grouped by weight decay, learning-rate multiplier and optimizer.
 
-    No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything directly
-    in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern (fnmatch), and what
-    the model lists: any submodule may have a method no_weight_decay() that returns names relative to the submodule.
+    No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything
+    directly in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern
+    (fnmatch), and what the model lists: any submodule may have a method no_weight_decay() that returns names relative
+    to the submodule.
 
     Args:
         lr_scale: {pattern: multiplier}; the first pattern that matches a name wins.
-        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW. Muon
-            keeps the norm of a matrix, so these do not decay.
+        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW.
+            Muon keeps the norm of a matrix, so these do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -162,21 +163,19 @@ class ClippedAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, (name, parameter) pairs or groups. Keys that count in a group: lr, betas, eps, weight_decay,
             amsgrad, name (for statistics), muon, lr_multiplier (lr is multiplied by it once, here). lr_scale, a key of
-            timm and MAE, is left to whoever sets g["lr"].
+            timm and MAE, is left to whoever sets g["lr"]. Unknown keys are refused.
         lr: peak learning rate. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
         schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. A rejected step
-            does not move it. Then g["lr"] is written at each step, and nobody else may set it. None: g["lr"] is yours.
+            does not move it. Each step writes g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
         clip: largest global gradient norm. None or 0: no limit.
         zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
         masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
-            Masters are copied at construction and written to the parameters at each step: load the weights before.
+            Masters are copied at construction, and each step writes the parameters from them: load weights before.
         fused: None: where it works; else foreach, which reads the verdict on the host, one sync a step.
-        matrix_step: what steps the groups with muon=True: muon.turn. muon_options: its keyword arguments.
-    Raises:
-        ValueError: what is refused, in one sentence.
+        matrix_step: what steps the groups with muon=True, say muon.turn; muon_options: its keyword arguments.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step() then sets grad_scale and found_inf and calls step()
+    _step_supports_amp_scaling = True  # GradScaler.step() then sets grad_scale and found_inf, and calls step()
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, *, schedule: Tensor | None = None,
@@ -187,53 +186,56 @@ class ClippedAdamW(torch.optim.Optimizer):
         self.lr_factor = torch.ones(())  # a cure lowers it: optimizer.lr_factor.mul_(0.5)
         self.updates = torch.zeros((), dtype=torch.int64)  # accepted steps
         self.history = torch.zeros(3)  # zclip: number, mean, variance of the norms so far
-        self._schedule, self._given, self._wants_masters, self._wants_fused = schedule, [], masters, fused
-        self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
+        self._schedule, self._wants_masters, self._wants_fused = schedule, masters, fused
         self._matrix_step = matrix_step and functools.partial(matrix_step, **muon_options or {})
-        self._placed = None
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, muon=False))
+        self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
+        self._peaks, self._placed = [], None  # each group's lr at the start; what _place() has seen
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                                      muon=False))
         if not self.model_params:
             raise ValueError("the optimizer got no parameters")
         self._place()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's add_param_group. Keys that do not count here are refused by name."""
-        group = {"name": f"group {len(self.param_groups)}" if self.param_groups else "all"} | param_group
-        if unknown := sorted(set(group) - set(KEYS)):
+        """torch's, and a refusal of what would train wrongly."""
+        g = self.defaults | {"name": f"group {len(self.param_groups)}" if self.param_groups else "all"} | param_group
+        unknown = sorted(set(param_group) - set(KEYS))
+        if unknown:
             raise ValueError(f"unknown group key {', '.join(map(repr, unknown))}: ClippedAdamW knows {', '.join(KEYS)}")
-        if not isinstance(group["params"], Tensor | set):  # a generator can be read once
-            group["params"] = list(group["params"])
-        lr, multiplier = group.get("lr", self.defaults["lr"]), group.pop("lr_multiplier", 1.0)
-        group["lr"] = lr if multiplier == 1 else lr * multiplier
-        super().add_param_group(group)
+        if not isinstance(g["params"], Tensor | set):  # torch takes one tensor and refuses sets
+            g["params"] = list(g["params"])  # a generator can be read once
+        multiplier = g.pop("lr_multiplier", 1.0)
+        g["lr"] = g["lr"] if multiplier == 1 else g["lr"] * multiplier
+        if not (min(g["lr"], g["eps"], g["weight_decay"]) >= 0 and all(0 <= b < 1 for b in g["betas"])):
+            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {g['lr']}, {g['eps']}, "
+                             f"{g['weight_decay']} and {g['betas']}")
+        super().add_param_group(g)
         try:
-            self._check(group)
+            if len(set(g["params"])) < len(g["params"]):
+                raise ValueError(f"a parameter stands twice in group {g['name']!r}, so it would be stepped twice")
+            for p in g["params"]:
+                self._check(g, p)
         except ValueError:
             self.param_groups.pop()
             raise
         if self._wants_masters:
-            self._masters |= {p: p.detach().float().clone() for p in group["params"] if p.dtype in HALF}
-        self._given.append(group["lr"])
+            self._masters |= {p: p.detach().float().clone() for p in g["params"] if p.dtype in HALF}
+        self._peaks.append(g["lr"])
+        self._mark()
 
-    def _check(self, g: dict[str, Any]) -> None:
-        """Refuse a group that would train wrongly, in one sentence. Frozen half parameters are refused once they step."""
-        if len(set(g["params"])) < len(g["params"]):
-            raise ValueError(f"a parameter stands twice in group {g['name']!r}, so it would be stepped twice")
-        if not (g["lr"] >= 0 and g["eps"] >= 0 and g["weight_decay"] >= 0 and all(0 <= b < 1 for b in g["betas"])):
-            raise ValueError(f"group {g['name']!r}: lr, eps and weight_decay must be >= 0 and betas in [0, 1), not "
-                             + ", ".join(f"{k}={g[k]}" for k in ("lr", "eps", "weight_decay", "betas")))
-        for p in g["params"]:
-            if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
-                raise ValueError("sharded parameters (DTensor, FSDP) are not supported, because the norm must be of all "
-                                 "shards: use DDP, or torch.optim.AdamW")
-            if p.is_complex():
-                raise ValueError("complex parameters are not supported: keep them as real ones, see torch.view_as_real")
-            if g["muon"] and (self._matrix_step is None or p.ndim < 2 or not p.any()):
-                raise ValueError("a group has muon=True: pass matrix_step=muon.turn" if self._matrix_step is None else
-                                 f"Muon turns matrices and keeps their norm, and one of these {tuple(p.shape)} "
-                                 "is all zero or no matrix: leave it to AdamW")
-            if not p.is_floating_point() or not (p.requires_grad or p.grad is not None):
-                continue
+    def _check(self, g: dict[str, Any], p: Tensor) -> None:
+        """Refuse a parameter that would train wrongly. A frozen half parameter is refused when it gets a gradient."""
+        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+            raise ValueError("sharded parameters (DTensor, FSDP) are not supported, because the norm is of one rank's "
+                             "shards: use DDP, or torch.optim.AdamW")
+        if p.is_complex():
+            raise ValueError("complex parameters are not supported: keep them as real ones, see torch.view_as_real")
+        if g["muon"] and self._matrix_step is None:
+            raise ValueError("a group has muon=True: pass matrix_step=muon.turn")
+        if g["muon"] and (p.ndim < 2 or not p.any()):
+            raise ValueError(f"Muon turns a matrix and keeps its norm, and a parameter {tuple(p.shape)} is all zero or "
+                             "no matrix: leave it to AdamW")
+        if p.is_floating_point() and (p.requires_grad or p.grad is not None):
             half = p.dtype in HALF
             why = refusal(torch.float32 if self._wants_masters and half else p.dtype, g["eps"], float(g["betas"][1]))
             if why and not (half and self._wants_masters is False):
@@ -243,8 +245,8 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Put what a step needs beside the parameters: at first, after add_param_group() and after net.to(device)."""
         devices = {p.device for p in self.model_params}
         if len(devices) > 1:
-            raise ValueError(f"parameters on several devices ({', '.join(sorted(map(str, devices)))}) are not supported, "
-                             "because one norm is taken of all: put them on one")
+            raise ValueError(f"parameters on several devices ({', '.join(sorted(map(str, devices)))}) are not "
+                             "supported, because one norm is taken of all: put them on one")
         device = devices.pop()
         for name in ("updates", "lr_factor", "history"):
             setattr(self, name, getattr(self, name).to(device))
@@ -252,15 +254,15 @@ class ClippedAdamW(torch.optim.Optimizer):
         kinds = {t.dtype: t for t in self.params if t.is_floating_point()}
         self.fused = all(map(fused_works, kinds.values())) if self._wants_fused is None else self._wants_fused
         for state in self.state.values():
-            state.update({k: t.to(device if self.fused or k != "step" else "cpu") for k, t in state.items()})
+            state.update({k: t.to("cpu" if k == "step" and not self.fused else device) for k, t in state.items()})
         self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._rejected = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], device=device)  # step()'s row, see there
         self._sums = torch.zeros(len(self.param_groups) + 1, 5, device=device)  # of such rows, then of each group's
-        peaks = [self.defaults["lr"]] + [float(lr) for lr in self._given]
-        if self._schedule is not None:  # a row for each number of updates; a column for lr itself and for each group
-            self._lrs = self._schedule.to(device, torch.float32)[:, None] * torch.tensor(peaks, device=device)
-        else:
-            self._lrs, self._seen = torch.zeros(len(self._given), device=device), [None] * len(self._given)
+        # Peak learning rates: of the step, then of each group. With a schedule a row for each number of updates.
+        self._lrs = torch.tensor([float(lr) for lr in (self.defaults["lr"], *self._peaks)], device=device)
+        if self._schedule is not None:
+            self._lrs = self._schedule.to(device, torch.float32)[:, None] * self._lrs
+        self._seen = [*self._peaks]  # what _lrs holds of each group
         self._placed = (device, len(self.param_groups))
 
     @property
@@ -290,24 +292,23 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Remove the loss scale, clip and update, or reject; decided on the device, without a host sync when fused.
 
         Args:
-            closure: computes the loss and the gradients first; then its loss is returned, as torch does.
-            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: self.grad_scale if GradScaler
-                has set it, else 1.
+            closure: computes loss and gradients first; step() then returns its loss, as torch's optimizers do.
+            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
             skip: 0-dim on the device; anything but 0 (NaN too) rejects the step, whatever the gradients are. So does
-                self.found_inf, which GradScaler or a guard may set.
+                self.found_inf, which GradScaler sets, and a guard may set.
             measure: record per-group norms for statistics(), at the price of a copy of the weights and four reads.
-        Raises:
-            ValueError: no parameter has a gradient, or a gradient is sparse, or the lr has two owners.
         """
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._placed != (self.model_params[0].device, len(self.param_groups)):
             self._place()
-        work = self._work()
-        lrs = self._rates()
-        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
-        scaled_norm = total_norm(self._gradients(work))
+        work, grads = self._gather()
+        step_lr, *lrs = self._rates()
+        if grad_scale is None:
+            grad_scale = getattr(self, "grad_scale", None)
+
+        scaled_norm = total_norm(grads)
         norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
         good = norm <= LIMIT  # False for NaN
         for flag in (skip, getattr(self, "found_inf", None)):
@@ -327,7 +328,8 @@ class ClippedAdamW(torch.optim.Optimizer):
         _, _, coef, _, found_inf = row.unbind()
 
         before = self._measure(work, grad_scale) if measure else []
-        self._update(work, lrs[1:], good, found_inf, divisor)
+        self._adamw(work, lrs, found_inf, divisor)
+        self._muon(work, lrs, good, divisor)
         half = [(p, t) for pairs in work for p, t in pairs if p is not t]
         if half:  # half parameters from their masters; after a rejected step the same bits again
             torch._foreach_copy_([p for p, _ in half], [t for _, t in half])
@@ -335,95 +337,103 @@ class ClippedAdamW(torch.optim.Optimizer):
             t.grad = t.grad if t.is_cpu else None
         self.updates += good
         if measure:
-            self._record(work, before, good)
-        return StepResult(norm, found_inf, lrs[0], coef) if closure is None else loss
+            self._record(before, good)
+        return StepResult(norm, found_inf, step_lr, coef) if closure is None else loss
 
-    def _work(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Of each group, the parameters that have a gradient: (parameter, itself or its master). Makes their state."""
-        work = [[(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None] for g in self.param_groups]
-        if not any(work):
-            raise ValueError("no parameter has a gradient: call backward() before step()")
-        for g, pairs in zip(self.param_groups, work, strict=True):
-            for p, t in pairs:
+    def _gather(self) -> tuple[list[Pairs], list[Tensor]]:
+        """Of each group the parameters that have a gradient, as (parameter, itself or its master); all gradients.
+
+        Half gradients are read once, into their masters' .grad. All that follows is fp32.
+        """
+        work: list[Pairs] = []
+        plain, half, wide = [], [], []
+        for g in self.param_groups:
+            work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
+            for p, t in work[-1]:
                 if p.grad.layout is not torch.strided:
                     raise ValueError(f"the gradient of a {tuple(p.shape)} parameter is sparse: use sparse=False")
                 if p not in self.state:
-                    self._check(g | {"params": [p]})
+                    self._check(g, p)
                     self.state[p] = self._blank(g, t)
-        return work
+                if p is not t:
+                    t.grad = torch.empty_like(t) if t.grad is None else t.grad
+                    half.append(p.grad)
+                    wide.append(t.grad)
+                else:
+                    if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
+                        p.grad = torch.empty_like(p).copy_(p.grad)
+                    plain.append(p.grad)
+        if not plain and not half:
+            raise ValueError("no parameter has a gradient: call backward() before step()")
+        if half:
+            torch._foreach_copy_(wide, half)
+        return work, plain + wide
 
     def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
-        """State before the first step, under torch's names."""
+        """State before the first step, under torch's names; t: the parameter or its master."""
         if g["muon"]:
             return {"momentum_buffer": torch.zeros_like(t.flatten(1), dtype=torch.float32)}  # (rows, columns)
-        step = torch.zeros((), device=t.device if self.fused else "cpu")
-        names = ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * g["amsgrad"]
-        return {"step": step} | {name: torch.zeros_like(t) for name in names}
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * g["amsgrad"]
+        return {"step": torch.zeros((), device=t.device if self.fused else "cpu"),
+                **{name: torch.zeros_like(t) for name in names}}
+
+    def _mark(self) -> None:
+        """Remember each learning rate: a scheduler replaces a number, and writes into a tensor."""
+        self._marks = [(g["lr"], getattr(g["lr"], "_version", 0)) for g in self.param_groups]
 
     def _rates(self) -> list[Tensor]:
-        """The step's learning rate, then each group's, on the device."""
+        """Learning rates on the device: the step's, then each group's."""
         groups = self.param_groups
         if self._schedule is not None:
-            if any("initial_lr" in g or g["lr"] is not lr for g, lr in zip(groups, self._given, strict=True)):
+            if any("initial_lr" in g or g["lr"] is not lr or getattr(lr, "_version", 0) != version
+                   for g, (lr, version) in zip(groups, self._marks, strict=True)):
                 raise ValueError("the learning rate has two owners, schedule= and a scheduler or a hand-set g['lr']: "
                                  "leave one of them out")
             # index_select, because _lrs[updates] would read the index on the host; beyond the end the last row goes on
             index = self.updates.clamp(max=len(self._lrs) - 1)
-            rates = [*(self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()]
-            for i, g in enumerate(groups):
-                g["lr"] = self._given[i] = rates[i + 1]
-            return rates
+            rates = (self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()
+            for g, rate in zip(groups, rates[1:], strict=True):
+                g["lr"] = rate
+            self._mark()
+            return list(rates)
         for i, g in enumerate(groups):
-            if g.get("lr_scale", 1) != 1 and g["lr"] is self._given[i]:
-                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: use a scheduler that reads "
-                                 "lr_scale, set g['lr'], or call the key lr_multiplier")
-            if isinstance(g["lr"], Tensor):
-                self._lrs[i].fill_(g["lr"].reshape(()))
-            elif g["lr"] != self._seen[i]:  # one small kernel for a number that is new
-                self._lrs[i].fill_(g["lr"])
-            self._seen[i] = None if isinstance(g["lr"], Tensor) else g["lr"]
-        rates = [*(self._lrs * self.lr_factor).unbind()]
-        return [rates[0], *rates]
+            lr = g["lr"]
+            if lr is self._peaks[i] and g.get("lr_scale", 1) != 1:
+                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: use a scheduler that reads it, "
+                                 "set g['lr'], or call the key lr_multiplier")
+            if isinstance(lr, Tensor):
+                self._lrs[i + 1].fill_(lr.reshape(()))
+            elif lr is not self._seen[i]:  # a new number costs one small kernel and no sync
+                self._lrs[i + 1].fill_(lr)
+            self._seen[i] = lr
+        rates = (self._lrs * self.lr_factor).unbind()
+        return [rates[1], *rates[1:]]
 
-    def _gradients(self, work: list[list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
-        """What the update reads. Half gradients are read once, into their masters' .grad; all that follows is fp32."""
-        plain, half, wide = [], [], []
-        for p, t in (pair for pairs in work for pair in pairs):
-            if p is not t:
-                t.grad = torch.empty_like(t) if t.grad is None else t.grad
-                half.append(p.grad)
-                wide.append(t.grad)
+    def _adamw(self, work: list[Pairs], lrs: list[Tensor], found_inf: Tensor, divisor: Tensor | None) -> None:
+        """torch's AdamW kernels on every group but Muon's."""
+        fused = dict(fused=True, grad_scale=divisor, found_inf=found_inf) if self.fused else dict(foreach=True)
+        if not self.fused and found_inf.item():  # the host sync that the fused kernel spares
+            return
+        for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True):
+            if g["muon"] or not pairs:
                 continue
-            if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
-                p.grad = torch.empty_like(p).copy_(p.grad)
-            plain.append(p.grad)
-        if half:
-            torch._foreach_copy_(wide, half)
-        return plain + wide
-
-    def _update(self, work: list[list[tuple[Tensor, Tensor]]], lrs: list[Tensor], good: Tensor, found_inf: Tensor,
-                divisor: Tensor | None) -> None:
-        """AdamW for its groups, matrix_step for the others."""
-        groups = [(g, pairs, lr) for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True) if pairs]
-        flags = dict(grad_scale=divisor, found_inf=found_inf) if self.fused else {}
-        stays = not self.fused and bool(found_inf.item())  # the host sync that the fused kernel spares
-        for g, pairs, lr in groups:
-            if g["muon"] or stays:
-                continue
-            state, grads = [self.state[p] for p, _ in pairs], [t.grad for _, t in pairs]
+            weights, grads = [t for _, t in pairs], [t.grad for _, t in pairs]
             if divisor is not None and not self.fused:
                 torch._foreach_div_(grads, divisor)
+            state = [self.state[p] for p, _ in pairs]
             columns = [[s[k] for s in state if k in s] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
-            beta1, beta2 = g["betas"]
-            adamw([t for _, t in pairs], grads, *columns, foreach=not self.fused, fused=self.fused, **flags,
-                  amsgrad=g["amsgrad"], beta1=beta1, beta2=beta2, lr=lr if self.fused else lr.item(),
-                  weight_decay=g["weight_decay"], eps=g["eps"], maximize=False)
-        turned = [(p, t, lr) for g, pairs, lr in groups if g["muon"] for p, t in pairs]
-        if turned:
-            grads = [t.grad for _, t, _ in turned]
+            adamw(weights, grads, *columns, **fused, lr=lr if self.fused else lr.item(), beta1=g["betas"][0],
+                  beta2=g["betas"][1], eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"],
+                  maximize=False)
+
+    def _muon(self, work: list[Pairs], lrs: list[Tensor], good: Tensor, divisor: Tensor | None) -> None:
+        rows = [(p, t, lr) for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True) if g["muon"]
+                for p, t in pairs]
+        if rows:
+            grads = [t.grad for _, t, _ in rows]
             grads = grads if divisor is None else torch._foreach_div(grads, divisor)
-            self._matrix_step([t for _, t, _ in turned], grads, [self.state[p]["momentum_buffer"] for p, _, _ in turned],
-                              [lr for _, _, lr in turned], good)
+            momenta = [self.state[p]["momentum_buffer"] for p, _, _ in rows]
+            self._matrix_step([t for _, t, _ in rows], grads, momenta, [lr for _, _, lr in rows], good)
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.
@@ -446,24 +456,21 @@ class ClippedAdamW(torch.optim.Optimizer):
         self.history.copy_(torch.where(good, new, self.history))
         return limit
 
-    def _targets(self, g: dict[str, Any]) -> list[Tensor]:
-        return [self._masters.get(p, p) for p in g["params"]]
-
-    def _measure(self, work, grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Of each group, before an update: the gradient's norm, and a copy of the weights."""
+    def _measure(self, work: list[Pairs], grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
+        """Of each group, before an update: the gradient's norm, the weights, and a copy of them."""
         before = []
-        for g, pairs in zip(self.param_groups, work, strict=True):
+        for pairs, g in zip(work, self.param_groups, strict=True):
             norm = total_norm([t.grad for _, t in pairs]) if pairs else self._zero
-            before.append((norm if grad_scale is None else norm / grad_scale, [t.clone() for t in self._targets(g)]))
+            weights = [self._masters.get(p, p) for p in g["params"]]
+            before.append((norm if grad_scale is None else norm / grad_scale, weights, [t.clone() for t in weights]))
         return before
 
-    def _record(self, work, before: list[tuple[Tensor, list[Tensor]]], good: Tensor) -> None:
-        for sums, g, (norm, old) in zip(self._sums[1:], self.param_groups, before, strict=True):
-            if not old:
-                continue
-            size, update = total_norm(old), total_norm(torch._foreach_sub(self._targets(g), old))
-            row = torch.stack([norm, size, update / size, self._one, self._zero])
-            sums += torch.where(good & row.isfinite().all(), row, self._zero)
+    def _record(self, before: list[tuple[Tensor, list[Tensor], list[Tensor]]], good: Tensor) -> None:
+        for sums, (norm, weights, old) in zip(self._sums[1:], before, strict=True):
+            if weights:
+                size, update = total_norm(old), total_norm(torch._foreach_sub(weights, old))
+                row = torch.stack([norm, size, update / size, self._one, self._zero])
+                sums += torch.where(good & row.isfinite().all(), row, self._zero)
 
     def statistics(self) -> dict[str, float]:
         """Means over the accepted steps since the last call, the rejected ones counted beside them. One host read.
@@ -480,40 +487,37 @@ class ClippedAdamW(torch.optim.Optimizer):
             out |= {key: s / n for key, s in zip(keys, sums, strict=True) if n}
         return out
 
-    # --- checkpoints
-
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and masters, updates, lr_factor, history. The large tensors are live, not copies."""
+        """torch's, with masters, updates, lr_factor and history beside it. The large tensors are live, not copies."""
         out = super().state_dict()
-        out["state"] = {i: {k: t.float() if t.dtype in HALF else t for k, t in s.items()}  # exact: torch casts them back
+        out["state"] = {i: {k: t.float() if t.dtype in HALF else t for k, t in s.items()}  # load_state_dict casts back
                         for i, s in out["state"].items()}
         small = {name: getattr(self, name).clone() for name in ("updates", "lr_factor", "history")}
         return out | small | {"masters": [*self._masters.values()]}
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """A state_dict that torch.optim.AdamW loads; the masters are not in it. Reads the learning rates on the host."""
+        """A state_dict for torch.optim.AdamW, without masters. Reads the learning rates on the host."""
         if any(g["muon"] for g in self.param_groups):
             raise ValueError("torch.optim.AdamW has no Muon: a state with muon=True cannot be written for it")
-        own = self.state_dict()
-        more = dict(foreach=not self.fused, maximize=False, capturable=False, differentiable=False, fused=self.fused,
-                    decoupled_weight_decay=True)
-        factor = 1.0 if self._schedule is not None else float(self.lr_factor)  # a schedule's g["lr"] contains it
+        own, factor = self.state_dict(), float(self.lr_factor) if self._schedule is None else 1.0  # g["lr"] contains it
+        more = dict.fromkeys(TORCHS, False) | dict(fused=self.fused or None, foreach=not self.fused or None,
+                                                   decoupled_weight_decay=True)
         groups = [{k: v for k, v in g.items() if k not in ("name", "muon")} | more | {"lr": float(g["lr"]) * factor}
                   for g in own["param_groups"]]
         return {"state": own["state"], "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over (copies of) a state_dict(), or one of torch.optim.AdamW, where masters start from the parameters:
-        load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
-        with schedule= the constructor's, so that a resumed run may change them.
+        """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
+
+        Load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
+        with schedule= the constructor's count, so that a resumed run may change them.
 
         Raises:
-            ValueError: it belongs to other parameters or another optimizer, or its masters are half.
+            ValueError: it is of other parameters or of another optimizer, or its masters are half. Nothing changed.
         """
-        saved = state_dict.get("param_groups")
-        old = [dict(g) for g in self.param_groups]
-        if saved is None or [len(g["params"]) for g in saved] != [len(g["params"]) for g in old]:
+        groups, saved = self.param_groups, state_dict.get("param_groups", [])
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
             raise ValueError("the checkpoint's parameter groups do not fit this optimizer's")
         masters = state_dict.get("masters", [p.float() for p in self._masters])
         if [m.shape for m in masters] != [t.shape for t in self._masters.values()]:
@@ -521,36 +525,40 @@ class ClippedAdamW(torch.optim.Optimizer):
         if any(m.dtype in HALF for m in masters):
             raise ValueError("the checkpoint's master weights are half precision: their small updates are lost")
         fresh: dict[Tensor, dict[str, Tensor]] = {}
-        for g, s in zip(old, saved, strict=True):
+        for g, s in zip(groups, saved, strict=True):
             if s.get("maximize") or (s["weight_decay"] and not s.get("decoupled_weight_decay", True)):
-                raise ValueError("the checkpoint is of an optimizer that maximizes or adds weight decay to the gradient")
-            g = g if self._schedule is not None else g | {"amsgrad": s.get("amsgrad", False)}
+                raise ValueError("the checkpoint is of an optimizer that maximizes, or decays through the gradient")
+            g = g | ({"amsgrad": s.get("amsgrad", False)} if self._schedule is None else {})
             for i, p in zip(s["params"], g["params"], strict=True):
-                if i not in state_dict["state"]:
-                    continue
-                blank, values = self._blank(g, self._masters.get(p, p)), state_dict["state"][i]
-                if {k: v.shape for k, v in blank.items()} != {k: torch.as_tensor(v).shape for k, v in values.items()}:
-                    raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) is not of AdamW with "
-                                     f"these options and shapes ({', '.join(blank)}, {tuple(p.shape)})")
-                fresh[p] = {k: v.copy_(torch.as_tensor(values[k])) for k, v in blank.items()}
-        groups = self.param_groups
-        super().load_state_dict({**state_dict, "state": {}})  # the groups
+                blank = self._blank(g, self._masters.get(p, p))
+                values = {k: torch.as_tensor(v) for k, v in state_dict["state"].get(i, {}).items()}
+                if values and {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
+                    raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) is not AdamW's with "
+                                     f"these options ({', '.join(blank)}) of a parameter {tuple(p.shape)}")
+                if values:
+                    fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
+
+        super().load_state_dict({**state_dict, "state": {}})  # torch's share: groups and hooks
         self.state.update(fresh)
         if self._schedule is not None:
             self.param_groups = groups
-        for new, g in zip(self.param_groups, old, strict=True):  # without what only torch's AdamW keeps there
-            for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+        for new, old in zip(self.param_groups, groups, strict=True):
+            for key in TORCHS:
                 new.pop(key, None)
-            new |= {k: v for k, v in g.items() if k not in new}
+            new |= {k: v for k, v in old.items() if k not in new}
+        self._mark()
         steps = [s["step"] for s in fresh.values() if "step" in s]
-        self.updates.copy_(state_dict.get("updates", max(steps, default=self._zero)))
-        self.lr_factor.copy_(state_dict.get("lr_factor", self._one))
-        self.history.copy_(state_dict.get("history", torch.zeros(3)))
+        for name, value in (("updates", max(steps, default=0)), ("lr_factor", 1), ("history", 0)):
+            getattr(self, name).copy_(torch.as_tensor(state_dict.get(name, value)))
         for (p, t), m in zip(self._masters.items(), masters, strict=True):
             p.copy_(t.copy_(m))
 
-    def __getstate__(self) -> dict[str, Any]:  # deepcopy and pickle: all but hooks and a scheduler's wrapper of step
+    def __getstate__(self) -> dict[str, Any]:  # deepcopy and pickle: no hooks, no scheduler's wrapper of step
         return {k: v for k, v in self.__dict__.items() if k not in ("step", "_opt_called") and "_hooks" not in k}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
 
 
 def main() -> None:
