@@ -1,15 +1,11 @@
 """
 EMA: averaged weights, in fp32, that a rejected step cannot touch.
 
-The average of the last thousand weights often evaluates better than the weights themselves. One NaN is enough to lose
-it: average * 0.999 + NaN * 0.001 is NaN for the rest of the run, and a factor of 0 does not help, because 0 * NaN = NaN.
-A half-precision average fails without a NaN: bf16 keeps 8 bits, so an increment of 0.001 of the difference rounds to
-nothing. So the average is fp32, it is taken of the fp32 masters where the weights are half, and a rejected step leaves
-it as it was, bit for bit.
-
-On CUDA the average is one fused SGD step on (average - weight): that kernel writes nothing where found_inf is 1, and
-nothing waits for the device. Elsewhere the verdict is read on the host. Sharded weights are refused. Copy this file
-alone: it needs torch.
+One NaN destroys an average for the rest of the run: average * 0.999 + NaN * 0.001 is NaN, and a factor of 0 does not
+help, because 0 * NaN = NaN. A bf16 average stands still: 0.001 of a difference is rounded away. So the average is fp32,
+of the fp32 masters where the weights are half, and a rejected step leaves every bit as it was. On CUDA the average is
+one fused SGD step on (average - weight), which writes nothing where found_inf is 1. Elsewhere the verdict is read on
+the host. Sharded weights are refused. Copy this file alone: it needs torch.
 
     ema = EMA(optimizer.params)  # of optim.py's ClippedAdamW: the masters where the parameters are half
     ema.update(optimizer.params, result.found_inf)
@@ -27,11 +23,9 @@ from torch import Tensor
 
 
 class EMA:
-    """Exponential moving average. decay is reached along (1 + n) / (10 + n), n = accepted updates, so that the first
-    weights do not linger. Raises ValueError for sharded weights."""
+    """Exponential moving average; decay rises as (1 + n) / (10 + n), n = accepted updates, so that the start fades."""
 
     def __init__(self, params: Sequence[Tensor], decay: float = 0.999):
-        params = list(params)
         if any(hasattr(p, "device_mesh") for p in params):
             raise ValueError("sharded weights (DTensor) are not supported: average p.full_tensor()")
         self.decay = decay
@@ -60,12 +54,10 @@ class EMA:
         """Inside, params hold the average in their own dtype; afterwards what they held before, bit for bit."""
         backup = [p.detach().clone() for p in params]
         try:
-            with torch.no_grad():
-                torch._foreach_copy_(list(params), self.average)
+            torch._foreach_copy_([p.detach() for p in params], self.average)
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(list(params), backup)
+            torch._foreach_copy_([p.detach() for p in params], backup)
 
     def state_dict(self) -> dict[str, Any]:
         """The average (live tensors) and its count."""
@@ -79,15 +71,9 @@ class EMA:
         torch._foreach_copy_([*self.average, self.updates], [*state["average"], state["updates"]])
 
 
-def main() -> None:
-    """Ten updates of a moving weight; the last one is NaN and rejected."""
-    weight = torch.zeros(1)
-    ema = EMA([weight], decay=0.9)
-    for n in range(1, 11):
-        weight.fill_(n if n < 10 else float("nan"))
-        ema.update([weight], (~weight.isfinite().all()).float())
-        print(f"weight {weight.item():4g}: average {ema.average[0].item():.3f}, updates {ema.updates.item():g}")
-
-
 if __name__ == "__main__":
-    main()
+    moving = torch.zeros(1)
+    ema = EMA([moving], decay=0.9)
+    for n in (1.0, 2.0, 3.0, float("nan"), 4.0):
+        ema.update([moving.fill_(n)], (~moving.isfinite().all()).float())
+        print(f"weight {n}: average {ema.average[0].item():.3f}, updates {ema.updates.item():g}")

@@ -10,10 +10,10 @@ torch.optim.Muon takes no found_inf and no learning rate on the device: a skippe
 updates, would need a host sync. The few lines are therefore written out here, with the verdict as a device tensor and
 torch.where. A rejected step leaves matrix and momentum as they were, bit for bit.
 
-The norm of a matrix stays as it is. Where a normalisation follows, only the direction of a matrix counts, and a growing
-norm would make each step turn it less. So the schedule alone decides how far a step turns, and every layer learns at the
-same speed. (cifar10-airbench's Muon recipe fixes the norms of its filters likewise.) A matrix that is all zero has no
-norm to keep: leave it to AdamW. Weight decay has no effect on a constant norm.
+The norm of a matrix stays as it is. Where a normalisation follows, only the direction of a matrix counts, and a
+growing norm would make each step turn it less. So the schedule alone decides how far a step turns, and every layer
+learns at the same speed. (cifar10-airbench's Muon recipe fixes the norms of its filters likewise.) A matrix that is all
+zero has no norm to keep: leave it to AdamW. Weight decay has no effect on a constant norm.
 
 Copy this file alone: it needs torch. `turn` is what optim.py's ClippedAdamW takes as matrix_step:
 
@@ -68,7 +68,7 @@ def turn(matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Seque
     norms = torch._foreach_norm(matrices, 2, dtype=torch.float32)
     lengths = torch._foreach_mul(norms, [ANGLE / math.sqrt(len(p)) for p in matrices])
     torch._foreach_mul_(lengths, list(lrs))
-    moved = [torch.addcmul(p, d.view(p.shape), length)
+    moved = [torch.addcmul(p, d.view(p.shape), length)  # (rows, columns) -> (out, ...)
              for p, d, length in zip(matrices, directions, lengths, strict=True)]
     ratios = torch._foreach_div(norms, torch._foreach_norm(moved))
     for p, new, ratio in zip(matrices, moved, ratios, strict=True):

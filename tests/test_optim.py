@@ -340,7 +340,7 @@ def test_muon_gets_no_matrix_whose_norm_is_nothing_to_keep():
     for shape in [(3,), ()]:
         with pytest.raises(ValueError, match="no matrix"):
             ClippedAdamW([{"params": [torch.ones(shape)], "muon": True}], matrix_step=muon.turn)
-    with pytest.raises(ValueError, match="matrix_step=muon.turn"):
+    with pytest.raises(ValueError, match="matrix_step="):
         ClippedAdamW([{"params": [net[0].weight], "muon": True}])
 
 
@@ -443,7 +443,7 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
         assert "NO, half state" in ClippedAdamW(make_params(dtype), masters=False, **options).description
         assert "yes, 5 tensors" in ClippedAdamW(make_params(dtype), masters=True, **options).description
     for nothing in ([], [{"params": []}]):
-        with pytest.raises(ValueError, match="no parameters|empty parameter list"):
+        with pytest.raises(ValueError, match=r"no parameters|empty parameter list"):
             ClippedAdamW(nothing)
 
 
@@ -715,7 +715,7 @@ def test_tied_frozen_and_doubled_parameters():
 
 
 def test_a_frozen_half_backbone_is_no_reason_to_refuse_until_it_trains():
-    net, x, y = net_and_batch()
+    net, _, _ = net_and_batch()
     net[0].half().requires_grad_(False)
     optimizer = ClippedAdamW(net.parameters())
     (net[2](torch.randn(4, 8)).sum()).backward()
@@ -725,7 +725,7 @@ def test_a_frozen_half_backbone_is_no_reason_to_refuse_until_it_trains():
         optimizer.step()
 
 
-def test_what_is_not_supported_is_refused_in_one_sentence(tmp_path):
+def test_what_is_not_supported_is_refused_in_one_sentence():
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
     before = embedding.weight.detach().clone()
