@@ -25,9 +25,11 @@ from tqdm import tqdm
 
 import amp_policy
 import checkpoint
+import ema
 import guards
 import heal
 import inject
+import muon
 import optim
 import report
 from data import SCALE, batches, fingerprint, load
@@ -98,9 +100,11 @@ def network(run: Any) -> None:
     with refusing(ValueError):
         amp_policy.keep_fp32(net, args.keep_fp32)
         net = run.policy.prepare(net)
-        amp_policy.refuse(run.policy, net.parameters(), eps=args.adam_eps, beta2=args.betas[1],
-                          masters=run.policy.masters)
         run.injector = inject.Injector(net, inject.parse_inject(args.inject), run.rank, scales=run.policy.scales)
+    # Adam's state has the dtype of the weights, or of their fp32 masters.
+    state = torch.float32 if run.policy.masters else run.policy.param_dtype
+    if why := optim.refusal(state, args.adam_eps, args.betas[1]):
+        refuse(2, f"{why}: take --precision O2, which keeps fp32 masters" if state is torch.float16 else why)
     run.net, run.model = net, wrap(net, recipe["label_smoothing"])
     run.injector.attach(run.model)
 
@@ -125,13 +129,13 @@ def training(run: Any, warmup: int) -> None:
     run.optimizer = optim.ClippedAdamW(
         optim.param_groups(run.net, args.weight_decay, args.no_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
         lr=args.lr, betas=args.betas, eps=args.adam_eps, amsgrad=args.amsgrad,
-        clip=args.clip_grad or None, zclip=args.zclip, muon_options=recipe["muon_options"],
+        clip=args.clip_grad or None, zclip=args.zclip, matrix_step=muon.turn, muon_options=recipe["muon_options"],
         schedule=optim.warmup_cosine(run.total_steps, warmup, kind="linear"),
         masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
     )
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
     run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device)
-    run.average = optim.EMA(run.optimizer.params, args.ema) if args.ema else None
+    run.average = ema.EMA(run.optimizer.params, args.ema) if args.ema else None
     run.ddp = parallel(run.model, run.device)
     run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import amp_policy
+import ema
 import flags
 import guards
 import optim
@@ -55,7 +56,7 @@ def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
 
     for owner, names in ((guards.Guard, ("open", "see_batch", "see_loss", "decide", "close", "verdict")),
                          (amp_policy.LossScaler, ("scale", "update")), (optim.ClippedAdamW, ("step", "zero_grad")),
-                         (optim.EMA, ("update",))):
+                         (ema.EMA, ("update",))):
         for name in names:
             spy(owner, name)
     assert run("--max-steps", 1, "--accum-steps", 2, "--ema", 0.9)[0] == 0
@@ -333,7 +334,7 @@ def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identi
         (["--epochs", "1", "--max-steps", "5"], 2, ["--max-steps", "not allowed with"]),
         (["--no-such-flag"], 2, ["--no-such-flag", "--help"]),
         (["--device", "tpu"], 2, ["--device tpu", "cuda"]),
-        (["--precision", "O3"], 2, ["eps=1e-08 is 0 in torch.float16"]),
+        (["--precision", "O3"], 2, ["eps=1e-08 is exactly 0 in torch.float16"]),
         (["--keep-fp32", "nothing.like.it"], 2, ["nothing.like.it"]),
         (["--precision", "O2", "--resume", "/nowhere.pt"], 2, ["/nowhere.pt"]),
     ],
