@@ -1,33 +1,42 @@
 """
 Flags: the command line of train.py. Names follow torchvision's references and the published reports.
 
-Two rules. A default that depends on the model or on the device is None here; train.py chooses it and prints what it
-chose. And whatever cannot work is refused with one sentence before anything is written: a typo that silently trains for
-a night in fp32 costs more than an error.
+Three rules. A default that depends on the model or on the device is None here: parse() takes it from the model's
+recipe, or prepare.py decides and prints the reason. Underscores are accepted for dashes, because half of the published
+reports write them. Whatever cannot work is refused with one sentence before anything is written: a typo that silently
+trains for a night in fp32 costs more than an error.
 """
 
 import argparse
 import math
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ranks import refuse
 
 
-def number(kind, low, above=False):
-    """A converter for argparse: `kind` (int or float), finite, at least (or above) `low`."""
+def number(kind: type, low: float, above: bool = False, below: float = math.inf) -> Callable[[str], float]:
+    """A converter for argparse: `kind` (int or float), finite, at least (or above) `low`, and below `below`."""
 
-    def convert(text):
+    def convert(text: str) -> float:
         value = kind(text)
         if not math.isfinite(value) or value < low or (above and value == low):
             raise argparse.ArgumentTypeError(f"{text} is not {'above' if above else 'at least'} {low}")
+        if value >= below:
+            raise argparse.ArgumentTypeError(f"{text} is not below {below}")
         return value
 
     convert.__name__ = kind.__name__
     return convert
 
 
-def parse(argv, about, models, datasets):
-    """The arguments, with the model's recipe filled in. `models`: name -> (build, recipe); `about`: the help's text."""
+def parse(argv: Sequence[str] | None, about: str, models: dict, datasets: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the model's recipe filled in.
+
+    argv: None: the command line. about: the help's text. models: name -> (build, recipe). datasets: their names.
+    Leaves with exit code 2 and one sentence where an argument is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="train.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -55,6 +64,8 @@ def parse(argv, about, models, datasets):
     optimizer.add_argument("--lr", type=positive, help="peak learning rate for the whole batch; never scaled silently")
     optimizer.add_argument("--warmup-updates", type=number(int, 0), help="default: the recipe's share of the run")
     optimizer.add_argument("--weight-decay", type=share)
+    optimizer.add_argument("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
+    optimizer.add_argument("--betas", nargs=2, type=number(float, 0, below=1), default=(0.9, 0.99), metavar="BETA")
     optimizer.add_argument("--adam-eps", type=share, default=1e-8)
     optimizer.add_argument("--amsgrad", action=switch, default=False)
     optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
@@ -86,7 +97,11 @@ def parse(argv, about, models, datasets):
     run.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     run.add_argument("--log-every", type=count, default=10, metavar="STEPS")
     run.add_argument("--tensorboard", action=switch, default=False, help="scalars and pictures, if it is installed")
-    args = parser.parse_args(argv)
+    # --amp_opt_level O1 is --amp-opt-level O1; what stands behind a "=" is a value and stays
+    words = [word.partition("=") for word in (sys.argv[1:] if argv is None else argv)]
+    args = parser.parse_args(["".join((name.replace("_", "-") if name.startswith("--") else name, *value))
+                              for name, *value in words])
+    args.betas = tuple(args.betas)
     if args.model not in models:
         refuse(2, f"--model {args.model} is unknown: choose from {', '.join(models)}")
     if args.dataset not in (None, *datasets):

@@ -1,18 +1,18 @@
 """
 Graphs: a whole training step, guards included, as one CUDA graph.
 
-A small network on a fast GPU waits for Python: a kernel on a few numbers takes 2 microseconds, its launch 10, and the
-guards of a step are dozens of such kernels. Beside a network that is bound by its launches they are dear. A CUDA graph
-records the kernels of a step once, and from then on launches them all together.
+A small network on a fast GPU waits for Python. A kernel on a few numbers takes 2 microseconds, its launch takes 10, and
+the guards of a step are dozens of such kernels: they cost a lot beside a network that is bound by its launches. A CUDA
+graph records the kernels of a step once. From then on it launches all of them together.
 
-It can hold the whole step because nothing in it asks the device a question: verdict, clipping, skip, loss scale and
-schedule are decided there (guards.py, optim.py). What it asks for in return:
+The graph can hold the whole step because no line of the step asks the device a question: verdict, clipping, skip, loss
+scale and schedule are decided on the device (guards.py, optim.py). The graph asks for three things in return:
 
-    the same memory    a batch is copied into the graph's own input; whoever exchanges weights, moments or buffers for
-                       other tensors (a cure, a resume) calls drop(), and the next steps are recorded anew
-    the same kernels   no branch on the host: a step that does more (probes, evidence, a look at all weights) is taken
-                       kernel by kernel, in between
-    more memory        the graph keeps its activations beside those of such steps
+    the same memory    A batch is copied into the graph's own input. Who exchanges weights, moments or buffers for other
+                       tensors (a cure, a resume) calls drop(), and the next steps are recorded anew.
+    the same kernels   No branch on the host. A step that does more (probes, a record of the step, a look at all
+                       weights) runs kernel by kernel, between two replays.
+    more memory        The graph keeps its activations, and a step that runs kernel by kernel has its own.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -33,10 +33,10 @@ class StepGraph:
     """Calls `take(images, labels)` a few times, then records it, and from then on replays the record.
 
     Args:
-        take: the step; it returns nothing, and changes tensors in place only. Batches have one shape.
-        warm_up: calls before the recording, for everything that is made at first use.
+        take: the step. It returns nothing and changes tensors in place only. All batches have one shape.
+        warm_up: number of calls before the recording, for everything that is allocated at first use.
     Raises:
-        NoGraph: at the recording. After that torch's random numbers and pinned memory fail too: end the process.
+        NoGraph: at the recording. End the process then: torch's random numbers and pinned memory fail afterwards too.
     """
 
     def __init__(self, take: Callable[[Tensor, Tensor], None], warm_up: int = 3):
@@ -60,12 +60,12 @@ class StepGraph:
         self.graph.replay()
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Kernels are noted down, not run. Other threads (a checkpoint being written) may use CUDA meanwhile."""
+        """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA meanwhile."""
         self.images, self.labels, graph = images.clone(), labels.clone(), torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.take(self.images, self.labels)
-        except torch.OutOfMemoryError:  # a RuntimeError with a cure of its own
+        except torch.OutOfMemoryError:  # a RuntimeError too; its cure is a smaller micro-batch
             raise
         except RuntimeError as error:
             raise NoGraph(f"the step asks the device a question, so it cannot be a CUDA graph: {error}") from error

@@ -2,244 +2,320 @@
 Heal: what to do about a bad step that keeps coming back. The ladder of responses, each rung bounded.
 
 A guard that only skips is a guard that stalls: when one module overflows in fp16 at every step, every step is skipped,
-the loss scale falls to its floor, and the run stands still without an error. So after a bad step the next bad one is
-examined (autopsy.py), and what is done depends on what it was:
+the loss scale falls to its floor, and the run stands still without an error. So every rejected step is examined
+(autopsy.py). What is done depends on the verdict:
 
-    precision          finite in fp32           that module runs in fp32 from now on; if there is no such module, or it
-                                                is in fp32 already: the run goes fp16 -> bf16 (native only) -> fp32,
-                                                in smaller micro-batches where the memory asks for them
-    data               a bad input or label     the samples are named and passed over; over 1 % of the steps: exit 4
+    precision          finite in fp32           that module runs in fp32 from now on. If there is no such module, or it
+                                                is in fp32 already, the run goes fp16 -> bf16 (native only) -> fp32, in
+                                                smaller micro-batches where the memory asks for them
+    data               a bad input or label     the samples are named and never drawn again; over 1 % of the steps:
+                                                exit 4
     weights            bad before the step      back to last_good, past these batches
-    divergence         bad in fp32 too          the same, with half the learning rate
+    divergence         bad in fp32 too          back to last_good, past these batches, with half the learning rate
     not reproducible   finite the second time   passed over; the fifth time: exit 5, suspect the hardware
 
-Finite at loss scale 1 and bad at 65536 is calibration, not a fault: nothing is done, the scale falls by itself.
+A step that is finite at loss scale 1 and bad at 65536 is calibration, not a fault: nothing is done, the scale falls by
+itself.
+
+The host learns of a rejection one step late. The step is then put together again from its number (batches are a pure
+function of the step) and examined with the weights of one update later: enough for data, weights and precision. The
+next 50 steps are recorded before they run, so that a fault that comes back is examined exactly as it was: only then
+are "divergence" and "not reproducible" believed.
+
+A run can also be lost with finite numbers only: see suspect().
 
 Every rank holds the same report (autopsy.agree) and takes the same turn. Like train.py this file is wiring: it knows
-the core files, and only train.py knows it. It is apart because the loop should be readable at one sitting.
+the core files, and only train.py and prepare.py know it. `run` is train.py's record of the run, which these functions
+read and change: policy, scaler, accum, status, code, healed, cures, hunt_until, cured, trend, doubt.
 """
 
-import collections
-from pathlib import Path
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 import amp_policy
 import autopsy
 import checkpoint
-import guards
 import inject
 
 
-def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: inject.Injector,
-          evidence: autopsy.StepRecord):
+class Cure(NamedTuple):
+    """What was found about a step, and what was done."""
+
+    report: autopsy.Report
+    action: str  # a sentence; "": nothing was done, the loss scale is finding its place
+
+
+# --- The step once more
+
+def record(run: Any, step: int, images: Tensor, labels: Tensor) -> autopsy.StepRecord:
+    """What examine() will need of a step: RNG and buffers as they are now, and its micro-batches."""
+    kept = autopsy.StepRecord(step, run.net, rank=run.rank)
+    batch = images, labels, run.stream.indices(step - 1)
+    for x, y, indices in zip(*(t.chunk(run.accum) for t in batch), strict=True):
+        kept.keep(x, y, indices=indices.tolist())
+    return kept
+
+
+def recall(run: Any, step: int) -> autopsy.StepRecord:
+    """The record of a step that is over: its batches again, with the weights, buffers and RNG of now."""
+    run.injector.begin(step)  # a planted fault is planted again
+    return record(run, step, *run.injector.batch(*run.stream.at(step - 1)))
+
+
+def rerun(run: Any, kept: autopsy.StepRecord) -> Callable:
     """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1.
 
-    What training just fits into memory, a look at it in fp32 may not: then the micro-batch is taken in pieces.
+    Needs run.model, run.net, run.policy and run.injector.
     """
 
-    def run_in(pieces, batch, fp32):
-        micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
-        total = 0.0
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
-            for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
-                loss, _ = model(x, y)
-                loss = injector.loss(loss, micro) * (len(x) / len(batch[0]))
-                loss.backward()
-                total = total + loss.detach()
-            return total, {name: p.grad for name, p in net.named_parameters()}
-
-    def run_step(batch, fp32):
-        pieces = 1
-        while True:
-            try:
-                return run_in(pieces, batch, fp32)
-            except torch.OutOfMemoryError:
-                if pieces >= len(batch[0]):
-                    raise
-                pieces *= 2
-                net.zero_grad(set_to_none=True)
+    def run_step(batch: tuple, fp32: bool) -> tuple[Tensor, dict]:
+        run.injector.repeat(next(i for i, micro_batch in enumerate(kept.batches) if micro_batch is batch))
+        loss, gradients, _ = in_pieces(run, batch, fp32)
+        return loss, gradients
 
     return run_step
 
 
-class Cure(NamedTuple):
-    """What healing did about a step."""
+def in_pieces(run: Any, batch: tuple, fp32: bool = False) -> tuple[Tensor, dict, int]:
+    """Forward and backward of a micro-batch, whole or in 2, 4, ... pieces, as many as it takes to fit into memory.
 
-    report: autopsy.Report
-    action: str  # a sentence; "" = nothing, the loss scale is finding its place
-    status: str = "done"  # or why the run ends
-    code: int = 0
-
-
-class Healer:
-    """Examines bad steps and applies the cure.
-
-    `policy`, `accum` (micro-batches an update) and `scaler` are those in force: a cure may change them, and a resumed
-    run goes on with them. `parts`: what train.py trains: model, optimizer, average.
+    Returns loss, gradients by name, number of pieces. What just fits into memory in training may not fit in fp32.
     """
-
-    def __init__(self, model: nn.Module, parts: dict, policy: amp_policy.Policy, scaler: amp_policy.LossScaler,
-                 guard: guards.Guard, injector: inject.Injector, checkpoints: checkpoint.Checkpoints, *, device,
-                 rank: int, accum: int, max_cures: int):
-        self.model, self.parts, self.net, self.optimizer = model, parts, parts["model"], parts["optimizer"]
-        self.policy, self.scaler, self.accum, self.asked = policy, scaler, accum, policy.name
-        self.guard, self.injector, self.checkpoints = guard, injector, checkpoints
-        self.device, self.rank, self.max_cures = device, rank, max_cures
-        self.healed: list[str] = []
-        self.counts: collections.Counter = collections.Counter()
-        self.hunt_until = 0  # the last step to record, after a bad one
-
-    def state_dict(self) -> dict:
-        return {"healed": list(self.healed), "counts": dict(self.counts), "hunt_until": self.hunt_until,
-                "pinned": amp_policy.pinned(self.net), "policy": self.policy.name, "asked": self.asked,
-                "accum": self.accum, "scaler": self.scaler.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Before the network's: pinned modules have fp32 weights."""
-        self.healed, self.counts = list(state["healed"]), collections.Counter(state["counts"])
-        self.hunt_until, self.accum = state["hunt_until"], max(self.accum, state["accum"])
-        amp_policy.keep_fp32(self.net, state["pinned"])
-        self.guard.watch(self.net)  # pinning may have exchanged buffers
-        if state["asked"] == self.asked != state["policy"]:
-            self.adopt(state["policy"])
-        self.scaler.load_state_dict(state["scaler"])
-
-    def adopt(self, precision: str) -> None:
-        self.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(self.device))
-        self.scaler = amp_policy.LossScaler(self.device.type, enabled=self.policy.scales)
-
-    def record(self, step: int, *batch: torch.Tensor) -> autopsy.StepRecord:
-        """What examine() will need. `batch`: images, labels and indices, of all micro-batches."""
-        evidence = autopsy.StepRecord(step, self.net, rank=self.rank)
-        for x, y, indices in zip(*(t.chunk(self.accum) for t in batch), strict=True):
-            evidence.keep(x, y, indices=indices.tolist())
-        return evidence
-
-    def treat(self, evidence: autopsy.StepRecord, **about) -> Cure:
-        """Examine a rejected step and do what helps. `about`: what a capsule of it has to tell about the run."""
-        report = self.examine(evidence, **about)
-        if self.calibrates(report):
-            return Cure(report, "")
-        cure = Cure(report, *self.cure(report))
-        if report.verdict == "precision":  # fp32 takes more memory than half
-            pieces = self.fit(evidence)
-            self.accum *= pieces
-            more = f", in micro-batches {pieces} times smaller" * (pieces > 1)
-            cure = cure._replace(action=cure.action + more)
-        return cure
-
-    def examine(self, evidence: autopsy.StepRecord, **about) -> autopsy.Report:
-        """What was wrong with the recorded step; the first time on the guilty rank, a capsule of it is written too."""
-        facts = {"precision": self.policy.name, "num_classes": self.guard.num_classes}
-        report = autopsy.agree(autopsy.examine(
-            rerun(self.model, self.net, self.policy, self.injector, evidence), evidence, self.net,
-            state=dict(enumerate(self.optimizer.state.values())), scale=float(self.scaler.scale_tensor), **facts,
-        ))
-        folder = Path(self.checkpoints.last).parent
-        if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
-            autopsy.save_capsule(
-                folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, **facts,
-                pinned=amp_policy.pinned(self.net), optimizer=self.optimizer.state_dict(), **about,
-            )
-        return report
-
-    def calibrates(self, report: autopsy.Report) -> bool:
-        scaler = self.scaler
-        return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
-
-    def cure(self, report: autopsy.Report) -> tuple[str, str, int]:
-        """(what was done, status, exit code)."""
-        verdict, module = report.verdict, report.module
-        self.counts[verdict] += 1
-        if verdict == "not reproducible":
-            return "passed over", *(("suspected hardware", 5) if self.counts[verdict] >= 5 else ("done", 0))
-        if verdict == "data":
-            many = self.counts[verdict] > max(3, 0.01 * report.step)
-            return "passed over", *(("bad data", 4) if many else ("done", 0))
-        if self.counts.total() - self.counts["data"] > self.max_cures:
-            return f"given up after {self.max_cures} cures", "diverged", 3
-        if verdict == "precision" and module and module not in amp_policy.pinned(self.net):
-            amp_policy.keep_fp32(self.net, [module])
-            self.guard.watch(self.net)
-            self.healed.append(module)
-            return f"{module} is kept in fp32 from now on", "done", 0
-        if verdict == "precision" and self.policy.autocasts:
-            return self.demote(), "done", 0
-        return self.rewind(0.5 if verdict == "divergence" else 1.0), "done", 0
-
-    def demote(self) -> str:
-        """fp16 -> bf16 where the chip has it -> fp32."""
-        auto = amp_policy.choose_policy("auto", amp_policy.capabilities(self.device)).name
-        self.adopt("bf16" if self.policy.name == "fp16" and auto == "bf16" else "fp32")
-        self.healed.append(self.policy.name)
-        return f"no single module is left to keep in fp32: the run goes on in {self.policy.name}"
-
-    def fit(self, evidence: autopsy.StepRecord) -> int:
-        """Into how many parts to cut a micro-batch (1, 2, 4, ...) so that it fits into memory after a cure.
-
-        nanoVLM's "batch 12 -> 6": fp32 takes twice the memory of half. The batch of an update stays, as there are as
-        many more micro-batches. One trial step on the bare model, without a collective: a rank that fails alone leaves
-        no other waiting, and all take the largest number. Weights, buffers and RNG stay as they are.
-        """
-        now, parts = autopsy.rng_states(self.device), 1
-        images, labels = evidence.batches[0]
-        while True:
-            size = -(-len(images) // parts)
-            try:
-                with self.policy.autocast():
-                    loss, _ = self.model(images[:size], labels[:size].clamp(0, self.guard.num_classes - 1))
-                loss.backward()
-                break
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                parts *= 2
-            finally:
-                evidence.restore()  # no gradients either
-                autopsy.set_rng_states(now, self.device)
-        if dist.is_initialized():
-            every = torch.tensor(parts, device=self.device)
-            dist.all_reduce(every, op=dist.ReduceOp.MAX)
-            parts = int(every)
-        return parts
-
-    def rewind(self, factor: float) -> str:
-        """Weights, moments and average of last_good; the data goes on where it is."""
-        self.checkpoints.wait()
-        if dist.is_initialized():
-            dist.barrier()
-        state = checkpoint.load(self.checkpoints.last_good)
-        factor *= float(self.optimizer.lr_factor)
-        for name in ("model", "optimizer", "average"):
-            if self.parts[name]:
-                self.parts[name].load_state_dict(state[name])
-        self.optimizer.lr_factor.fill_(factor)
-        return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
+    pieces, size = 1, len(batch[0])
+    while True:
+        try:
+            total = 0.0
+            with amp_policy.fp32_eval(run.net) if fp32 else run.policy.autocast():
+                for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
+                    loss, _ = run.model(x, y)
+                    loss = loss * (len(x) / size)
+                    loss.backward()
+                    total = total + loss.detach()
+                # inside: fp32_eval computes on fp32 copies of half parameters, and these hold the gradients
+                return total, {name: p.grad for name, p in run.net.named_parameters()}, pieces
+        except torch.OutOfMemoryError:
+            if pieces >= size:
+                raise
+            pieces *= 2
+            run.net.zero_grad(set_to_none=True)
 
 
-def replay(path: str | Path, models: dict, wrap) -> int:
+# --- The turn
+
+def treat(run: Any, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
+    """Examine a rejected step and do what helps. `kept`: its record, if it was made before the step."""
+    run.doubt = False  # whatever made a save refuse the state is examined now
+    exact = kept is not None
+    kept = kept or recall(run, step)
+    report = examine(run, kept)
+    if calibrates(run, report):
+        return Cure(report, "")
+    if report.verdict in ("divergence", "not reproducible") and not exact:
+        return Cure(report, "passed over: one step alone, and seen with the weights after it")
+    action = respond(run, report)
+    if report.verdict != "data":
+        run.cured = run.step  # the steps up to here ran before the cure: examining them would find the same again
+        run.unexamined.clear()
+    if report.verdict == "precision":  # fp32 takes more memory than half
+        pieces = fit(run, kept)
+        run.accum *= pieces
+        if pieces > 1:
+            action += f", in micro-batches {pieces} times smaller"
+    return Cure(report, action)
+
+
+def examine(run: Any, kept: autopsy.StepRecord) -> autopsy.Report:
+    """What was wrong with the recorded step. The first time, the guilty rank writes a capsule of the step too."""
+    facts = {"precision": run.policy.name, "num_classes": run.guard.num_classes}
+    report = autopsy.agree(autopsy.examine(
+        rerun(run, kept), kept, run.net, state=dict(enumerate(run.optimizer.state.values())),
+        scale=float(run.scaler.scale_tensor), **facts,
+    ))
+    if report.rank == run.rank and not calibrates(run, report) and not any(run.folder.glob("bad_step_*")):
+        autopsy.save_capsule(
+            run.folder / f"bad_step_{report.step}_rank{run.rank}.pt", kept, report, **facts,
+            pinned=amp_policy.pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
+            inject=run.args.inject, class_names=run.classes, image_size=kept.batches[0][0].shape[-1],
+        )
+    return report
+
+
+def calibrates(run: Any, report: autopsy.Report) -> bool:
+    """Whether the step was bad only because the loss scale was too high."""
+    scaler = run.scaler
+    return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
+
+
+def respond(run: Any, report: autopsy.Report) -> str:
+    """One rung of the ladder. Returns what was done."""
+    verdict, module = report.verdict, report.module
+    run.cures[verdict] += 1
+    if verdict == "not reproducible":
+        if run.cures[verdict] >= 5:
+            run.status, run.code = "suspected hardware", 5
+        return "passed over"
+    if verdict == "data":
+        if run.cures[verdict] > max(3, 0.01 * report.step):
+            run.status, run.code = "bad data", 4
+        run.stream.leave_out(report.indices)
+        return "passed over" + (", these samples are never drawn again" if report.indices else "")
+    if run.cures.total() - run.cures["data"] > run.args.max_cures:
+        run.status, run.code = "diverged", 3
+        return f"given up after {run.args.max_cures} cures"
+    if verdict == "precision" and module and module not in amp_policy.pinned(run.net):
+        amp_policy.keep_fp32(run.net, [module])
+        run.guard.watch(run.net)  # pinning may have exchanged buffers
+        run.healed.append(module)
+        return f"{module} is kept in fp32 from now on"
+    if verdict == "precision" and run.policy.autocasts:
+        return demote(run)
+    return rewind(run, 0.5 if verdict == "divergence" else 1.0)
+
+
+def demote(run: Any) -> str:
+    """fp16 -> bf16 where the chip has it -> fp32."""
+    native = amp_policy.choose_policy("auto", amp_policy.capabilities(run.device)).name == "bf16"
+    adopt(run, "bf16" if run.policy.name == "fp16" and native else "fp32")
+    run.healed.append(run.policy.name)
+    return f"no single module is left to keep in fp32: the run goes on in {run.policy.name}"
+
+
+def adopt(run: Any, precision: str) -> None:
+    """Another policy, with a loss scale of its own."""
+    run.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(run.device))
+    run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
+
+
+def fit(run: Any, kept: autopsy.StepRecord) -> int:
+    """Into how many pieces to cut a micro-batch (1, 2, 4, ...) so that it fits into memory after a cure.
+
+    nanoVLM's "batch 12 -> 6": fp32 takes twice the memory of half. The batch of an update stays the same, for there are
+    as many more micro-batches. One trial step on the bare model, without a collective: a rank that fails alone leaves
+    no other rank waiting, and all take the largest number. Weights, buffers and RNG stay as they are.
+    """
+    now = autopsy.rng_states(run.device)
+    images, labels = kept.batches[0]
+    try:
+        *_, pieces = in_pieces(run, (images, labels.clamp(0, run.guard.num_classes - 1)))
+    finally:
+        kept.restore()  # buffers as before the step, no gradients
+        autopsy.set_rng_states(now, run.device)
+    if dist.is_initialized():
+        every = torch.tensor(pieces, device=run.device)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX)
+        pieces = int(every)
+    return pieces
+
+
+def rewind(run: Any, factor: float) -> str:
+    """Weights, moments and average of last_good; the data goes on where it is."""
+    run.checkpoints.wait()
+    if dist.is_initialized():
+        dist.barrier()
+    state = checkpoint.load(run.checkpoints.last_good)
+    factor *= float(run.optimizer.lr_factor)
+    run.net.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    if run.average:
+        run.average.load_state_dict(state["average"])
+    run.optimizer.lr_factor.fill_(factor)
+    return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
+
+
+# --- Lost with finite numbers
+
+PATIENCE = 20  # steps in a row that a suspicion takes; one spike, or ten, that recovers is left alone
+
+
+def suspect(run: Any, loss: float, grad_norm: float) -> str:
+    """Watch an accepted step's numbers: what looks lost and has been for long, or "". The host has them already.
+
+    Lost is a loss above twice its start, or above four times its recent past and a tenth of its start; and a gradient
+    that is dead, its norm below 1e-12. Start is the lowest of the first 10 losses.
+    """
+    trend = run.trend
+    trend["seen"] += 1
+    if trend["seen"] <= 10:
+        trend["start"] = min(trend["start"], loss)
+        trend["usual"] = loss
+        return ""
+    far_above = loss > 2 * trend["start"] > 0 or loss > max(4 * trend["usual"], 0.1 * trend["start"]) > 0
+    if not far_above:
+        trend["usual"] += 0.05 * (loss - trend["usual"])
+    trend["high"] = trend["high"] + 1 if far_above else 0
+    trend["dead"] = trend["dead"] + 1 if grad_norm < 1e-12 else 0
+    if trend["dead"] >= PATIENCE:
+        return f"the gradient has been dead for {trend['dead']} steps (norm {grad_norm:.3g})"
+    if trend["high"] >= PATIENCE:
+        return (f"the loss has been far above its past for {trend['high']} steps: {loss:.4g}, "
+                f"before that {trend['usual']:.4g}, at the start {trend['start']:.4g}")
+    return ""
+
+
+def suspicious(run: Any) -> bool:
+    """Whether a suspicion is open: then last_good is not moved, and a run that ends now does not end well."""
+    return max(run.trend["high"], run.trend["dead"]) >= PATIENCE // 2
+
+
+def turn_back(run: Any, symptom: str) -> Cure:
+    """The response to a suspicion that has lasted: back to last_good with half the learning rate, bounded."""
+    run.trend["high"] = run.trend["dead"] = 0
+    report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank, precision=run.policy.name,
+                            symptom=symptom)
+    return Cure(report, respond(run, report))
+
+
+# --- What of it a checkpoint carries
+
+def state_dict(run: Any) -> dict:
+    return {"healed": list(run.healed), "counts": dict(run.cures), "hunt_until": run.hunt_until,
+            "pinned": amp_policy.pinned(run.net), "policy": run.policy.name, "asked": run.asked,
+            "accum": run.accum, "scaler": run.scaler.state_dict(), "trend": dict(run.trend),
+            "quarantine": sorted(run.stream.quarantine)}
+
+
+def load_state_dict(run: Any, state: dict) -> None:
+    """Before the network's: pinned modules have fp32 weights."""
+    run.healed, run.cures = list(state["healed"]), Counter(state["counts"])
+    run.hunt_until, run.accum = state["hunt_until"], max(run.accum, state["accum"])
+    run.trend |= state.get("trend", {})
+    run.stream.leave_out(state.get("quarantine", ()))
+    amp_policy.keep_fp32(run.net, state["pinned"])
+    run.guard.watch(run.net)  # pinning may have exchanged buffers
+    if state["asked"] == run.asked != state["policy"]:
+        adopt(run, state["policy"])
+    run.scaler.load_state_dict(state["scaler"])
+
+
+# --- The step on another machine
+
+def replay(path: Any, models: dict, wrap: Callable) -> int:
     """Examine the step in a capsule again, on the CPU, and print both verdicts; 0 if they agree.
 
-    `models`: name -> (build, recipe); `wrap`: gives a network its loss, called with the recipe's label_smoothing.
+    models: name -> (build, recipe). wrap: gives a network its loss, called with the recipe's label_smoothing.
     """
     capsule = autopsy.load_capsule(path)
-    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
+    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
     if capsule["pinned"]:
         amp_policy.keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
-    evidence = autopsy.unpack(capsule, net)
+    kept = autopsy.unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
-    injector.begin(evidence.step)
+    injector.begin(kept.step)
     model = wrap(net, recipe["label_smoothing"])
+    injector.attach(model)
+    run = SimpleNamespace(net=net, model=model, policy=policy, injector=injector)
     report = autopsy.examine(
-        rerun(model, net, policy, injector, evidence), evidence, net,
-        state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name,
+        rerun(run, kept), kept, net, state=capsule["optimizer"], num_classes=capsule["num_classes"],
+        precision=policy.name,
     )
     recorded = capsule["report"]["verdict"]
     print(f"{report}\nrecorded verdict: {recorded}, replayed on the CPU: {report.verdict}")

@@ -2,11 +2,14 @@
 Inject: plant a fault, because a guard that was never seen to bark is no guard.
 
     injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))    before torch.compile: it hooks modules
-    injector.begin(step)                                                     arms what is due in this step
+    injector.attach(model)                           once; model(images, labels) returns (loss, metrics)
+    injector.begin(step, optimizer, scale)           at the beginning of each step
+    images, labels = injector.batch(images, labels)  before the batch is cut into micro-batches
 
-Every door by which a bad number enters a step has a call: input, label, loss, params, optstate, scale and buffers; a
-module's output and a parameter's gradient have hooks. A hook replaces one element by a select on a flag that lives on
-the device, so nothing waits, nothing is compiled anew, and a step that is run again meets the same fault.
+A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a parameter's gradient,
+before DDP reduces it), param, buffer, optstate, scale. A fault strikes one element, in sample 0 of micro-batch 0. Hooks
+plant it by a select on a flag on the device: the host does not wait, nothing is compiled anew, and a step that is run
+again meets the same fault.
 
 Copy this file alone: it needs torch and nothing else. `python inject.py` shows one NaN on its way through a network.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +59,8 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
 
 
 def fault_value(kind: str, dtype: torch.dtype) -> float | int:
-    """What is planted. An integer cannot be NaN or inf: it gets what a cast of one leaves behind. 6e4: fp16 holds it
-    and no sum of two; 1e30: fp32 and bf16 hold it and not its square."""
+    """The number to plant. An integer cannot be NaN or inf: it gets what the cast of a NaN or inf leaves.
+    "big": fp16 holds 6e4 but not 6e4 + 6e4; fp32 and bf16 hold 1e30 but not its square."""
     if dtype.is_floating_point:
         return {"nan": math.nan, "inf": math.inf, "big": 6e4 if dtype == torch.float16 else 1e30}[kind]
     if dtype in (torch.uint8, torch.bool):
@@ -75,117 +78,99 @@ def pick(fault: Fault, names: Iterable[str]) -> str:
     return fits[0]
 
 
-def spoil(t: Tensor, kind: str, gate: Tensor) -> Tensor:
-    """`t` with its first element replaced where `gate` (0-dim bool) is set: no branch, no sync, no recompiling."""
-    where = torch.zeros_like(t, dtype=torch.bool)
-    where[(0,) * t.dim()] = gate
-    return t.masked_fill(where, fault_value(kind, t.dtype))
+def spoil(tree: Any, kind: str, gate: Tensor) -> Any:
+    """The first element of the first tensor is replaced where `gate` (0-dim bool) is set: no branch, no host sync."""
+    leaves, shape = tree_flatten(tree)
+    i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    where = torch.zeros_like(leaves[i], dtype=torch.bool)
+    where[(0,) * where.dim()] = gate
+    leaves[i] = leaves[i].masked_fill(where, fault_value(kind, leaves[i].dtype))
+    return tree_unflatten(leaves, shape)
 
 
 class Injector:
-    """Plants faults where the loop calls it; without faults every method is a pass-through.
-
-    begin(step) first. input(x, micro), label(y, micro), loss(loss, micro) plant in micro-batch 0, sample 0, and return.
-    params(), optstate(state), scale(tensor), or state(...) for all three, write in place, before the forward; buffers()
-    after it. "act" (a module's output) and "grad" (a parameter's gradient, before DDP reduces it) are hooks.
-    """
+    """Plants faults from outside the step. Without faults every method returns its arguments as they are."""
 
     def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0, scales: bool = True):
         if not scales and any(f.where == "scale" for f in faults):
             raise ValueError("--inject scale: this precision has no loss scale")
-        self.net, self.step = net, -1
+        self.net, self.step, self.micro, self.again = net, -1, 0, False
         self.faults = [f for f in faults if f.rank in (None, rank)]
-        self._gates: list[tuple[Fault, Tensor]] = []
+        device = next(net.parameters()).device
+        self._gates = [(f, torch.zeros((), dtype=torch.bool, device=device)) for f in self.faults]
         modules = {n: m for n, m in net.named_modules() if n}
         leaves = {n: m for n, m in modules.items() if not any(m.children())}
         params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-        for f in self.faults:
-            gate = torch.zeros((), dtype=torch.bool, device=next(net.parameters()).device)
+        for f, gate in self._gates:
             if f.where == "act":
                 module = modules[pick(f, modules if f.name else leaves)]
-                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: _first(
-                    out, lambda t: spoil(t, f.kind, gate)))
+                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: spoil(out, f.kind, gate))
             elif f.where == "grad":
                 params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
-            self._gates.append((f, gate))
 
-    def begin(self, step: int) -> None:
-        self.step = step
+    def attach(self, model: nn.Module) -> None:
+        """`model` returns (loss, metrics): in training its loss goes through `loss` from now on."""
+        if any(f.where in ("loss", "buffer") for f in self.faults):
+            model.register_forward_hook(lambda m, args, out: (self.loss(out[0]), *out[1:]) if m.training else None)
+
+    def begin(self, step: int, optimizer: Any = None, scale: Tensor | None = None) -> list[str]:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns the names written."""
+        self.step, self.micro, self.again = step, 0, False
         for f, gate in self._gates:
             gate.fill_(f.first <= step <= f.last)
+        written = self._write("param", self.net.named_parameters())
+        if optimizer is not None:  # a name is a key of the state, as exp_avg
+            moments = ((n, t) for of in optimizer.state.values() for n, t in of.items() if isinstance(t, Tensor))
+            written += self._write("optstate", ((n, t) for n, t in moments if t.dim()))
+        return written + (self._write("scale", [("scale", scale)]) if scale is not None else [])
+
+    def repeat(self, micro: int) -> None:
+        """Until the next begin() every forward repeats this micro-batch: the loss is struck again, no buffer is."""
+        self.micro, self.again = micro, True
+
+    def batch(self, images: Any, labels: Any) -> tuple[Any, Any]:
+        """The whole batch, with the faults of input and label in sample 0."""
+        for f, gate in self._gates:
+            images = spoil(images, f.kind, gate) if f.where == "input" else images
+            labels = spoil(labels, f.kind, gate) if f.where == "label" else labels
+        return images, labels
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """To be called after each forward where no model is attached. In micro-batch 0 it writes the faults of buffers
+        (they stay in later micro-batches) and multiplies the loss by its fault, so that the backward is struck too."""
+        first, self.micro = self.micro == 0, self.micro + (not self.again)
+        if first and not self.again:
+            self._write("buffer", ((n, b) for n, b in self.net.named_buffers() if b.is_floating_point() and b.numel()))
+        for f in self._due("loss") if first else ():
+            loss = loss * fault_value(f.kind, loss.dtype)
+        return loss
 
     def _due(self, where: str) -> list[Fault]:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
-    def _plant(self, where: str, tree: Any, micro: int) -> Any:
-        for f in self._due(where) if micro == 0 else ():
-            tree = _first(tree, lambda t, f=f: spoil(t, f.kind, torch.ones((), dtype=torch.bool, device=t.device)))
-        return tree
-
-    def input(self, x: Any, micro: int = 0) -> Any:
-        return self._plant("input", x, micro)
-
-    def label(self, y: Any, micro: int = 0) -> Any:
-        return self._plant("label", y, micro)
-
-    def loss(self, loss: Tensor, micro: int = 0) -> Tensor:
-        for f in self._due("loss") if micro == 0 else ():
-            loss = loss * fault_value(f.kind, loss.dtype)  # a product, so that the backward is hit as well
-        return loss
-
-    @torch.no_grad()
-    def _write(self, where: str, named: Mapping[str, Tensor]) -> list[str]:
-        hit = [(pick(f, named), f) for f in self._due(where)]
-        for name, f in hit:
-            named[name][(0,) * named[name].dim()] = fault_value(f.kind, named[name].dtype)
-        return [name for name, _ in hit]
-
-    def params(self) -> list[str]:
-        return self._write("param", dict(self.net.named_parameters())) if self._due("param") else []
-
-    def buffers(self) -> list[str]:
-        if not self._due("buffer"):  # before anything is gathered: it is asked at every step
-            return []
-        return self._write("buffer", {n: b for n, b in self.net.named_buffers() if b.is_floating_point() and b.numel()})
-
-    def optstate(self, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-        """`state`: a torch optimizer's, tensors and not copies. A name is a key of it, as exp_avg."""
-        if not self._due("optstate"):
-            return []
-        moments = {n: t for of in state.values() for n, t in of.items() if isinstance(t, Tensor) and t.dim()}
-        return self._write("optstate", moments)
-
-    def scale(self, scale: Tensor) -> list[str]:
-        return self._write("scale", {"scale": scale})
-
-    def state(self, optimizer: Any, scale: Tensor) -> None:
-        self.params()
-        self.scale(scale)
-        if self._due("optstate"):
-            self.optstate(optimizer.state)
-
-
-def _first(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    leaves, shape = tree_flatten(tree)
-    i = next(i for i, t in enumerate(leaves) if isinstance(t, Tensor))
-    return tree_unflatten([*leaves[:i], change(leaves[i]), *leaves[i + 1 :]], shape)
+    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        due = self._due(where)
+        tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
+        names = [pick(f, tensors) for f in due]
+        for name, f in zip(names, due, strict=True):
+            t = tensors[name].data  # .data: a buffer may be saved for a backward that is still to come
+            t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
+        return names
 
 
 def demo() -> None:
-    """A NaN in the output of the first layer, and whom it reaches."""
+    """A NaN in the output of the first layer, and which numbers it reaches."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
     injector = Injector(net, parse_inject("nan:act:0@step=2"))
     for step in (1, 2, 3):
         injector.begin(step)
         net.zero_grad()
-        logits = net(torch.randn(8, 3, 8, 8))
-        logits.square().mean().backward()
-        bad = [name for name, b in net.named_buffers() if not b.isfinite().all()]
-        bad += [f"{name}.grad" for name, p in net.named_parameters() if not p.grad.isfinite().all()]
-        print(f"step {step}: {8 - int(logits.isfinite().all(1).sum())} of 8 outputs are not finite, nor is any of: "
-              f"{', '.join(bad) or 'none'}")
-    print("Nothing was planted in step 3: BatchNorm's running statistics are still bad, and every evaluation will be.")
+        net(torch.randn(8, 3, 8, 8)).square().mean().backward()
+        tensors = {**dict(net.named_buffers()), **{f"{name}.grad": p.grad for name, p in net.named_parameters()}}
+        bad = [name for name, t in tensors.items() if not t.isfinite().all()]
+        print(f"step {step}: non-finite numbers in {', '.join(bad) or 'nothing'}")
+    print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every evaluation will be NaN.")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,30 @@
 """
 Optim: clipped AdamW in one pass over memory, safe in every dtype.
 
-AdamW is where half precision dies without a sound. Give torch.optim.AdamW float16 parameters and two numbers vanish at
-once: eps = 1e-8 lies below fp16's smallest subnormal (5.96e-8) and becomes exactly 0, and (1 - beta2) * g * g becomes 0
-for every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, infinity elsewhere, after one
-step, with every gradient finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large; amsgrad changes
-nothing; clipping and a lower learning rate cannot help 0/0. bfloat16 keeps 8 bits, so v * 0.999 rounds back to v and v
-never decays. The cure is old: fp32 *masters* of the half parameters, fp32 moments, the half copy written once.
+AdamW is where half precision dies without a message. Give torch.optim.AdamW float16 parameters, and two numbers vanish.
+eps = 1e-8 lies below fp16's smallest subnormal (5.96e-8), so eps becomes exactly 0. (1 - beta2) * g * g becomes 0 for
+every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step, with
+every gradient finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large. amsgrad changes nothing.
+bfloat16 keeps 8 bits, so v * 0.999 rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half
+parameters, fp32 moments, and the half parameters written once a step.
 
 The second lesson is the order of a step, and its price. unscale_, clip_grad_norm_ and AdamW read the gradients four
-times and write them twice; clipping before the verdict turns one NaN into a model of NaNs; `if finite:` stalls the
-device. Here a step is two passes over memory, and nothing asks the device a question:
+times and write them twice. Clipping before the verdict turns one NaN into a model of NaNs. `if finite:` stalls the
+device. Here a step is two passes over memory, and no line waits for the device:
 
-    1. norm       one read of the gradients, accumulated in fp32 whatever their dtype, divided by the loss scale
-    2. verdict    rejected = skip flag, or norm >= 2**64: its square is inf, which would make v infinite and freeze w
-    3. update     the fused kernel with grad_scale = loss scale / clip coefficient and found_inf = verdict. Rejected, it
-                  writes nothing: weights, moments and step count stay, bit for bit. Multiplying by 0 is no skip:
-                  0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
+    1. norm       One read of the gradients, accumulated in fp32 whatever their dtype, divided by the loss scale.
+    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT. Its square would be inf in
+                  fp32, and an infinite second moment freezes the weight.
+    3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the
+                  step is rejected, the kernel writes nothing: weights, moments and step count stay, bit for bit.
+                  Multiplying by 0 is no skip: 0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
 
-Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. Given a divisor the kernel also stores the gradient
-it divided, +4: an accepted .grad then holds the clipped, unscaled gradient, a rejected one is untouched. Half weights
-with masters: 6 (upcast; the kernel wants one dtype) + 36 + 6 (half copy) = 48, and no .grad is changed.
+Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also
+stores the gradient it divided, +4: after an accepted step .grad is clipped and unscaled; after a rejected step .grad is
+unchanged. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
 
-The learning rate is a device tensor looked up by `updates`, the device's count of *accepted* steps: a rejected step
-cannot move the schedule. Refused at construction: half parameters without masters, an eps that is 0 or a beta2 that
-never decays in the state's dtype; masters=False says "I want to see it happen". Copy this file alone: it needs torch.
+ClippedAdamW is a torch.optim.Optimizer: schedulers, GradScaler, closures, hooks and torch's checkpoints work. What it
+cannot do it refuses in one sentence. Copy this file alone: it needs torch.
 
     optimizer = ClippedAdamW(param_groups(net), lr=1e-3, schedule=warmup_cosine(10_000, 500), clip=1.0)
     result = optimizer.step(grad_scale=scale, skip=flag)  # 0-dim device tensors, or None
@@ -32,44 +32,48 @@ never decays in the state's dtype; masters=False says "I want to see it happen".
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 HALF = (torch.float16, torch.bfloat16)
-LIMIT = 2.0**64  # 1.84e19: the first number whose square is infinite in fp32
-ANGLE = 10.0  # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights around 0.02
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
+KEYS = ("params", "param_names", "name", "lr", "lr_multiplier", "lr_scale", "initial_lr", "betas", "eps",
+        "weight_decay", "amsgrad", "muon")  # a group's
+TORCHS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay")  # AdamW's keys too
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class StepResult(NamedTuple):
-    """What a step did: 0-dim fp32 device tensors, new at each step, so they may be read a step late."""
+    """What a step did: 0-dim fp32 device tensors, new at each step, so the host may read them a step late."""
 
     grad_norm: Tensor  # global 2-norm, loss scale removed, before clipping; NaN and inf are shown as they are
     found_inf: Tensor  # 1. = rejected, nothing was written; 0. = accepted
-    lr: Tensor  # of this step, before a group's own lr_scale
+    lr: Tensor  # with schedule=: before a group's lr_multiplier; without: the first group's
     clip_coef: Tensor  # the gradients' factor, <= 1; 0. when rejected
 
 
 # --- groups, learning rate, schedule
 
-def param_groups(net: nn.Module, weight_decay: float = 0.05, no_decay: Sequence[str] = (),
+def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[str] = (),
                  lr_scale: dict[str, float] | None = None, muon: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Trainable parameters of net, grouped by weight decay, learning-rate multiplier and optimizer.
 
-    No decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything directly in an
-    embedding or in a module with "Norm" in its class name, names that match a no_decay pattern (fnmatch), and what the
-    model lists itself: any submodule may have a method no_weight_decay() returning names relative to it.
+    No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything
+    directly in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern
+    (fnmatch), and what the model lists: any submodule may have a method no_weight_decay() that returns names relative
+    to the submodule.
 
     Args:
         lr_scale: {pattern: multiplier}; the first pattern that matches a name wins.
-        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW; it
-            keeps their norm, so they do not decay.
+        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW.
+            Muon keeps the norm of a matrix, so these do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -88,20 +92,17 @@ def param_groups(net: nn.Module, weight_decay: float = 0.05, no_decay: Sequence[
         kind = "muon" if matrix else "decay" if decays else "no_decay"
         if (kind, scale) not in groups:
             label = kind + (f" lr*{scale:g}" if scale != 1 else "")
-            groups[kind, scale] = dict(name=label, params=[], lr_scale=scale, muon=matrix,
+            groups[kind, scale] = dict(name=label, params=[], lr_multiplier=scale, muon=matrix,
                                        weight_decay=weight_decay if kind == "decay" else 0.0)
         groups[kind, scale]["params"].append(p)
     return list(groups.values())
 
 
-def scaled_lr(lr: float, batch_size: int, base_batch: int, rule: str = "sqrt") -> tuple[float, str]:
-    """The learning rate for another batch size, and the sentence to print. rule: "linear" (SGD, arXiv 1706.02677),
-    "sqrt" (Adam: its step has unit size, only the noise shrinks; arXiv 2205.10287) or "none"."""
-    powers = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-    if rule not in powers:
-        raise ValueError(f"unknown lr scaling rule {rule!r}: choose from {', '.join(powers)}")
-    new = lr * (batch_size / base_batch) ** powers[rule]
-    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** {powers[rule]:g} ({rule} rule)"
+def scaled_lr(lr: float, batch_size: int, base_batch: int) -> tuple[float, str]:
+    """The learning rate for another batch size, and the sentence to print. The square root is the rule for Adam: its
+    step has unit size, only the noise shrinks (arXiv 2205.10287)."""
+    new = lr * (batch_size / base_batch) ** 0.5
+    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** 0.5 (sqrt rule)"
 
 
 def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.0, kind: str = "cosine") -> Tensor:
@@ -118,14 +119,14 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
 # --- the optimizer
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
-    """Why AdamW must not keep weights and moments in dtype with this eps and beta2, in one sentence. None: it may."""
+    """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence. None: it may."""
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
-    lost = [f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight"] if dtype in HALF else []
-    if 1 - beta2 < unit / 2:
-        lost.append(f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)")
-    return "; ".join(lost) or None
+    # v = 1 + unit is the hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
+    if 1 - beta2 < (least := unit / (2 + 2 * unit)):
+        return f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - least:.4f} does)"
+    return None
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -155,113 +156,165 @@ def fused_works(p: Tensor) -> bool:
         return False
 
 
-class ClippedAdamW:
-    """AdamW (decoupled decay, arXiv 1711.05101); loss-scale removal, clipping and rejection are part of its pass.
+class ClippedAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) that clips the global gradient norm to 1.0 by itself, and rejects non-finite gradients.
 
     Args:
-        params: parameters on one device, or groups as param_groups() makes them.
-        lr: peak learning rate; a group's is lr * its lr_scale * schedule[updates] * lr_factor.
-        schedule: multipliers (N,) by accepted updates; the last one goes on. None: constant.
+        params: parameters, (name, parameter) pairs or groups. Keys that count in a group: lr, betas, eps, weight_decay,
+            amsgrad, name (for statistics), muon, lr_multiplier (lr is multiplied by it once, here). lr_scale, a key of
+            timm and MAE, is left to whoever sets g["lr"]. Unknown keys are refused.
+        lr: peak learning rate. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
+        schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. A rejected step
+            does not move it. Each step writes g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
         clip: largest global gradient norm. None or 0: no limit.
         zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
         masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
-        muon_options: arguments of torch.optim.Muon, say dict(momentum=0.6, ns_steps=3).
+            Masters are copied at construction, and each step writes the parameters from them: load weights before.
         fused: None: where it works; else foreach, which reads the verdict on the host, one sync a step.
-    Raises:
-        ValueError: no parameters, or a refusal.
+        matrix_step: what steps the groups with muon=True, say muon.turn; muon_options: its keyword arguments.
     """
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.05, *,
-                 schedule: Tensor | None = None, clip: float | None = 1.0, zclip: float | None = None,
-                 amsgrad: bool = False, masters: bool | None = None, fused: bool | None = None,
-                 muon_options: dict[str, Any] | None = None):
-        groups = list(params)
-        if groups and isinstance(groups[0], Tensor):
-            groups = [{"params": groups}]
-        defaults = dict(name="all", weight_decay=weight_decay, lr_scale=1.0, muon=False)
-        self.param_groups = [defaults | g for g in groups if g["params"]]
-        self.model_params: list[Tensor] = [p for g in self.param_groups for p in g["params"]]
+    _step_supports_amp_scaling = True  # GradScaler.step() then sets grad_scale and found_inf, and calls step()
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 0.01, *, schedule: Tensor | None = None,
+                 clip: float | None = 1.0, zclip: float | None = None, amsgrad: bool = False,
+                 masters: bool | None = None, fused: bool | None = None,
+                 matrix_step: Callable[..., None] | None = None, muon_options: dict[str, Any] | None = None):
+        self.clip, self.zclip = clip, zclip
+        self.lr_factor = torch.ones(())  # a cure lowers it: optimizer.lr_factor.mul_(0.5)
+        self.updates = torch.zeros((), dtype=torch.int64)  # accepted steps
+        self.history = torch.zeros(3)  # zclip: number, mean, variance of the norms so far
+        self._schedule, self._wants_masters, self._wants_fused = schedule, masters, fused
+        self._matrix_step = matrix_step and functools.partial(matrix_step, **muon_options or {})
+        self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
+        self._peaks, self._placed = [], None  # each group's lr at the start; what _place() has seen
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                                      muon=False))
         if not self.model_params:
             raise ValueError("the optimizer got no parameters")
-        for dtype in {p.dtype for p in self.model_params}:
-            why = refusal(torch.float32 if masters and dtype in HALF else dtype, eps, betas[1])
-            if why and not (dtype in HALF and masters is False):
-                raise ValueError(why + ("; masters=True keeps fp32 master weights" if dtype in HALF else ""))
+        self._place()
 
-        # params: what the update is computed on, in model_params' order: the parameter itself or its fp32 master.
-        self.params = [p.detach().float().clone() if masters and p.dtype in HALF else p for p in self.model_params]
-        pairs = list(zip(self.model_params, self.params, strict=True))
-        self._plain = [p for p, t in pairs if p is t]
-        self._half = [(p, t) for p, t in pairs if p is not t]
-        target = dict(pairs)
-        for g in self.param_groups:
-            g["params"] = [target[p] for p in g["params"]]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's, and a refusal of what would train wrongly."""
+        g = self.defaults | {"name": f"group {len(self.param_groups)}" if self.param_groups else "all"} | param_group
+        if unknown := sorted(set(param_group) - set(KEYS)):
+            raise ValueError(f"unknown group key {', '.join(map(repr, unknown))}: ClippedAdamW knows {', '.join(KEYS)}")
+        if not isinstance(g["params"], Tensor | set):  # torch takes one tensor and refuses sets
+            g["params"] = list(g["params"])  # a generator can be read once
+        multiplier = g.pop("lr_multiplier", 1.0)
+        g["lr"] = g["lr"] if multiplier == 1 else g["lr"] * multiplier
+        if not (min(g["lr"], g["eps"], g["weight_decay"]) >= 0 and all(0 <= b < 1 for b in g["betas"])):
+            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {g['lr']}, {g['eps']}, "
+                             f"{g['weight_decay']} and {g['betas']}")
+        super().add_param_group(g)
+        try:
+            if len(set(g["params"])) < len(g["params"]):
+                raise ValueError(f"a parameter stands twice in group {g['name']!r}, so it would be stepped twice")
+            for p in g["params"]:
+                self._check(g, p)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._wants_masters:
+            self._masters |= {p: p.detach().float().clone() for p in g["params"] if p.dtype in HALF}
+        self._peaks.append(g["lr"])
+        self._mark()
 
-        device = self.params[0].device
-        self.clip, self.zclip = clip, zclip
-        self.lr_factor = torch.ones((), device=device)  # a cure lowers it: optimizer.lr_factor.mul_(0.5)
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # accepted steps
-        self.history = torch.zeros(3, device=device)  # zclip: number, mean, variance of the norms so far
-        # Learning rates: a row for each number of updates, a column for each group, and one for lr itself
-        peaks = torch.tensor([lr * g["lr_scale"] for g in self.param_groups] + [lr], device=device)
-        self._lrs = peaks[None] if schedule is None else schedule.to(device, torch.float32)[:, None] * peaks
+    def _check(self, g: dict[str, Any], p: Tensor) -> None:
+        """Refuse a parameter that would train wrongly. A frozen half parameter is refused when it gets a gradient."""
+        half, why = p.dtype in HALF, None
+        experiment = half and self._wants_masters is False
+        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+            why = "sharded parameters (DTensor, FSDP) are not supported, because the norm is of one shard: use DDP"
+        elif p.is_complex():
+            why = "complex parameters are not supported: keep them as real ones, see torch.view_as_real"
+        elif g["muon"] and self._matrix_step is None:
+            why = "a group has muon=True: pass matrix_step=muon.turn"
+        elif g["muon"] and (p.ndim < 2 or not p.any()):
+            why = f"Muon keeps a matrix's norm, and this {tuple(p.shape)} is all zero or no matrix: leave it to AdamW"
+        elif p.is_floating_point() and (p.requires_grad or p.grad is not None) and not experiment:
+            why = refusal(torch.float32 if half and self._wants_masters else p.dtype, g["eps"], float(g["betas"][1]))
+            if half and not self._wants_masters:
+                lost = torch.finfo(p.dtype).eps / 4  # of a weight just below a power of two
+                why = why or f"{p.dtype} weights lose every update smaller than {lost:.1e} of the weight"
+            why = f"{why}; masters=True keeps fp32 master weights" if why and half else why
+        if why:
+            raise ValueError(why)
+
+    def _place(self) -> None:
+        """Put what a step needs beside the parameters: at first, after add_param_group() and after net.to(device)."""
+        devices = {p.device for p in self.model_params}
+        if len(devices) > 1:
+            raise ValueError(f"parameters on several devices ({', '.join(sorted(map(str, devices)))}) are not "
+                             "supported, because one norm is taken of all: put them on one")
+        device = devices.pop()
+        for name in ("updates", "lr_factor", "history"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._masters = {p: t.to(device) for p, t in self._masters.items()}
+        kinds = {t.dtype: t for t in self.params if t.is_floating_point()}
+        self.fused = all(map(fused_works, kinds.values())) if self._wants_fused is None else self._wants_fused
+        for state in self.state.values():
+            state.update({k: t.to("cpu" if k == "step" and not self.fused else device) for k, t in state.items()})
         self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._rejected = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], device=device)  # step()'s row, see there
         self._sums = torch.zeros(len(self.param_groups) + 1, 5, device=device)  # of such rows, then of each group's
-
-        kinds = {(p.device, p.dtype): p for p in self.params}
-        self.fused = all(map(fused_works, kinds.values())) if fused is None else fused
-        graph = self.fused and device.type == "cuda"  # a CUDA graph may hold the step
-        inner = [{k: g[k] for k in ("params", "weight_decay")} for g in self.param_groups if not g["muon"]]
-        self.adamw = torch.optim.AdamW(inner, lr=lr, betas=betas, eps=eps, amsgrad=amsgrad, fused=self.fused,
-                                       foreach=not self.fused, capturable=graph) if inner else None
-        if inner and graph:  # not every step is in a graph, and that is no mistake
-            self.adamw._warned_capturable_if_run_uncaptured = True
-        # Muon steps shadow matrices, with lr 1, which makes them directions; _muon_step applies those on the device.
-        matrices = [p for g in self.param_groups if g["muon"] for p in g["params"]]
-        if not all(p.any() for p in matrices):
-            raise ValueError("Muon keeps a matrix's norm, and one of these is all zero: leave it to AdamW")
-        self._shadows = {p: torch.zeros(p.flatten(1).shape, device=device) for p in matrices}
-        self.muon = torch.optim.Muon(list(self._shadows.values()), lr=1.0, weight_decay=0.0,
-                                     **muon_options or {}) if matrices else None
-        for shadow in self._shadows.values():
-            self.muon.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
+        # Peak learning rates: of the step, then of each group. With a schedule a row for each number of updates.
+        self._lrs = torch.tensor([float(lr) for lr in (self.defaults["lr"], *self._peaks)], device=device)
+        if self._schedule is not None:
+            self._lrs = self._schedule.to(device, torch.float32)[:, None] * self._lrs
+        self._seen = [*self._peaks]  # what _lrs holds of each group
+        self._placed = (device, len(self.param_groups))
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The inner optimizers' own tensors, as torch keeps them: moments and step counts of every parameter."""
-        return {p: s for inner in (self.adamw, self.muon) if inner for p, s in inner.state.items()}
+    def model_params(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [p for g in self.param_groups for p in g["params"]]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """What the update is computed on, in model_params' order: the parameter itself or its fp32 master."""
+        return [self._masters.get(p, p) for p in self.model_params]
 
     @property
     def description(self) -> str:
         """One line for the log."""
         kind = "fused" if self.fused else "foreach (no fused kernel: one host sync a step)"
-        muon = f" + Muon, {len(self._shadows)} matrices" if self._shadows else ""
-        half = any(p.dtype in HALF for p in self._plain)
-        masters = f"yes, {len(self._half)} tensors" if self._half else "NO, half state" if half else "no"
+        matrices = sum(len(g["params"]) for g in self.param_groups if g["muon"])
+        muon = f" + Muon, {matrices} matrices" if matrices else ""
+        half = any(t.dtype in HALF for t in self.params)
+        masters = f"yes, {len(self._masters)} tensors" if self._masters else "NO, half state" if half else "no"
         clip = f"clip {self.clip or 'off'}" + (f", zclip {self.zclip}" if self.zclip else "")
-        return f"{kind} AdamW, {len(self.params) - len(self._shadows)} tensors{muon}, master weights: {masters}, {clip}"
-
-    def zero_grad(self) -> None:
-        """Drop the gradients: cheaper than writing zeros."""
-        for p in self.model_params:
-            p.grad = None
+        return f"{kind} AdamW, {len(self.params) - matrices} tensors{muon}, master weights: {masters}, {clip}"
 
     @torch.no_grad()
-    def step(self, grad_scale: Tensor | None = None, skip: Tensor | None = None, measure: bool = False) -> StepResult:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None,
+             skip: Tensor | None = None, measure: bool = False) -> StepResult | Any:
         """Remove the loss scale, clip and update, or reject; decided on the device, without a host sync when fused.
 
         Args:
-            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: 1.
-            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step, whatever the gradients are.
+            closure: computes loss and gradients first; step() then returns its loss, as torch's optimizers do.
+            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
+            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step, whatever the gradients are. So does
+                self.found_inf, which GradScaler sets, and a guard may set.
             measure: record per-group norms for statistics(), at the price of a copy of the weights and four reads.
         """
-        scaled_norm = total_norm(self._gradients())
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._placed != (self.model_params[0].device, len(self.param_groups)):
+            self._place()
+        work, grads = self._gather()
+        step_lr, *lrs = self._rates()
+        if grad_scale is None:
+            grad_scale = getattr(self, "grad_scale", None)
+
+        scaled_norm = total_norm(grads)
         norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
-        good = norm < LIMIT  # False for NaN
-        if skip is not None:
-            good &= skip == 0
+        good = norm <= LIMIT  # False for NaN
+        for flag in (skip, getattr(self, "found_inf", None)):
+            if flag is not None:
+                good &= flag == 0
 
         divisor, coef = grad_scale, self._one
         limit = self._limit(norm, good)
@@ -275,95 +328,109 @@ class ClippedAdamW:
         self._sums[0].add_(row)
         _, _, coef, _, found_inf = row.unbind()
 
-        # index_select, because _lrs[updates] would read the index on the host; beyond the end the last row goes on
-        index = self.updates.clamp(max=len(self._lrs) - 1)
-        *lrs, lr = (self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()
-        for group, group_lr in zip(self.param_groups, lrs, strict=True):
-            group["lr"] = group_lr
-
-        before = self._measure(grad_scale) if measure else []
-        self._adamw_step(found_inf, divisor)
-        self._muon_step(good, divisor)
-        self._write_half()
-        self.updates += good
-        if measure:
-            self._record(before, good)
-        return StepResult(norm, found_inf, lr, coef)
-
-    def _gradients(self) -> list[Tensor]:
-        """What the update reads. Half gradients are read once, into their masters' .grad; all that follows is fp32."""
-        grads = []
-        for p in self._plain:
-            g = p.grad
-            if g is not None:
-                if g.stride() != p.stride():  # the kernel pairs elements by their place in memory
-                    g = p.grad = torch.empty_like(p).copy_(g)
-                grads.append(g)
-        for p, t in self._half:
-            t.grad = None if p.grad is None else torch.empty_like(t) if t.grad is None else t.grad
-        half = [p.grad for p, _ in self._half if p.grad is not None]
-        wide = [t.grad for _, t in self._half if t.grad is not None]
-        if half:
-            torch._foreach_copy_(wide, half)
-        if not grads + wide:
-            raise ValueError("no parameter has a gradient: call backward() before step()")
-        return grads + wide
-
-    def _write_half(self) -> None:
-        """Half parameters from their masters; after a rejected step the same bits again."""
-        half = [(p, t) for p, t in self._half if t.grad is not None]
-        if half:
+        before = self._measure(work, grad_scale) if measure else []
+        self._update(work, lrs, good, found_inf, divisor)
+        half = [(p, t) for pairs in work for p, t in pairs if p is not t]
+        if half:  # half parameters from their masters; after a rejected step the same bits again
             torch._foreach_copy_([p for p, _ in half], [t for _, t in half])
         for _, t in half:  # CUDA's allocator keeps the buffer for the next step; the CPU would fault its pages anew
             t.grad = t.grad if t.is_cpu else None
+        self.updates += good
+        if measure:
+            self._record(before, good)
+        return StepResult(norm, found_inf, step_lr, coef) if closure is None else loss
 
-    def _adamw_step(self, found_inf: Tensor, divisor: Tensor | None) -> None:
-        if self.adamw is None:
-            return
-        lrs = [g["lr"] for g in self.param_groups if not g["muon"]]
-        if self.fused:
-            self.adamw.grad_scale, self.adamw.found_inf = divisor, found_inf
-        elif found_inf.item():  # the host sync that the fused kernel spares
-            return
-        else:
-            lrs = [lr.item() for lr in lrs]  # foreach takes a tensor only with capturable=True, which the CPU lacks
-            grads = [p.grad for g in self.adamw.param_groups for p in g["params"] if p.grad is not None]
-            if divisor is not None and grads:
-                torch._foreach_div_(grads, divisor)
-        for group, lr in zip(self.adamw.param_groups, lrs, strict=True):
-            group["lr"] = lr
-        self.adamw.step()
+    def _gather(self) -> tuple[list[Pairs], list[Tensor]]:
+        """Of each group the parameters that have a gradient, as (parameter, itself or its master); all gradients.
 
-    def _muon_step(self, good: Tensor, divisor: Tensor | None) -> None:
-        """Turn each matrix, a filter being a row, by an angle of ANGLE * lr towards the direction of torch's Muon.
-
-        Its norm stays: where a normalisation follows, only the direction of a matrix counts, and a norm that grows
-        would make each step turn it less. So the schedule alone decides, and every layer learns at the same speed.
-        (cifar10-airbench's Muon recipe fixes the norms of its filters likewise.)
-
-        Muon takes no found_inf and no tensor lr: rejected, it is fed its own momentum, which leaves that as it was, and
-        its direction is dropped.
+        Half gradients are read once, into their masters' .grad. All that follows is fp32.
         """
-        muon = [(g, p) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]
-        if not muon:
-            return
-        matrices, shadows = [p for _, p in muon], [self._shadows[p] for _, p in muon]
-        grads = [p.grad.reshape(shadow.shape) for p, shadow in zip(matrices, shadows, strict=True)]
-        if divisor is not None:
-            grads = torch._foreach_div(grads, divisor)
-        for shadow, grad in zip(shadows, grads, strict=True):
-            shadow.grad = torch.where(good, grad, self.muon.state[shadow]["momentum_buffer"])
-        torch._foreach_zero_(shadows)
-        self.muon.step()
-        self.muon.zero_grad()
-        norms = torch._foreach_norm(matrices, 2, dtype=torch.float32)
-        lengths = torch._foreach_mul(norms, [ANGLE / math.sqrt(len(p)) for p in matrices])  # a direction's: sqrt(rows)
-        torch._foreach_mul_(lengths, [g["lr"] for g, _ in muon])
-        moved = [torch.addcmul(p, shadow.view(p.shape), length)
-                 for p, shadow, length in zip(matrices, shadows, lengths, strict=True)]
-        ratios = torch._foreach_div(norms, torch._foreach_norm(moved))
-        for p, new, ratio in zip(matrices, moved, ratios, strict=True):
-            p.copy_(torch.where(good, new * ratio, p))
+        work: list[Pairs] = []
+        plain, half, wide = [], [], []
+        for g in self.param_groups:
+            work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
+            for p, t in work[-1]:
+                if p.grad.layout is not torch.strided:
+                    raise ValueError(f"the gradient of a {tuple(p.shape)} parameter is sparse: use sparse=False")
+                if p not in self.state:
+                    self._check(g, p)
+                    self.state[p] = self._blank(g, t)
+                if p is not t:
+                    t.grad = torch.empty_like(t) if t.grad is None else t.grad
+                    half.append(p.grad)
+                    wide.append(t.grad)
+                else:
+                    if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
+                        p.grad = torch.empty_like(p).copy_(p.grad)
+                    plain.append(p.grad)
+        if not plain and not half:
+            raise ValueError("no parameter has a gradient: call backward() before step()")
+        if half:
+            torch._foreach_copy_(wide, half)
+        return work, plain + wide
+
+    def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
+        """State before the first step, under torch's names; t: the parameter or its master."""
+        if g["muon"]:
+            return {"momentum_buffer": torch.zeros_like(t.flatten(1), dtype=torch.float32)}  # (rows, columns)
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * g["amsgrad"]
+        return {"step": torch.zeros((), device=t.device if self.fused else "cpu"),
+                **{name: torch.zeros_like(t) for name in names}}
+
+    def _mark(self) -> None:
+        """Remember each learning rate: a scheduler replaces a number, and writes into a tensor."""
+        self._marks = [(g["lr"], getattr(g["lr"], "_version", 0)) for g in self.param_groups]
+
+    def _rates(self) -> list[Tensor]:
+        """Learning rates on the device: the step's, then each group's."""
+        groups = self.param_groups
+        if self._schedule is not None:
+            if any("initial_lr" in g or g["lr"] is not lr or getattr(lr, "_version", 0) != version
+                   for g, (lr, version) in zip(groups, self._marks, strict=True)):
+                raise ValueError("the learning rate has two owners, schedule= and a scheduler or a hand-set g['lr']: "
+                                 "leave one of them out")
+            # index_select, because _lrs[updates] would read the index on the host; beyond the end the last row goes on
+            index = self.updates.clamp(max=len(self._lrs) - 1)
+            rates = (self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()
+            for g, rate in zip(groups, rates[1:], strict=True):
+                g["lr"] = rate
+            self._mark()
+            return list(rates)
+        for i, g in enumerate(groups):
+            lr = g["lr"]
+            if lr is self._peaks[i] and g.get("lr_scale", 1) != 1:
+                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: use a scheduler that reads it, "
+                                 "set g['lr'], or call the key lr_multiplier")
+            if isinstance(lr, Tensor):
+                self._lrs[i + 1].fill_(lr.reshape(()))
+            elif lr is not self._seen[i]:  # a new number costs one small kernel and no sync
+                self._lrs[i + 1].fill_(lr)
+            self._seen[i] = lr
+        rates = (self._lrs * self.lr_factor).unbind()
+        return [rates[1], *rates[1:]]
+
+    def _update(self, work: list[Pairs], lrs: list[Tensor], good: Tensor, found_inf: Tensor,
+                divisor: Tensor | None) -> None:
+        """torch's AdamW kernels for most groups, one call of matrix_step for all matrices with muon=True."""
+        kind = dict(fused=True, grad_scale=divisor, found_inf=found_inf) if self.fused else dict(foreach=True)
+        stays = not self.fused and found_inf.item()  # the host sync that the fused kernel spares
+        turned: list[tuple[Tensor, ...]] = []  # matrix, gradient, momentum, learning rate
+        for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True):
+            weights, grads, state = [t for _, t in pairs], [t.grad for _, t in pairs], [self.state[p] for p, _ in pairs]
+            if not pairs:
+                continue
+            if g["muon"]:
+                grads = grads if divisor is None else torch._foreach_div(grads, divisor)
+                turned += [(w, d, s["momentum_buffer"], lr) for w, d, s in zip(weights, grads, state, strict=True)]
+            elif not stays:
+                if divisor is not None and not self.fused:
+                    torch._foreach_div_(grads, divisor)
+                columns = [[s[k] for s in state if k in s] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
+                adamw(weights, grads, *columns, **kind, lr=lr if self.fused else lr.item(), beta1=g["betas"][0],
+                      beta2=g["betas"][1], eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"],
+                      maximize=False)
+        if turned:
+            self._matrix_step(*zip(*turned, strict=True), good)
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.
@@ -386,20 +453,21 @@ class ClippedAdamW:
         self.history.copy_(torch.where(good, new, self.history))
         return limit
 
-    def _measure(self, grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Of each group, before an update: the gradient's norm, and a copy of the weights."""
+    def _measure(self, work: list[Pairs], grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
+        """Of each group, before an update: the gradient's norm, the weights, and a copy of them."""
         before = []
-        for g in self.param_groups:
-            grads = [p.grad for p in g["params"] if p.grad is not None]
-            norm = total_norm(grads) if grads else self._zero
-            before.append((norm if grad_scale is None else norm / grad_scale, [p.clone() for p in g["params"]]))
+        for pairs, g in zip(work, self.param_groups, strict=True):
+            norm = total_norm([t.grad for _, t in pairs]) if pairs else self._zero
+            weights = [self._masters.get(p, p) for p in g["params"]]
+            before.append((norm if grad_scale is None else norm / grad_scale, weights, [t.clone() for t in weights]))
         return before
 
-    def _record(self, before: list[tuple[Tensor, list[Tensor]]], good: Tensor) -> None:
-        for sums, g, (norm, old) in zip(self._sums[1:], self.param_groups, before, strict=True):
-            size, update = total_norm(old), total_norm(torch._foreach_sub(g["params"], old))
-            row = torch.stack([norm, size, update / size, self._one, self._zero])
-            sums += torch.where(good & row.isfinite().all(), row, self._zero)
+    def _record(self, before: list[tuple[Tensor, list[Tensor], list[Tensor]]], good: Tensor) -> None:
+        for sums, (norm, weights, old) in zip(self._sums[1:], before, strict=True):
+            if weights:
+                size, update = total_norm(old), total_norm(torch._foreach_sub(weights, old))
+                row = torch.stack([norm, size, update / size, self._one, self._zero])
+                sums += torch.where(good & row.isfinite().all(), row, self._zero)
 
     def statistics(self) -> dict[str, float]:
         """Means over the accepted steps since the last call, the rejected ones counted beside them. One host read.
@@ -417,117 +485,94 @@ class ClippedAdamW:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers; the large ones are live, not copies. Hyper-parameters are the constructor's."""
+        """torch's, with masters, updates, lr_factor and history beside it. The large tensors are live, not copies."""
+        out = super().state_dict()
+        out["state"] = {i: {k: t.float() if t.dtype in HALF else t for k, t in s.items()}  # load_state_dict casts back
+                        for i, s in out["state"].items()}
         small = {name: getattr(self, name).clone() for name in ("updates", "lr_factor", "history")}
-        inner = {name: o.state_dict()["state"] if o else {} for name, o in (("adamw", self.adamw), ("muon", self.muon))}
-        for name, state in inner.items():  # half moments travel as fp32: exact, and torch casts them back
-            inner[name] = {i: {k: v.float() if isinstance(v, Tensor) and v.dtype in HALF else v for k, v in s.items()}
-                           for i, s in state.items()}
-        return small | inner | {"masters": [t for _, t in self._half]}
+        return out | small | {"masters": [*self._masters.values()]}
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """A state_dict for torch.optim.AdamW, without masters. Reads the learning rates on the host."""
+        if any(g["muon"] for g in self.param_groups):
+            raise ValueError("torch.optim.AdamW has no Muon: a state with muon=True cannot be written for it")
+        own, factor = self.state_dict(), float(self.lr_factor) if self._schedule is None else 1.0  # g["lr"] contains it
+        more = dict.fromkeys(TORCHS, False) | dict(fused=self.fused or None, foreach=not self.fused or None,
+                                                   decoupled_weight_decay=True)
+        groups = [{k: v for k, v in g.items() if k not in ("name", "muon")} | more | {"lr": float(g["lr"]) * factor}
+                  for g in own["param_groups"]]
+        return {"state": own["state"], "param_groups": groups}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over (copies of) a state_dict(), in place, and rewrite the half parameters from the masters.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
+
+        Load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
+        with schedule= the constructor's count, so that a resumed run may change them.
 
         Raises:
-            ValueError: it belongs to other parameters, or its masters are half.
+            ValueError: it is of other parameters or of another optimizer, or its masters are half. Nothing changed.
         """
-        masters = state["masters"]
-        if [m.shape for m in masters] != [t.shape for _, t in self._half]:
-            raise ValueError(f"{len(masters)} master weights in the checkpoint do not fit these {len(self._half)}")
+        groups, saved = self.param_groups, state_dict.get("param_groups", [])
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+            raise ValueError("the checkpoint's parameter groups do not fit this optimizer's")
+        masters = state_dict.get("masters", [p.detach().float() for p in self._masters])
+        if [m.shape for m in masters] != [t.shape for t in self._masters.values()]:
+            raise ValueError(f"{len(masters)} master weights in the checkpoint do not fit these {len(self._masters)}")
         if any(m.dtype in HALF for m in masters):
             raise ValueError("the checkpoint's master weights are half precision: their small updates are lost")
-        for inner, name in ((self.adamw, "adamw"), (self.muon, "muon")):
-            if inner is not None:
-                inner.load_state_dict(inner.state_dict() | {"state": copy.deepcopy(state[name])})
-        for name in ("updates", "lr_factor", "history"):
-            getattr(self, name).copy_(state[name])
-        for (p, t), saved in zip(self._half, masters, strict=True):
-            p.copy_(t.copy_(saved))
+        fresh: dict[Tensor, dict[str, Tensor]] = {}
+        for g, s in zip(groups, saved, strict=True):
+            if s.get("maximize") or (s["weight_decay"] and not s.get("decoupled_weight_decay", True)):
+                raise ValueError("the checkpoint is of an optimizer that maximizes, or decays through the gradient")
+            g = g | ({"amsgrad": s.get("amsgrad", False)} if self._schedule is None else {})
+            for i, p in zip(s["params"], g["params"], strict=True):
+                blank = self._blank(g, self._masters.get(p, p))
+                values = {k: torch.as_tensor(v) for k, v in state_dict["state"].get(i, {}).items()}
+                if values and {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
+                    raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) does not fit "
+                                     f"{tuple(p.shape)} and {', '.join(blank)}")
+                if values:
+                    fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
 
+        super().load_state_dict({**state_dict, "state": {}})  # torch's share: groups and hooks
+        self.state.update(fresh)
+        if self._schedule is not None:
+            self.param_groups = groups
+        for new, old in zip(self.param_groups, groups, strict=True):
+            for key in TORCHS:
+                new.pop(key, None)
+            new |= {k: v for k, v in old.items() if k not in new}
+        self._mark()
+        steps = [s["step"] for s in fresh.values() if "step" in s]
+        for name, value in (("updates", max(steps, default=0)), ("lr_factor", 1), ("history", 0)):
+            getattr(self, name).copy_(torch.as_tensor(state_dict.get(name, value)))
+        for (p, t), m in zip(self._masters.items(), masters, strict=True):
+            p.copy_(t.copy_(m))
 
-# --- averaged weights
+    def __getstate__(self) -> dict[str, Any]:  # deepcopy and pickle: no hooks, no scheduler's wrapper of step
+        return {k: v for k, v in self.__dict__.items() if k not in ("step", "_opt_called") and "_hooks" not in k}
 
-class EMA:
-    """Exponential moving average of the weights, in fp32, that a rejected step cannot touch.
-
-        ema = EMA(optimizer.params)  # the masters where the parameters are half
-        ema.update(optimizer.params, result.found_inf)
-        with ema.swap(optimizer.model_params): evaluate(net)  # BatchNorm's running statistics stay the live ones
-
-    decay is reached along (1 + n) / (10 + n), n = accepted updates, so that the first weights do not linger. On a GPU
-    the average is one fused SGD step on (average - weight): that kernel, too, writes nothing when found_inf is 1, even
-    if the weights are NaN. On the CPU, where a read costs nothing, the verdict is read.
-    """
-
-    def __init__(self, params: Sequence[Tensor], decay: float = 0.999):
-        self.decay = decay
-        self.average = [p.detach().float().clone() for p in params]
-        self.updates = torch.zeros((), device=self.average[0].device)
-        self.fused = not self.average[0].is_cpu and fused_works(self.average[0])
-        self._sgd = torch.optim.SGD(self.average, lr=1.0, fused=True) if self.fused else None
-
-    @torch.no_grad()
-    def update(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Move towards params, in the order of construction, unless found_inf (0-dim fp32, 0. or 1.) is 1."""
-        weight = (9 / (self.updates + 10)).clamp(min=1 - self.decay)  # 1 - decay
-        params = [p.float() for p in params]
-        if self.fused:
-            for a, difference in zip(self.average, torch._foreach_sub(self.average, params), strict=True):
-                a.grad = difference
-            self._sgd.found_inf, self._sgd.param_groups[0]["lr"] = found_inf, weight
-            self._sgd.step()
-            self._sgd.zero_grad()
-        elif not found_inf.item():
-            torch._foreach_lerp_(self.average, params, weight.item())
-        self.updates += 1 - found_inf
-
-    @contextmanager
-    def swap(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, params hold the average in their own dtype; afterwards what they held before, bit for bit."""
-        backup = [p.detach().clone() for p in params]
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(list(params), self.average)
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(list(params), backup)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The average (live tensors) and its count."""
-        return {"average": self.average, "updates": self.updates.clone()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """In place. Raises ValueError if it belongs to other parameters."""
-        if [a.shape for a in state["average"]] != [a.shape for a in self.average]:
-            raise ValueError("the checkpoint's average belongs to other parameters")
-        torch._foreach_copy_([*self.average, self.updates], [*state["average"], state["updates"]])
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
 
 
 def main() -> None:
-    """The eps trap, the refusal, and four steps of which two are bad."""
-    torch.manual_seed(0)
+    """The eps trap, the refusal, and two steps of which one is bad."""
     print("One step of torch.optim.AdamW at lr 1e-3; the right answer is 0, 1e-3, 1e-3")
     for dtype, eps in ((torch.float32, 1e-8), (torch.float16, 1e-8), (torch.float16, 1e-4)):
         p = torch.zeros(3, dtype=dtype)
         p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=dtype)
         torch.optim.AdamW([p], lr=1e-3, eps=eps, foreach=False).step()
         print(f"  {dtype!s:13}  eps {eps:g}:  gradient 0, 1e-3, 1  ->  step {(0 - p).tolist()}")
-    print(f"ClippedAdamW refuses it: {refusal(torch.float16, 1e-8, 0.999)}\n")
-    net = nn.Linear(64, 64).half()
-    optimizer = ClippedAdamW(param_groups(net), schedule=warmup_cosine(100, 4), masters=True)
-    print(optimizer.description)
-    for poison in (1.0, math.inf, math.nan, 1.0):
-        for p in net.parameters():
-            p.grad = torch.randn_like(p) * 0.1
-        net.weight.grad[0, 0] *= poison
-        old = net.weight.clone()
-        r = optimizer.step(grad_scale=torch.tensor(2.0**10))
-        weights = "bit-identical" if torch.equal(old, net.weight) else "moved"
-        print(f"  norm {r.grad_norm:.3g}  rejected {r.found_inf:.0f}  lr {r.lr:.2e}  weights {weights}")
-    print(optimizer.statistics())
+    print(f"ClippedAdamW refuses it: {refusal(torch.float16, 1e-8, 0.999)}")
+    p = torch.zeros(3, dtype=torch.float16)
+    optimizer = ClippedAdamW([p], masters=True)
+    for gradient in ([0.0, 1e-3, 1.0], [0.0, math.nan, 1.0]):
+        p.grad = torch.tensor(gradient, dtype=p.dtype)
+        result = optimizer.step()
+        print(f"  masters, gradient {gradient}: rejected {result.found_inf:.0f}, weights {p.tolist()}")
 
 
 if __name__ == "__main__":

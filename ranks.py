@@ -1,13 +1,13 @@
 """
-Ranks: one program, many processes. Which device is mine, who speaks, and how does everybody leave.
+Ranks: one program, many processes. Which device is mine, who prints, and how do all processes leave.
 
-Four things go wrong between ranks. One rank sees a NaN and `continue`s: the others wait in the next all-reduce or,
-worse, do not wait, and average gradients of different steps. One rank raises: the rest hang until a time-out of half an
-hour. Each rank's BatchNorm keeps statistics of its own, so that "the" evaluation depends on who evaluates. And one rank
-dies: torchrun starts all again but keeps the store they met in, where the new ones find the addresses of the dead
-(pytorch issue 135712), and fail or hang. Hence: facts travel as flags and are decided together (guards.py); what can be
-refused is refused before the first step, by every rank, for the same reason; buffers are made equal at the moment they
-are used; and every start meets under a name of its own.
+Four things go wrong between ranks. One rank sees a NaN and `continue`s: the others hang in the next all-reduce, or they
+average gradients of different steps. So facts travel as flags, and all ranks decide together (guards.py). One rank
+raises: the others hang until a time-out of 30 minutes. So what can be refused is refused before the first step, by
+every rank, for the same reason. Each rank's BatchNorm keeps its own statistics: the evaluation depends on the rank that
+evaluates. So buffers are made equal when they are used. One rank dies: torchrun restarts all ranks but keeps the store
+where they met, and the new ranks find the addresses of the dead ones there (pytorch issue 135712). So every start meets
+under a name of its own.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Ranks(NamedTuple):
-    """This process among the others, as torchrun's environment says; alone without it."""
+    """This process among the others, as torchrun's environment variables say. Without them it is alone."""
 
     device: torch.device
     rank: int
@@ -37,13 +37,9 @@ class Ranks(NamedTuple):
 
 
 def join(kind: str = "auto") -> Ranks:
-    """Choose this rank's device and join the process group (nccl on CUDA, gloo elsewhere).
-
-    Raises ValueError, one sentence, for an unknown or absent device.
-    """
-    rank, local_rank, world_size = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    """Choose this rank's device; join the process group (nccl on CUDA, else gloo). ValueError for an absent device."""
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind not in ("cpu", "cuda", "mps"):
@@ -58,7 +54,7 @@ def join(kind: str = "auto") -> Ranks:
     if world_size > 1 and not dist.is_initialized():
         store, rank, world_size = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun on one machine: the number of this start. On several, the machines' counts may differ.
+            # The number of this start. Only on one machine: the counts of several machines may differ.
             store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -71,7 +67,7 @@ def speaks() -> bool:
 
 
 def quiet() -> bool:
-    """No progress bars but on rank 0's terminal: in a log file they are noise."""
+    """Whether to hide progress bars: they are shown on rank 0's terminal only, and not in a log file."""
     return not (speaks() and sys.stderr.isatty())
 
 
@@ -84,7 +80,7 @@ def refuse(code: int, sentence: object) -> NoReturn:
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Iterator[None]:
-    """What these errors say becomes the sentence, with some advice."""
+    """Around what reads a user's input, and nothing else: one of `errors` ends the run with its text and `advice`."""
     try:
         yield
     except errors as error:
@@ -93,7 +89,7 @@ def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Itera
 
 @contextlib.contextmanager
 def first_on_each_machine(local_rank: int) -> Iterator[None]:
-    """The first rank of a machine goes first (it downloads), the others follow."""
+    """The first rank of each machine runs the block first (it downloads); the other ranks follow."""
     if dist.is_initialized() and local_rank:
         dist.barrier()
     yield
@@ -102,7 +98,7 @@ def first_on_each_machine(local_rank: int) -> Iterator[None]:
 
 
 def agreed(value: object) -> object:
-    """Rank 0's value, on every rank; no rank leaves this before rank 0 has come, nor rank 0 before all have."""
+    """Rank 0's value, on every rank. Also a barrier: no rank goes on before every rank has called this."""
     if not dist.is_initialized():
         return value
     dist.barrier()
@@ -112,9 +108,9 @@ def agreed(value: object) -> object:
 
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DistributedDataParallel; alone, the model itself.
+    """The model under DistributedDataParallel, or the model itself in a single process.
 
-    Buffers are made equal when they are used: DDP would put rank 0's in their place at every step.
+    DDP would overwrite all buffers with rank 0's at every step. This is switched off: see `share_buffers`.
     """
     if not dist.is_initialized():
         return model
@@ -124,7 +120,7 @@ def parallel(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def share_buffers(net: nn.Module) -> None:
-    """Give every rank rank 0's buffers: BatchNorm's statistics differ, and one set has to be evaluated and saved."""
+    """Copy rank 0's buffers to every rank: BatchNorm's statistics differ, and one set is evaluated and saved."""
     if dist.is_initialized():
         for buffer in net.buffers():
             dist.broadcast(buffer, 0)

@@ -2,9 +2,9 @@
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png drawn from it.
 
 A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged, in a format
-that needs no library to read; NaN and inf are written as the strings "nan" and "inf" (JSON has no word for them, and
-leaving them out would hide the one thing a reader looks for); and a resumed run cuts away what was logged after its
-checkpoint, so that the file reads as if the run had never died.
+that needs no library. NaN and inf are written as the strings "nan" and "inf": JSON has no word for them, and to leave
+them out would hide the one thing that a reader looks for. A resumed run cuts away the lines after its checkpoint. Then
+the file reads as if the run had never died.
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}       the first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, "updates": 10, "skipped": 0}
@@ -13,14 +13,14 @@ checkpoint, so that the file reads as if the run had never died.
 
     python report.py runs/x          draws runs/x/curves.png again
 
-With `tensorboard=True` the same goes to TensorBoard too, if it is installed.
-
-Copy this file alone: it needs the standard library, and matplotlib only to draw.
+With `tensorboard=True` the same numbers go to TensorBoard too. Copy this file alone: it needs the standard library, and
+matplotlib only to draw.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -31,13 +31,9 @@ from typing import Any
 
 
 class MetricsFile:
-    """metrics.jsonl in `folder`, opened afresh with `header` as its first line, or cut back to `step` and continued.
+    """metrics.jsonl: at step 0 a new file that begins with `header`, else cut back to `step`. One rank `speaks`."""
 
-    `speaks`: False on every rank but one; there nothing is written.
-    """
-
-    def __init__(self, folder: Path, header: dict[str, Any], step: int = 0, tensorboard: bool = False,
-                 speaks: bool = True):
+    def __init__(self, folder: Path, header: dict, step: int = 0, tensorboard: bool = False, speaks: bool = True):
         self.board, self.speaks = None, speaks
         if not speaks:
             return
@@ -54,7 +50,7 @@ class MetricsFile:
         os.replace(temporary, self.path)
 
     def write(self, **fields: Any) -> None:
-        """Append one line and hand it to the operating system: it survives the death of this process."""
+        """Append one line and hand it to the operating system: the line survives the death of this process."""
         if not self.speaks:
             return
         fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
@@ -68,17 +64,16 @@ class MetricsFile:
             self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The last event, the curves, the summary for people and, as the last line, for programs."""
+        """Write the last event, draw the curves, print the summary for people."""
         if not self.speaks:
             return
         self.write(event="end", **summary)
         curves = draw_curves(self.path)
         files = [self.path, *sorted(self.path.parent.glob("*.pt")), *([curves] if curves else [])]
         print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, files)]))
-        print(json.dumps(summary))
 
     def picture(self, path: Path, step: int) -> None:
-        """Tell of a picture or a text that was written beside the metrics."""
+        """Log a picture or a text that was written beside the metrics."""
         self.write(event="shown", step=step, file=str(path.relative_to(self.path.parent)))
         if self.board and path.suffix == ".png":
             import numpy
@@ -88,7 +83,7 @@ class MetricsFile:
 
 
 def commit() -> str:
-    """The commit this program was checked out from, with "-dirty" if files were changed since; "" outside of git."""
+    """The commit of this file's checkout, with "-dirty" if files were changed since; "" outside of git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
@@ -97,7 +92,7 @@ def commit() -> str:
 
 
 def peak_memory_mb(cuda: bool) -> int:
-    """Most memory in use so far: of torch's tensors on the GPU, else of this process."""
+    """Most memory in use so far: that of torch's tensors on the GPU, else that of this process."""
     if cuda:
         import torch
 
@@ -107,18 +102,25 @@ def peak_memory_mb(cuda: bool) -> int:
 
 
 def written_by(line: str, step: int) -> bool:
-    """Whether a line belongs to the first `step` steps. A half-written last line belongs to nobody."""
+    """Whether a line belongs to the first `step` steps. A half-written last line does not."""
     try:
         return json.loads(line).get("step", 0) <= step
     except json.JSONDecodeError:
         return False
 
 
-def draw_curves(path: Path) -> Path | None:
-    """Loss, accuracy, gradient norm and loss scale over steps, with a red line at each skipped step, beside `path`.
+def holds_a_run(folder: Path) -> bool:
+    """Whether there is a checkpoint or a logged step in `folder`. A run that failed earlier leaves only a header."""
+    lines = (line for path in folder.glob("metrics.jsonl") for line in path.read_text().splitlines())
+    return any(folder.glob("*.pt")) or not all(written_by(line, 0) for line in lines)
 
-    Returns the picture's path, or None where matplotlib is not installed.
+
+def draw_curves(path: Path) -> Path | None:
+    """Loss, accuracy, gradient norm and loss scale over steps; the picture's path, or None without matplotlib.
+
+    A red line marks each skipped step. A NaN is a gap, and so is a number above 1e38.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first start says that it builds its font cache
     try:
         import matplotlib
     except ImportError:
@@ -131,19 +133,21 @@ def draw_curves(path: Path) -> Path | None:
     judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
     panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",))
     for axis, names in zip(axes.flat, panels, strict=True):
+        largest = -math.inf
         for name in names:
-            points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line]
-            points = [(step, value) for step, value in points if math.isfinite(value)]  # a gap is marked in red below
+            points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line
+                      and abs(float(line[name])) <= 1e38]
             style = dict(marker="o", linewidth=2) if name.startswith("val_") else dict(linewidth=1)
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, **style)
+            largest = max([largest, *(value for _, value in points)])
         for line in lines:
             if line.get("event") == "skip":
                 axis.axvline(line["step"], color="tab:red", linewidth=0.5)
-        if names[0] in ("grad_norm", "scale") and axis.lines:
+        if names[0] in ("grad_norm", "scale") and largest > 0:
             axis.set_yscale("log")
         axis.set(xlabel="step", title=" and ".join(names))
-        if len(names) > 1 and axis.lines:
+        if len(names) > 1 and largest > -math.inf:
             axis.legend()
     picture = Path(path).with_name("curves.png")
     figure.savefig(picture, dpi=100)

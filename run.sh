@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash run.sh [ARGUMENTS]   sets up what is missing and trains: the arguments are train.py's (bash run.sh --help)
 # bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests: the arguments are pytest's
+#                           -m quick: no test that starts a process or trains through train.py
 # bash run.sh failures      the published failures: as they happened, guarded, cured
 # bash run.sh bench         what safety costs and what it buys, 23 minutes on two cores; raw files go to bench/results
 # bash run.sh gpu           the tests that need CUDA, and the benches, on a GPU: nine minutes

@@ -11,9 +11,13 @@ Like train.py this file is wiring, kept apart because the loop should be readabl
 """
 
 import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torchvision.utils import save_image
 
 import amp_policy
@@ -21,13 +25,62 @@ from data import batches
 from ranks import share_buffers
 
 
+def validate(run: Any) -> str:
+    """Set run.scores: figures from fp32 weights, and how far low precision is from them. Returns a warning or "".
+
+    `run` is train.py's record of the run. What is evaluated is the average where there is one. Buffers become rank 0's
+    on every rank. Rank 0 alone compares the precisions, shows what the model makes, and keeps the best weights.
+    """
+    share_buffers(run.net)
+    optimizer, normalize = run.optimizer, run.stream.normalize
+    masters = dict(zip(optimizer.model_params, optimizer.params, strict=True))
+    forced, warning = run.args.eval_precision == "fp32", ""
+    weights = optimizer.params if forced else optimizer.model_params
+    with run.average.swap(weights) if run.average else contextlib.nullcontext():
+        with amp_policy.fp32_eval(run.net, masters) if forced else run.policy.autocast():
+            split = batches.val_batches(*run.val, normalize, batch_size=500, rank=run.rank, device=run.device,
+                                        world_size=run.world_size, workers=run.args.workers)
+            run.scores = evaluate(run.model, split)
+            if run.rank == 0:
+                path = run.folder / f"shown/{run.step:07d}"
+                if shown := show(run.model, *some(run, 16), path, normalize):
+                    run.log.picture(shown, run.step)
+        if run.policy.dtype is not torch.float32 and run.rank == 0:  # a model may train well and evaluate to NaN
+            pieces = zip(*(t.split(200) for t in some(run, 600)), strict=True)
+            gaps, warning = both_ways(run.model, pieces, run.policy, masters)
+            run.scores |= gaps
+    name = run.model.judged_by  # "-loss": the lower, the better
+    score = -run.scores[f"val_{name[1:]}"] if name[0] == "-" else run.scores[f"val_{name}"]
+    if score == score and (run.best is None or score > run.best):  # NaN is never best
+        run.best = score
+        if run.rank == 0:
+            run.checkpoints.save_best(evaluated(run))
+    return warning
+
+
+def some(run: Any, count: int) -> tuple[Tensor, Tensor]:
+    """`count` images (count, 3, H, W), normalised, and their labels (count,), from all over the validation set."""
+    images, labels = run.val
+    index = torch.linspace(0, len(labels) - 1, count).long()
+    images = torch.stack([images[i] for i in index.tolist()]).to(run.device)
+    return run.stream.normalize(images), labels[index].to(run.device)
+
+
+def evaluated(run: Any) -> dict[str, Tensor]:
+    """A state_dict of what was evaluated: fp32, where the network's own weights may be half."""
+    best = run.average.average if run.average else run.optimizer.params
+    fp32 = {id(p): w for p, w in zip(run.optimizer.model_params, best, strict=True)}
+    return {name: fp32.get(id(p), p).detach() for name, p in run.net.state_dict(keep_vars=True).items()}
+
+
 @torch.no_grad()
-def evaluate(model, split):
-    """Mean of every metric over all validation images, under the names val_*."""
+def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Mean of every metric over all validation images of all ranks, under the names val_*."""
     model.eval()
     total = 0.0
     for x, y in split:
         _, metrics = model(x, y)
+        # (metrics + 1, B) -> (metrics + 1,): the first row counts the images
         total += torch.stack([torch.ones_like(y), *metrics.values()]).cpu().double().sum(1)
     model.train()
     if dist.is_initialized():
@@ -36,10 +89,11 @@ def evaluate(model, split):
     return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
 
 
-def both_ways(model, split, policy, masters):
+def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: amp_policy.Policy,
+              masters: dict) -> tuple[dict[str, float], str]:
     """What changes in low precision, over the batches of `split`: ({"amp_changed", "amp_nonfinite"}, a warning or "").
 
-    amp_changed: share of predictions that differ from fp32's; amp_nonfinite: share of images whose loss is NaN or inf.
+    amp_changed: share of predictions that differ from fp32's. amp_nonfinite: share of images whose loss is NaN or inf.
     """
     gaps = [amp_policy.disagreement(model, x, y, policy, masters) for x, y in split]
     parted = [f"{policy.name} and fp32 evaluation differ: {gap}" for gap in gaps if gap.parted]
@@ -47,7 +101,7 @@ def both_ways(model, split, policy, masters):
     return means, parted[0] if parted else ""
 
 
-def show(model, images, labels, path, normalize):
+def show(model: nn.Module, images: Tensor, labels: Tensor, path: Path, normalize: Any) -> Path | None:
     """Samples, reconstructions or answers for these images, if the model has such: the file written at `path`, or None.
 
     A picture (its rows are 8 wide) or lines of text; `path` comes without its ending.
@@ -58,76 +112,11 @@ def show(model, images, labels, path, normalize):
     shown = model.show(images, labels)
     model.train()
     path.parent.mkdir(exist_ok=True)
-    if isinstance(shown, torch.Tensor):
+    if isinstance(shown, Tensor):
         path = path.with_suffix(".png")
-        shown = shown.float() * normalize.std.to(shown) + normalize.mean.to(shown)
+        shown = shown.float() * normalize.std.to(shown) + normalize.mean.to(shown)  # back to 0..255
         save_image(shown.cpu() / 255, path, nrow=8, padding=1)
     else:
         path = path.with_suffix(".txt")
         path.write_text("".join(f"{line}\n" for line in shown))
     return path
-
-
-class Validation:
-    """What an epoch ends with, on every rank: figures from fp32 weights, a look both ways, something to look at.
-
-    Args:
-        images, labels: the validation set, uint8 (N, 3, H, W) and int64 (N,).
-        normalize: the training stream's.
-        forced: whether the figures come from fp32, or from the training precision.
-        checkpoints: where the best weights go.
-    """
-
-    def __init__(self, model, net, optimizer, average, images, labels, normalize, checkpoints, *, forced, rank,
-                 world_size, device, workers):
-        self.model, self.net, self.optimizer, self.average = model, net, optimizer, average
-        self.images, self.labels, self.normalize, self.checkpoints = images, labels, normalize, checkpoints
-        self.forced, self.rank, self.best = forced, rank, None
-        self.share = {"rank": rank, "world_size": world_size, "device": device, "workers": workers}
-        self.masters = dict(zip(optimizer.model_params, optimizer.params, strict=True))
-
-    def state_dict(self):
-        return {"best": self.best}
-
-    def load_state_dict(self, state):
-        self.best = state["best"]
-
-    def some(self, count):
-        """So many images and labels, from all over the set."""
-        index = torch.linspace(0, len(self.labels) - 1, count).long()
-        images = torch.stack([self.images[i] for i in index.tolist()]).to(self.share["device"])
-        return self.normalize(images), self.labels[index].to(images.device)
-
-    def run(self, policy, step, log):
-        """(scores, a warning or ""). Rank 0 alone looks both ways, shows (`log` is told), and keeps the best weights.
-
-        Buffers become rank 0's; what is evaluated is the average where there is one.
-        """
-        share_buffers(self.net)
-        weights = self.optimizer.params if self.forced else self.optimizer.model_params
-        warning = ""
-        with self.average.swap(weights) if self.average else contextlib.nullcontext():
-            with amp_policy.fp32_eval(self.net, self.masters) if self.forced else policy.autocast():
-                split = batches.val_batches(self.images, self.labels, self.normalize, batch_size=500, **self.share)
-                scores = evaluate(self.model, split)
-                if self.rank == 0:
-                    path = log.path.parent / f"shown/{step:07d}"
-                    if shown := show(self.model, *self.some(16), path, self.normalize):
-                        log.picture(shown, step)
-            if policy.dtype is not torch.float32 and self.rank == 0:  # a model may train well and evaluate to NaN
-                pieces = zip(*(t.split(200) for t in self.some(600)), strict=True)
-                gaps, warning = both_ways(self.model, pieces, policy, self.masters)
-                scores |= gaps
-        name = self.model.judged_by
-        score = -scores[f"val_{name[1:]}"] if name[0] == "-" else scores[f"val_{name}"]
-        if score == score and (self.best is None or score > self.best):  # NaN is never best
-            self.best = score
-            if self.rank == 0:
-                self.checkpoints.save_best(self.weights())
-        return scores, warning
-
-    def weights(self):
-        """A state_dict of what was evaluated: fp32, where the network's own weights may be half."""
-        best = self.average.average if self.average else self.optimizer.params
-        fp32 = {id(p): w for p, w in zip(self.optimizer.model_params, best, strict=True)}
-        return {name: fp32.get(id(p), p).detach() for name, p in self.net.state_dict(keep_vars=True).items()}

@@ -173,7 +173,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
             if probes:
                 probes.warnings(float(scaler.scale_tensor))
             if look:
-                guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.adamw.state))
+                guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.state))
             bad = guard.decide()
             result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
             guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,

@@ -70,7 +70,7 @@ def left_out(rung: str, caps: Capabilities) -> str:
 
 def watch_memory() -> list[tuple[str, int]]:
     """Hook into train.py where it wraps its model and where it evaluates: the first entry is the peak between."""
-    peaks, wrap, evaluate = [], train.wrap, train.validation.evaluate
+    peaks, wrap, evaluate = [], train.prepare.wrap, train.validation.evaluate
 
     def begin(*args: object) -> nn.Module:
         peaks.clear()
@@ -81,7 +81,7 @@ def watch_memory() -> list[tuple[str, int]]:
         peaks.append(("peak_mb", torch.cuda.max_memory_allocated() >> 20))
         return evaluate(*args)
 
-    train.wrap, train.validation.evaluate = begin, end
+    train.prepare.wrap, train.validation.evaluate = begin, end
     return peaks
 
 
@@ -166,7 +166,7 @@ def main() -> None:
         loaded = *data.synthetic.load(1200, 100), "synthetic"
     else:
         loaded = data.load(args.dataset, args.data_dir, iter)
-    train.load = lambda *_: loaded  # once for all runs
+    train.prepare.load = lambda *_: loaded  # once for all runs
     report.draw_curves = lambda path: None  # half a second each, and nobody looks
 
     notes = {rung: f"left out: {why}" for rung in (*RUNGS, RAW) if (why := left_out(rung, caps))}

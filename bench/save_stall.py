@@ -23,6 +23,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
+import ema  # noqa: E402
 import optim  # noqa: E402
 from bench.record import header, write  # noqa: E402
 from models.cifarnet import PRESETS, CifarNet  # noqa: E402
@@ -40,7 +41,7 @@ def main():
     y = torch.randint(0, 10, (256,), device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
     optimizer = optim.ClippedAdamW(optim.param_groups(net))
-    average = optim.EMA(optimizer.params, 0.99)
+    average = ema.EMA(optimizer.params, 0.99)
 
     def block(files):
         began = time.perf_counter()

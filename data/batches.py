@@ -188,6 +188,7 @@ class TrainBatches:
         self.mirrored_first = torch.rand(N, generator=self.generator("flip", 0)) < 0.5
         self.epoch, self.order = -1, torch.empty(0)
         self.next_step, self.reader = -1, iter(())
+        self.quarantine: set[int] = set()  # images that are never drawn again
 
     def generator(self, purpose: str, number: int) -> torch.Generator:
         """A fresh CPU generator for each purpose and number: the draws depend on nothing that happened before.
@@ -201,7 +202,19 @@ class TrainBatches:
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self.epoch:
             self.epoch, self.order = epoch, torch.randperm(len(self.labels), generator=self.generator("order", epoch))
-        return self.order[position * self.batch_size : (position + 1) * self.batch_size]
+        drawn = self.order[position * self.batch_size : (position + 1) * self.batch_size]
+        return torch.tensor([self.stand_in(i) for i in drawn.tolist()]) if self.quarantine else drawn
+
+    def stand_in(self, index: int) -> int:
+        """The image itself; for one in quarantine the next one in the data set that is not."""
+        while index in self.quarantine:
+            index = (index + 1) % len(self.labels)
+        return index
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """Put images into quarantine, in every epoch from now on. One image always stays."""
+        self.quarantine |= set(sorted(indices)[: len(self.labels) - 1 - len(self.quarantine)])
+        self.next_step = -1  # what has been read ahead may hold one of them
 
     def indices(self, step: int) -> Tensor:
         """This rank's share of them."""

@@ -1,10 +1,10 @@
 """
 What the cases of the gallery share: two training loops and one table.
 
-`bare` is everybody's loop: autocast, GradScaler where it is fp16, no questions asked. `guarded` is train.py's step with
-the verdict read at once; at the first bad step that is no mere calibration of the loss scale it stops and examines.
-Both train a copy of a model (`net(*batch)` returns `(loss, metrics)`) with AdamW without weight decay, from the same
-random state, and return a Run.
+`bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` is train.py's step, and reads the
+verdict at once. At the first bad step that is more than calibration of the loss scale, `guarded` stops and examines the
+step. Both loops train a copy of a model (`net(*batch)` returns `(loss, metrics)`) with AdamW without weight decay, from
+the same random state. Both return a Run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 
 @dataclass
 class Run:
-    """What one loop did. `first` and `what`: step and name of the first bad thing, 0 and "" if there was none."""
+    """What one loop did. `first` and `what`: step and name of the first bad number; 0 and "" if there was none."""
 
     net: nn.Module
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # of the gradient, unscaled: bare with clip measures it
+    norms: list[float] = field(default_factory=list)  # of the unscaled gradient; `bare` measures it when it clips
     scales: list[float] = field(default_factory=list)  # the loss scale after each step
     skipped: list[int] = field(default_factory=list)  # steps
     first: int = 0
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """Nothing bad, and the loss fell: the mean of the last quarter is below that of the first."""
+        """No bad number, and the loss fell: its mean over the last quarter is below its mean over the first quarter."""
         quarter = max(1, len(self.losses) // 4)
         return not self.first and not self.sick and sum(self.losses[-quarter:]) < sum(self.losses[:quarter])
 
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass
 class Case:
-    """One table: rows (dtype or variant, bare, guarded, cured), the reported one first; then the claims, checked."""
+    """One table. Its rows: dtype or variant, bare, guarded, cured; the reported row comes first. Then its claims."""
 
     name: str
     rows: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Case:
     claims: list[tuple[str, bool]] = field(default_factory=list)
 
     def row(self, name: str, published: Any, watched: Any, cured: Any) -> None:
-        """A line of the table: Runs, or sentences. Of Runs it claims what every case must show."""
+        """Add a row of Runs or sentences. For Runs it adds the claims that every case must show."""
         self.rows.append((name, published, watched, cured))
         if isinstance(watched, Run):
             self.claim(f"{name}: guarded, the weights stay finite", not watched.sick)
@@ -115,7 +115,7 @@ def images(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def around(batches: list[tuple], steps: int) -> list[tuple]:
-    """The same few batches again and again: in twenty steps a loss can fall only on images that it has seen."""
+    """The same few batches again and again: within twenty steps a loss falls only on images that were seen before."""
     return [batches[i % len(batches)] for i in range(steps)]
 
 
@@ -128,7 +128,7 @@ def non_finite(net: nn.Module) -> list[str]:
 
 
 def refusal(net: nn.Module, **options: Any) -> str:
-    """What our AdamW says to these weights instead of starting; "" if it starts."""
+    """The sentence with which ClippedAdamW refuses these weights; "" if it accepts them."""
     try:
         ClippedAdamW(net.parameters(), **options)
     except ValueError as sentence:
@@ -138,7 +138,7 @@ def refusal(net: nn.Module, **options: Any) -> str:
 
 def bare(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
          growth_interval: int = 2000, **options: Any) -> Run:
-    """The loop as published: it goes on after the first bad step, as those runs did. `options`: torch's AdamW's."""
+    """The loop as published: it goes on after the first bad step. `options` are those of torch's AdamW."""
     torch.manual_seed(1)
     run = Run(copy.deepcopy(net))
     optimizer = torch.optim.AdamW(run.net.parameters(), lr, weight_decay=0.0, **options)
@@ -180,7 +180,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
             stop: bool = True, **options: Any) -> Run:
     """train.py's step. It stops at the first bad step that has a cause, with the autopsy's report.
 
-    `stop=False`: bad steps are only skipped. `options`: ClippedAdamW's. It raises ValueError where that refuses.
+    With `stop=False` bad steps are only skipped. `options` are those of ClippedAdamW, which may raise ValueError.
     """
     torch.manual_seed(1)
     run = Run(net := copy.deepcopy(net))
@@ -209,7 +209,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
             continue
         report = autopsy.examine(rerun(net, dtype), record, net, state=optimizer.state_dict(), precision=NAMES[dtype],
                                  scale=scale)
-        if report.verdict != "not reproducible" or scale <= scaler.floor:  # else: finite at scale 1, calibration
+        if report.verdict != "not reproducible" or scale <= scaler.floor:  # else calibration
             run.first, run.what, run.report = step, " and ".join(verdict.reasons), report
             break
     return run

@@ -3,12 +3,12 @@ BatchNorm: a skipped step leaves its inf in the running statistics
 
 Reported    pytorch 88474, 90342: training under AMP looks fine, every evaluation is NaN.
 First bad   bn.running_mean (inf) and bn.running_var (NaN), written by the *forward* of one overflowing batch.
-Why         GradScaler sees the bad gradients and skips the optimizer. Nobody takes back what the forward has written
-            into the buffers: 0.9 * old + 0.1 * inf = inf, for ever. Training uses the batch's own statistics and does
-            not notice; evaluation divides by the poisoned ones.
-Cure        A rejected step gives its buffers back: guards.py copies them aside before the forward.
-Tried, no   GradScaler (it looks at gradients only). More good batches: no average recovers from inf.
-Evidence    Mechanism only. Here the overflow is an image in the wrong units: finite, and too large for fp16.
+Why         GradScaler sees the bad gradients and skips the optimizer. But nobody restores the buffers that the forward
+            has written: 0.9 * old + 0.1 * inf = inf, in every later step. Training uses the statistics of the batch, so
+            it does not notice. Evaluation divides by the running statistics.
+Cure        A rejected step gets its buffers back: guards.py copies them before the forward.
+Tried, no   GradScaler: it looks at gradients only. More good batches: no average recovers from inf.
+Evidence    Mechanism only. Here an image in the wrong units makes the overflow: finite, and too large for fp16.
 Run         python failures/more_batchnorm_buffers.py
 """
 
@@ -46,7 +46,7 @@ def case() -> Case:
     start, out = Net(), Case("BatchNorm, skipped step")
     published = bare(start, batches, F16, 1e-3)
     run = guarded(start, batches, F16, 1e-3)
-    cured = guarded(start, batches, F16, 1e-3, stop=False)  # the guarded step itself: skip, give back, go on
+    cured = guarded(start, batches, F16, 1e-3, stop=False)  # the guarded step itself: skip, restore the buffers, go on
     seen, before, after = published.losses, evaluate(published.net, (x, y)), evaluate(cured.net, (x, y))
     out.row("fp16", f"train loss {seen[-1]:.3g}, eval {before:.3g}; {', '.join(published.sick)}", run,
             f"{len(cured.skipped)} step skipped, eval {after:.3g}")

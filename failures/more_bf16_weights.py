@@ -2,12 +2,13 @@
 bf16 weights that never move
 
 Reported    vllm-project/speculators 765: all norm weights are still exactly 1.0 after training.
-First bad   nothing is NaN. The first update of a weight of 1.0 is lost, and so is every later one.
+First bad   No number is NaN. The first update of a weight of 1.0 is lost, and so is every later update.
 Why         bf16 has 8 bits of significand: below 1 the next number is 1 - 2^-8 = 0.996. AdamW moves a weight by about
-            lr = 1e-3, less than half of that gap (2^-9 = 0.00195), so 1 - 0.001 rounds to 1.0. Each step starts over.
-Cure        fp32 master weights: the updates add up there, and the bf16 copy follows once they are worth a step.
-Tried, no   More epochs: nothing adds up.
-Evidence    Mechanism only: a LayerNorm's gain under a steady gradient.
+            lr = 1e-3. This is less than half of the gap (2^-9 = 0.00195), so 1 - 0.001 rounds to 1.0, in every step.
+Cure        fp32 master weights. The updates add up in the master, and the bf16 copy follows when their sum is large
+            enough for bf16.
+Tried, no   More epochs: no update is kept, so nothing adds up.
+Evidence    Mechanism only: the gain of a LayerNorm under a steady gradient.
 Run         python failures/more_bf16_weights.py
 """
 

@@ -1,14 +1,16 @@
 """
 A loss in fp16 overflows at scale 65536, whatever the model does
 
-Reported    No thread: read in the training loops of Swin and VMamba, which call the criterion outside autocast.
-First bad   the gradient of the loss itself, aten._to_copy in its backward, at step 1 and at each growth back.
-Why         The loss of fp16 logits outside autocast is an fp16 number, and its gradient is the loss scale itself:
-            65536 > 65504 is inf. At PyTorch's default scale the first step always overflows; every time the scale has
-            grown back to 65536 one more step is lost.
+Reported    No thread. The training loops of Swin and VMamba call the criterion outside autocast.
+First bad   The gradient of the loss itself, aten._to_copy in its backward, in step 1 and whenever the scale has grown
+            back to 65536.
+Why         Outside autocast the loss of fp16 logits is an fp16 number, and its gradient is the loss scale: 65536 >
+            65504 is inf. At PyTorch's default scale the first step always overflows. One more step is lost every time
+            the scale has grown back to 65536.
 Cure        logits.float() before the loss.
-Tried, no   A lower rate: the gradient of the loss does not depend on it. (Soft labels in fp32 promote, and hide it.)
-Evidence    Mechanism only, with that call. The scale grows every 3 steps here, not every 2000.
+Tried, no   A lower learning rate: the gradient of the loss does not depend on it. (Soft labels in fp32 promote the
+            logits to fp32, and hide the failure.)
+Evidence    Mechanism only, with the same call. The scale grows every 3 steps here, not every 2000.
 Run         python failures/more_fp16_loss.py
 """
 
@@ -32,7 +34,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict]:
         logits = self.head(F.avg_pool2d(x, 4).flatten(1))
-        with torch.autocast("cpu", enabled=False):  # the published loops compute it after autocast has ended
+        with torch.autocast("cpu", enabled=False):  # the published loops compute the loss after autocast has ended
             return F.cross_entropy(logits.float() if self.fixed else logits, y), {}
 
 
@@ -45,7 +47,7 @@ def case(steps: int = 12) -> Case:
     fixed.fixed = True
     published = bare(start, batches, F16, 1e-3, growth_interval=3)
 
-    def run_step(batch: tuple, fp32: bool) -> Tensor:  # with its loss scale: at scale 1 the step is healthy
+    def run_step(batch: tuple, fp32: bool) -> Tensor:  # with the loss scale: at scale 1 the step is healthy
         with autocast(torch.float32 if fp32 else F16):
             loss, _ = start(*batch)
         (loss if fp32 else loss * torch.tensor(65536.0)).backward()

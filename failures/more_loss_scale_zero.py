@@ -1,14 +1,14 @@
 """
 GradScaler: the loss scale falls to 0, and the next good step writes NaN
 
-Reported    pytorch 99640, 40497: after a bad stretch the scale is 0 and the weights are NaN.
-First bad   the weights, at the first *healthy* step after 166 bad ones or more.
-Why         Each bad step halves the scale, and there is no floor: 65536 = 2^16, fp32's smallest number is 2^-149, so
-            the 166th halving gives exactly 0. Then a healthy step: 0 * g is finite, so it is not skipped; unscaling
-            multiplies by 1/0 = inf, and 0 * inf is NaN, in every weight.
-Cure        A floor: amp_policy.LossScaler stops at 1. A step that is bad at scale 1 is bad for another reason.
-Tried, no   Waiting: the scale cannot help a forward that overflows. A higher init_scale buys one step a doubling.
-Evidence    Mechanism only: a batch too large for fp16, 170 times, then good ones.
+Reported    pytorch 99640, 40497: after many bad steps the scale is 0 and the weights are NaN.
+First bad   The weights, at the first *healthy* step after 166 bad ones or more.
+Why         Each bad step halves the scale, and there is no floor. 65536 is 2^16 and the smallest number of fp32 is
+            2^-149, so the 166th halving gives exactly 0. In the next healthy step 0 * g is finite, so the step is not
+            skipped. Unscaling multiplies by 1/0 = inf, and 0 * inf is NaN, in every weight.
+Cure        A floor: amp_policy.LossScaler stops at 1. A step that is bad at scale 1 has another cause.
+Tried, no   To wait: the scale cannot help a forward that overflows. A higher init_scale: each doubling gains one step.
+Evidence    Mechanism only: a batch too large for fp16, 170 times, then good batches.
 Run         python failures/more_loss_scale_zero.py
 """
 

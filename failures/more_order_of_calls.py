@@ -2,13 +2,13 @@
 Right calls, wrong order: the optimizer steps twice, the clip comes before unscale_
 
 Reported    torchvision, pull request 4547, mended by 4874: its reference loop called scaler.step(optimizer) and then
-            optimizer.step() again. PyTorch's AMP notes warn of clipping before unscale_.
-First bad   the weights, at step 1: the scaler skips an overflow, the second optimizer.step() writes it.
-Why         scaler.step() asks before it steps; optimizer.step() does not ask. And a clip before unscale_ compares its
-            limit of 1 with a gradient that is 65536 times too large: it always clips, and what is left after the
-            division is 1/65536 of the limit. Nothing is NaN; SGD just stands still.
+            optimizer.step() again. PyTorch's AMP notes warn against clipping before unscale_.
+First bad   The weights, in step 1: the scaler skips an overflow, and the second optimizer.step() writes it.
+Why         scaler.step() checks before it steps; optimizer.step() does not check. A clip before unscale_ compares its
+            limit of 1 with a gradient that is 65536 times too large. It always clips, and after the division 1/65536 of
+            the limit is left. No number is NaN; SGD just does not move.
 Cure        One call that unscales, measures, clips and decides, in this order (ClippedAdamW.step).
-Tried, no   A larger clipping limit: it would have to follow the scale. A lower rate: inf stays inf.
+Tried, no   A larger clipping limit: it would have to follow the scale. A lower learning rate: inf stays inf.
 Evidence    Mechanism only: torchvision's loop of October 2021 on a small network whose first steps overflow at 65536.
 Run         python failures/more_order_of_calls.py
 """

@@ -1,23 +1,26 @@
 """
 nanoVLM: three NaNs that look like one
 
-Reported    huggingface/nanoVLM issue 50 (loss NaN, 360M model, DocVQA), 165 (NaN with torch 2.4.1, fine from 2.6: in
-            bf16, the default!), 187 (NaN from step 0 on a 3090). The usual answers: "use bf16", "raise max_length".
-First bad   (a) softmax of a padding row, step 1; (b) the loss of a batch of long samples; (c) none: they are 0.
-Why         (a) The mask is (1 - mask) * finfo(float32).min, made after a rotary embedding in fp32. Autocast casts it to
-                half, where -3.4e38 is -inf, in bf16 as well (it rounds up past its largest, 3.39e38). Prompts are
-                padded on the left and attention is causal, so a padding row sees padding only: softmax over nothing
-                but -inf is 0/0. The loss ignores these rows; 0 * NaN in the next layer does not.
-            (b) A sample longer than max_length got all its labels set to -100. A batch of those: a mean over no token,
-                0/0, in any precision. The gradients are 0 and finite: the weights live, the epoch's mean is NaN.
-            (c) fp16 autocast without a GradScaler. (p - y) / tokens falls below 6e-8, the smallest number of fp16:
-                no NaN, no error, gradients that are exactly 0.
-Cure        (a) A bool mask, and each row may at least see itself. (b) Divide by max(count, 1). (c) A scaler, or bf16.
-Tried, no   bf16 cures (c) only. A smaller model or rate, clipping: none of the three. A newer torch hides (a): its
-            attention returns 0 for an empty row; the mask stays wrong. A larger max_length makes (b) rare.
-Evidence    Upstream's mask, collator and loop distilled around a two-layer causal model (captions of synthetic images,
-            left-padded). (a) runs the plain softmax that torch 2.4's fallback was. Which of the three hit the reporter
-            of 50 is not known.
+Reported    huggingface/nanoVLM issue 50 (loss NaN, 360M model, DocVQA), 165 (NaN with torch 2.4.1, fine from 2.6 on; in
+            bf16, the default), 187 (NaN from step 0 on a 3090). The usual answers: "use bf16", "raise max_length".
+First bad   (a) The softmax of a padding row, in step 1. (b) The loss of a batch of long samples. (c) No number is bad:
+            the gradients are 0.
+Why         (a) The mask is (1 - mask) * finfo(float32).min, made after a rotary embedding in fp32. Autocast casts the
+                mask to half, where -3.4e38 is -inf. In bf16 too: it rounds up past bf16's largest number, 3.39e38.
+                Prompts are padded on the left and attention is causal, so a padding row sees padding only. Softmax over
+                nothing but -inf is 0/0. The loss ignores these rows, but 0 * NaN in the next layer is NaN.
+            (b) A sample longer than max_length has all its labels set to -100. In a batch of such samples the loss is a
+                mean over no token: 0/0, in any precision. The gradients are 0 and finite: the weights live, and the
+                epoch's mean loss is NaN.
+            (c) fp16 autocast without a GradScaler. (p - y) / tokens falls below 6e-8, the smallest number of fp16: no
+                NaN, no error, and gradients that are exactly 0.
+Cure        (a) A bool mask, and each row may see at least itself. (b) Divide by max(count, 1). (c) A scaler, or bf16.
+Tried, no   bf16 cures (c) only. A smaller model, a lower learning rate and clipping cure none of the three. A newer
+            torch hides (a): its attention returns 0 for an empty row, but the mask stays wrong. A larger max_length
+            makes (b) rare.
+Evidence    Upstream's mask, collator and loop around a two-layer causal model (captions of synthetic images, padded on
+            the left). (a) runs the plain softmax that torch 2.4 fell back to. Nobody knows which of the three the
+            reporter of issue 50 met.
 Run         python failures/nanovlm_masked_rows.py
 """
 
@@ -46,7 +49,7 @@ def collate(x: Tensor, y: Tensor, prompts: list[str], max_length: int, length: i
         ids = torch.tensor([0] * (length - len(words)) + [WORDS.index(word) for word in words])
         labels = ids.roll(-1)
         labels[-1] = labels[: length - len(words)] = IGNORE
-        if len(words) > max_length:  # data/collators.py: the sample stays, its labels go
+        if len(words) > max_length:  # as in data/collators.py: the sample stays, its labels are ignored
             labels[:] = IGNORE
         rows.append((ids, ids != 0, labels))
     return x, *(torch.stack(column) for column in zip(*rows, strict=True))
@@ -65,7 +68,7 @@ class Attention(nn.Module):
             see = causal & mask[:, None] | torch.eye(T, dtype=torch.bool)
             logits = logits.masked_fill(~see, float("-inf"))
         else:
-            padding = (1.0 - mask.float())[:, None] * torch.finfo(torch.float32).min  # q was fp32, after the rotary
+            padding = (1.0 - mask.float())[:, None] * torch.finfo(torch.float32).min  # q is fp32: rotary
             logits = (logits + padding.to(logits.dtype)).masked_fill(~causal, float("-inf"))
         return self.proj(logits.softmax(-1) @ v)
 
@@ -92,8 +95,10 @@ class VLM(nn.Module):
 
 
 def zero_share(dtype: torch.dtype, scale: float = 1.0) -> tuple[float, list[str]]:
-    """(c) Share of the attention's gradients that are exactly 0, and what the probes say. 32 accumulated batches of
-    16384 tokens, as upstream trains; 1024 of them are computed, the rest is in the divisor."""
+    """(c) The share of the attention's gradients that are exactly 0, and what the probes say.
+
+    Upstream accumulates 32 batches of 16384 tokens. 1024 tokens are computed here; the divisor counts all of them.
+    """
     torch.manual_seed(0)
     net = VLM(True, True, vocabulary=1024)
     net.lm_head.weight.data.normal_(std=0.02)  # upstream's initialisation
@@ -111,12 +116,12 @@ def case(steps: int = 12) -> list[Case]:
     chunks = [(x[i:i + 16], y[i:i + 16]) for i in (0, 16, 32)]
     usual = around([collate(*chunk, ["", "a photo of"], max_length=9) for chunk in chunks[:2]], steps)
     long = around([collate(*chunk, [""], max_length=5) for chunk in chunks[:2]], steps)
-    long[3] = collate(*chunks[2], ["a photo of"], max_length=5)  # chance brings together a batch of long samples
+    long[3] = collate(*chunks[2], ["a photo of"], max_length=5)  # by chance one batch holds long samples only
     mask, labels, zeros = (Case(f"nanoVLM {n}") for n in ("(a) masked rows", "(b) no label left", "(c) no scaler"))
     torch.manual_seed(0)
     start = VLM(mask_fixed=False, loss_fixed=False)
     half_fixed, fixed = copy.deepcopy(start), VLM(mask_fixed=True, loss_fixed=True)
-    for attn in half_fixed.attn:  # (b) keeps the published loss and nothing else, so that each table has one cause
+    for attn in half_fixed.attn:  # (b) keeps only the published loss: each table shows one cause
         attn.fixed = True
     fixed.load_state_dict(start.state_dict())
 

@@ -1,21 +1,24 @@
 """
 OpenDiT: a fused kernel that is right for one sample
 
-Reported    NUS-HPC-AI-Lab/VideoSys issue 74: DiT on CIFAR-10, the loss falls normally and turns NaN around epoch 5, in
-            fp16 and in bf16. Usually told as "1000 classes for 10 make probabilities tiny; use bf16; set num_classes".
-First bad   the first forward, in the modulate of block 0: finite, and wrong. The loss explodes later, here at step 66.
-Why         x * (1 + scale) + shift, a scale and a shift per sample. The kernel took the sample from the number of its
-            *block* of rows, block // tokens * BLOCK, instead of row // tokens. One sample: 0, which is right. With 36,
-            nearly all get sample 0's. The backward uses the same wrong row for dx but books the scale's gradient on the
-            right sample: it is the gradient of no function, and the optimizer follows it uphill.
+Reported    NUS-HPC-AI-Lab/VideoSys issue 74: DiT on CIFAR-10. The loss falls normally and becomes NaN around epoch 5,
+            in fp16 and in bf16. The usual story: "1000 classes for 10 make probabilities tiny; use bf16; set
+            num_classes".
+First bad   The first forward, in the modulate of block 0: its output is finite and wrong. The loss explodes later, here
+            at step 66.
+Why         x * (1 + scale) + shift has one scale and one shift for each sample. The kernel computed the sample from the
+            number of its *block* of rows, block // tokens * BLOCK, instead of row // tokens. With one sample the result
+            is 0, which is right. With 36 samples nearly all of them get the scale of sample 0. The backward uses the
+            same wrong row for dx, but adds the gradient of the scale to the right sample. So it is the gradient of no
+            function, and the optimizer follows it uphill.
 Cure        row // tokens, or the kernel switched off (upstream it is an option). Before step 1: a gradient check with
-            two samples, which asks for no reference implementation.
-Tried, no   bf16, fp32: arithmetic is innocent, fp16 only turns the explosion into NaN. Clipping: the direction is
-            wrong, whatever its length. num_classes: labels go through a lookup table, there is no softmax over classes,
-            and unused rows move by exactly 0. It matters for sampling (the null class is row num_classes) and with fp16
-            weights under AdamW, whose 0/0 hits those rows.
+            two samples, which needs no reference implementation.
+Tried, no   bf16 and fp32: precision is not the cause, fp16 only turns the explosion into NaN. Clipping: the direction
+            is wrong, whatever its length. num_classes: labels go through a lookup table, there is no softmax over
+            classes, and unused rows move by exactly 0. num_classes matters for sampling (the null class is row
+            num_classes) and for fp16 weights under AdamW, whose 0/0 destroys the unused rows.
 Evidence    The kernel's indexing and its backward, emulated in torch (the kernel is Triton), in a small pixel DiT. The
-            maintainers confirmed wrong pointers for batches above 1 (issue 119); its unit test used a batch of 1.
+            maintainers confirmed wrong pointers for batches above 1 (issue 119). Their unit test used a batch of 1.
 Run         python failures/opendit_modulate_kernel.py
 """
 
@@ -76,7 +79,7 @@ class Block(nn.Module):
 
 
 class DiT(nn.Module):
-    """8x8 images, 16 patches of 2x2: predicts the noise. Class num_classes is the null class."""
+    """Predicts the noise in 8x8 images of 16 patches, 2x2 each. Class num_classes is the null class."""
 
     def __init__(self, num_classes: int = 10, dim: int = 32, depth: int = 4):
         super().__init__()
@@ -114,8 +117,10 @@ def diffusion(steps: int, size: int = 36) -> list[tuple[Tensor, ...]]:
 
 
 def gradient_check(net: nn.Module, samples: int) -> str:
-    """The first modulate whose backward is not the derivative of its forward; "" if none. fp64, and 5 tokens, which
-    do not divide BLOCK. It would pass a wrong forward whose backward agrees with it."""
+    """The first modulate whose backward is not the derivative of its forward; "" if there is none.
+
+    In fp64, with 5 tokens, which do not divide BLOCK. A wrong forward whose backward agrees with it would pass.
+    """
     torch.manual_seed(0)
     shapes = (samples, 5, 3), (samples, 3), (samples, 3)
     inputs = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
@@ -124,7 +129,7 @@ def gradient_check(net: nn.Module, samples: int) -> str:
 
 
 def exploded(losses: list[float]) -> int:
-    """The first step after the 25th with a loss over 1, that of a model that knows nothing; NaN counts. 0: none."""
+    """The first step after the 25th with a loss above 1 (that of an untrained model) or NaN; 0 if none."""
     return next((step for step, loss in enumerate(losses, 1) if step > 25 and not loss <= 1), 0)
 
 

@@ -1,8 +1,8 @@
 """
 All failures, one after the other, and one table: python failures/run_all.py   (2 cores: about a minute)
 
-It prints each case's own table with its claims, then one line a case, written as Markdown to failures/TABLE.md, and
-leaves with 1 if any claim failed.
+It prints the table and the claims of each case. Then it prints one line for each case, and writes these lines as
+Markdown to failures/TABLE.md. It exits with 1 if a claim failed.
 """
 
 import sys
@@ -32,7 +32,7 @@ FILES = (vmamba_eval_nan, swin_attention_overflow, nanovlm_masked_rows, trellis_
 
 
 def markdown(cases: list[tuple[str, Case]]) -> str:
-    """One row a case: its first row, which is the one that was reported."""
+    """One row for each case: its first row, which is the reported one."""
     lines = ["| case | dtype | as published | guarded: what is named | cured | holds |", "|---|---|---|---|---|---|"]
     for file, case in cases:
         dtype, *cells = (str(cell).replace("|", "/") for cell in case.rows[0])

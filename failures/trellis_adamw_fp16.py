@@ -1,21 +1,21 @@
 """
 TRELLIS: AdamW on half weights divides 0 by 0
 
-Reported    microsoft/TRELLIS issue 162: fine-tuning the SLat VAE loaded as "..._fp16", gradients healthy (about 6e-6),
-            all fp16 parameters NaN after one optimizer step. TripoSF 5, pytorch 147437: the same.
-First bad   the first fp16 weight, written by the optimizer in step 1. Forward, backward and gradients are finite, so
+Reported    microsoft/TRELLIS issue 162: fine-tuning of the SLat VAE loaded as "..._fp16"; gradients are healthy (about
+            6e-6), and all fp16 parameters are NaN after one optimizer step. TripoSF 5 and pytorch 147437: the same.
+First bad   The first fp16 weight, written by the optimizer in step 1. Forward, backward and gradients are finite, so
             detect_anomaly sees nothing.
-Why         step = m / (sqrt(v) + eps). fp16's smallest number is 5.96e-8, so eps = 1e-8 is exactly 0, and so is
-            v = 0.001 * g^2 for |g| < 5.4e-3. What is left is m / 0: inf, and NaN where the gradient is 0.
-Cure        fp32 master weights with fp32 moments, the fp16 copy written once a step. (TRELLIS itself does:
-            "inflat_all", one flat fp32 master. A user's own loop has to do it too.) ClippedAdamW(..., masters=True).
-Tried, no   eps=1e-4: no NaN, because v stays 0 and the step becomes lr * m / eps: far too small below g = 1e-4, far too
-            large above; the table says how far the weights travel. amsgrad: the maximum of zeros. GradScaler: refuses
-            half gradients. fused=True computes in fp32 and hides the NaN, but still stores v as 0, and the weights
-            travel hundreds of times too far. Clipping, a lower rate: 0/0 does not care.
-Evidence    The VAE's structure distilled (fp32 input and output layers, fp16 blocks, fp32 norms), torch's own AdamW.
-            The arithmetic between the fp16 weights is fp32 here, since a CPU emulates fp16; weights and gradients are
-            fp16, which is all that the failure needs. bench/adam_in_half.py measures more.
+Why         step = m / (sqrt(v) + eps). The smallest number of fp16 is 5.96e-8, so eps = 1e-8 is exactly 0, and so is
+            v = 0.001 * g^2 for |g| < 5.4e-3. The rest is m / 0: inf, and NaN where the gradient is 0.
+Cure        fp32 master weights with fp32 moments; the fp16 copy is written once in each step. TRELLIS itself does this
+            ("inflat_all", one flat fp32 master); a user's own loop must do it too: ClippedAdamW(..., masters=True).
+Tried, no   eps=1e-4: no NaN, because v stays 0 and the step becomes lr * m / eps. That is far too small below g = 1e-4
+            and far too large above; the table says how far the weights travel. amsgrad: the maximum of zeros is 0.
+            GradScaler refuses half gradients. fused=True computes in fp32 and hides the NaN. But it still stores v as
+            0, and the weights travel hundreds of times too far. Clipping and a lower learning rate: 0/0 stays 0/0.
+Evidence    The structure of the VAE (fp32 input and output layers, fp16 blocks, fp32 norms) with torch's own AdamW. The
+            arithmetic between the fp16 weights is fp32 here, since a CPU emulates fp16. Weights and gradients are fp16,
+            and the failure needs no more. bench/adam_in_half.py measures more.
 Run         python failures/trellis_adamw_fp16.py
 """
 
@@ -41,7 +41,7 @@ ROWS = {  # name: torch.optim.AdamW's options
 
 
 class Linear(nn.Linear):
-    """Weights in any dtype, arithmetic in fp32: the cast's backward hands over the gradient in the weights' dtype."""
+    """Weights in any dtype, arithmetic in fp32. The backward of the cast returns the gradient in the weights' dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.float(), self.bias.float())
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class VAE(nn.Module):
-    """Images as 64 patches of 48 numbers, through 8 numbers a patch, and back."""
+    """Images as 64 patches of 48 numbers, reduced to 8 numbers for each patch, and back."""
 
     def __init__(self, dim: int = 64, code: int = 8):
         super().__init__()
@@ -78,14 +78,14 @@ class VAE(nn.Module):
 
 
 def travelled(net: VAE, start: VAE) -> float:
-    """Distance that the blocks' weights have gone (2-norm)."""
+    """The distance (2-norm) that the weights of the blocks have moved."""
     pairs = zip(net.named_parameters(), start.parameters(), strict=True)
     return torch.stack([(p.detach().float() - q.detach().float()).norm() for (name, p), q in pairs
                         if name.startswith(("encoder", "decoder"))]).norm().item()
 
 
 def too_far(size: float, steps: int = 100) -> float:
-    """eps=1e-4 on fp16 state under gradients of about `size`: distance travelled / that of plain fp32 AdamW."""
+    """eps=1e-4 on fp16 state, gradients of about `size`: the distance moved, divided by that of plain fp32 AdamW."""
     noise, ends = torch.Generator().manual_seed(0), []
     grads = (1 + 0.1 * torch.randn(steps, 256, generator=noise)) * size
     for dtype, eps in ((F16, 1e-4), (F32, 1e-8)):
@@ -106,7 +106,7 @@ def case(steps: int = 60) -> Case:
     start = VAE()
     half = copy.deepcopy(start)
     for block in (half.encoder, half.decoder):
-        block.half()  # what from_pretrained("..._fp16") does: the blocks' weights, nothing else
+        block.half()  # as from_pretrained("..._fp16") does: the weights of the blocks only
     fp32 = bare(start, batches, F32, LR)
     full = travelled(fp32.net, start)
     cured = guarded(half, batches, F32, LR, masters=True)
@@ -128,7 +128,7 @@ def case(steps: int = 60) -> Case:
     out.claim("eps=1e-4 trades the NaN for a wrong step: too small for small gradients, too large for large ones",
               small < 0.2 and large > 3)
 
-    once = bare(half, batches[:1], F32, LR, foreach=True, clip=1e9)  # no limit: the clip measures the norm
+    once = bare(half, batches[:1], F32, LR, foreach=True, clip=1e9)  # 1e9 never clips; it only measures the norm
     weights = {d: torch.cat([p.flatten() for p in once.net.parameters() if p.dtype is d]) for d in (F16, F32)}
     gone = {dtype: 1 - w.isfinite().float().mean().item() for dtype, w in weights.items()}
     out.notes.append(f"step 1: gradient norm {once.norms[0]:.2g}; then {gone[F16]:.1%} of the fp16 weights are NaN or "

@@ -1,23 +1,24 @@
 """
 VMamba: evaluation wrote its scan in fp16, training did not
 
-Reported    MzeroMiko/VMamba issue 165: training under AMP is fine, the test loss is NaN; 78 and 138 ask the same, 252
-            about a gradient norm of inf. Usually told as "torch.no_grad() forces float16": no_grad changes no dtype.
-First bad   the scan's output, cast to fp16 as it leaves the scan, at the first evaluation; no step has any.
-Why         From 23 February to 1 March 2024 the model chose the precision by `self.training`: fp32 out of the scan in
-            training, the input's dtype (fp16) in evaluation. y = C * B * delta * x is a product of four activations,
-            and nothing bounds it. The four directions are summed in the same dtype, and only then comes the LayerNorm.
-            Beyond 65504 the sum is inf, inf - inf in the norm is NaN, and every logit is NaN.
-            The norm's inf is something else: the loss scale tries too high a value, that step is skipped, the scale
-            halves. A log that averages the norm over such a step prints inf for the rest of the epoch.
-Cure        Precision is decided by the policy, never by `self.training`: scan, sum and norm are one fp32 island, and
-            the half copy is made after the norm (upstream since 561d3a3). Evaluation forced to fp32 (our default)
-            needs no change in the model, and gives the same numbers with force_fp32 True and False.
-Tried, no   force_fp32=True (it was `self.training and ...`: it changed training only). Gradient clipping, a lower
-            rate, more warm-up: the gradients were never bad.
-Evidence    Upstream's structure distilled: in_proj, depthwise conv, four-way scan, sum, norm, out_proj; d_state 1 as in
-            VMamba-v2. x_proj and the convolution start 30 times too large: that stands in for 300 epochs at 3136
-            tokens. From a healthy start nothing overflows at this size. The loss scale grows every 3 steps, not 2000.
+Reported    MzeroMiko/VMamba issue 165: training under AMP is fine, the test loss is NaN. Issues 78 and 138 ask the
+            same; 252 asks about a gradient norm of inf. The usual story: "torch.no_grad() forces float16". But no_grad
+            changes no dtype.
+First bad   The scan's output, cast to fp16 as it leaves the scan, at the first evaluation. No training step is bad.
+Why         From 23 February to 1 March 2024 the model chose the precision by `self.training`: the scan's output was
+            fp32 in training and the input's dtype (fp16) in evaluation. y = C * B * delta * x is a product of four
+            activations, and nothing bounds it. The four directions are summed in the same dtype before the LayerNorm.
+            Above 65504 the sum is inf, inf - inf in the norm is NaN, and every logit is NaN.
+            The gradient norm of inf has another cause: the loss scale tries too high a value, that step is skipped, and
+            the scale halves. A log that averages the norm over such a step prints inf for the rest of the epoch.
+Cure        The policy decides the precision, never `self.training`. Scan, sum and norm are one fp32 island, and the
+            half copy is made after the norm (upstream since 561d3a3). Evaluation forced to fp32 (our default) needs no
+            change in the model, and gives the same numbers with force_fp32 True and False.
+Tried, no   force_fp32=True: it was `self.training and ...`, so it changed training only. Gradient clipping, a lower
+            learning rate, more warm-up: the gradients were never bad.
+Evidence    Upstream's structure: in_proj, depthwise conv, four-way scan, sum, norm, out_proj; d_state 1 as in
+            VMamba-v2. x_proj and the convolution start 30 times too large, in place of 300 epochs at 3136 tokens. From
+            a healthy start nothing overflows at this size. The loss scale grows every 3 steps, not every 2000.
 Run         python failures/vmamba_eval_nan.py
 """
 
@@ -35,7 +36,7 @@ from amp_policy import capabilities, choose_policy, disagreement, fp32_eval, kee
 from autopsy import StepRecord, examine
 from failures.loops import BF16, F16, F32, NAMES, Case, around, autocast, bare, guarded, images, rerun, show, where
 
-GROWN = 30.0  # what training for long did to the scan's inputs
+GROWN = 30.0  # how much larger long training made the scan's inputs
 
 
 class Scan(nn.Module):
@@ -64,7 +65,7 @@ class Scan(nn.Module):
         return self.norm(y).to(x.dtype).view(B, H, W, D)
 
     def scan(self, x: Tensor, delta: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """(B, 4, L, D), one step of the recurrence a token. Like the kernel it counts in fp32, whatever it reads."""
+        """(B, 4, L, D), one step of the recurrence for each token. Like the kernel it computes in fp32 on any input."""
         with torch.autocast("cpu", enabled=False):
             x, b, c, delta = x.float(), b.float(), c.float(), F.softplus(delta.float())
             keep, put = torch.exp(-delta * self.A.exp()[:, None]).unbind(2), (delta * b * x).unbind(2)
@@ -75,7 +76,7 @@ class Scan(nn.Module):
 
 
 class VMamba(nn.Module):
-    """32x32 images, patches of 4: 64 tokens. Returns (loss, metrics), metrics a row per image."""
+    """32x32 images, patches of 4: 64 tokens. Returns (loss, metrics); metrics have one row for each image."""
 
     def __init__(self, dim: int = 16):
         super().__init__()

@@ -18,6 +18,10 @@ RECIPE = {"lr": 1e-3, "lr_scale": {}, "warmup": 0.2, "weight_decay": 0.05, "muon
 MODELS = {}  # name: (build(class_names, image_size) -> network, recipe)
 
 
+class DoesNotFit(ValueError):
+    """The images do not suit the model: a sentence for the user, not a bug."""
+
+
 def add(presets, constructor, **recipe):
     for name, preset in presets.items():
         MODELS[name] = lambda names, size, preset=preset: constructor(names, size, preset), RECIPE | recipe
@@ -30,7 +34,7 @@ def patches(constructor):
         preset = dict(preset)
         grid = preset.pop("grid", None)
         if grid and size % grid:
-            raise ValueError(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
+            raise DoesNotFit(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
         if grid:
             preset["patch_size"] = size // grid
         classes = {"class_names": names} if constructor is vlm.VLM else {"num_classes": len(names)}

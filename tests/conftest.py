@@ -1,4 +1,7 @@
+import inspect
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,26 @@ import report
 import train
 from data import synthetic
 from models import RECIPE
+
+HERE = str(Path(__file__).parent)
+LONG = re.compile(r"\bsubprocess\.|\bspawn\(|\bfork\(|\btrain\.main\(")
+
+
+def is_long(thing, seen):
+    """Whether a test starts a process or runs train.py; looks into the helpers and fixtures that the test names."""
+    seen.add(thing)
+    source = inspect.getsource(thing)
+    known = {**globals(), **vars(inspect.getmodule(thing))}
+    named = [inspect.unwrap(known[word]) for word in re.findall(r"\w+", source) if callable(known.get(word))]
+    named = {x for x in named if inspect.isfunction(x) or inspect.isclass(x)}
+    ours = {x for x in named - seen if str(getattr(inspect.getmodule(x), "__file__", "")).startswith(HERE)}
+    return bool(LONG.search(source)) or any(is_long(helper, seen) for helper in ours)
+
+
+def pytest_itemcollected(item):
+    """`-m quick` takes every test that starts no process, does not run train.py and is not marked slow (over 5 s)."""
+    if not item.get_closest_marker("slow") and not is_long(inspect.unwrap(item.function), set()):
+        item.add_marker("quick")
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +70,7 @@ def run(image_folder, tmp_path, capsys, monkeypatch):
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         return code, json.loads(last) if last.startswith("{") else None, printed.err, lines
 
-    go.folder = tmp_path / "run"
+    go.folder, go.images = tmp_path / "run", str(image_folder)
     return go
 
 

@@ -15,7 +15,7 @@ def smoke(name):
     """What a bench prints, and the record in its last line."""
     command = [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(done.stdout.splitlines()[-1])
 

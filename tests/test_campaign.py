@@ -14,7 +14,8 @@ def outcome(request, tmp_path_factory):
     ranks, file = request.param, tmp_path_factory.mktemp("campaign") / "cells.json"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks > 1 else []
     done = subprocess.run([sys.executable, *launch, str(campaign.ROOT / "tests" / "campaign.py"), str(file)],
-                          capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          capture_output=True, text=True, timeout=3600,  # not a hang: 200 runs one after the other
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert file.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     return ranks, json.loads(file.read_text())["cells"]
 

@@ -1,6 +1,8 @@
 """checkpoint.py: every fault is planted (a cut, a bit, a kill, a full disk, a NaN), and a whole file must remain."""
 
 import errno
+import hashlib
+import io
 import os
 import random
 import resource
@@ -24,7 +26,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def python(*arguments, **kwargs):
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100, **kwargs)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=600, **kwargs)
 
 
 def save(path, state):
@@ -83,7 +85,15 @@ def test_plain_torch_and_plain_zip_tools_open_the_file(tmp_path):
     for mmap in (False, True):
         assert torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)["model"]["weight"][0, 0] == 3
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
-        assert archive.testzip() is None and archive.comment.startswith(b"sha256:")
+        assert archive.testzip() is None
+
+
+def test_a_file_of_the_older_format_with_its_checksum_in_the_archives_comment_loads_too(tmp_path):
+    buffer = io.BytesIO()
+    torch.save(toy(3.0), buffer)
+    body = buffer.getvalue()[:-2] + (71).to_bytes(2, "little")
+    (tmp_path / "old.pt").write_bytes(body + b"sha256:" + hashlib.sha256(body).hexdigest().encode())
+    assert load(tmp_path / "old.pt")["model"]["weight"][0, 0] == 3
 
 
 def test_a_file_cut_at_any_byte_is_refused(tmp_path):
@@ -96,16 +106,30 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path):
             load(cut)
 
 
-def test_a_flipped_bit_at_any_byte_is_refused(tmp_path):
+def same(a, b):
+    """Whether two states hold the same names and bits."""
+    a, b = (dict(checkpoint.named_tensors(state)) for state in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_a_flipped_bit_at_any_byte_is_refused_or_does_not_matter(tmp_path):
     save(tmp_path / "x.pt", toy())
-    whole, dice = (tmp_path / "x.pt").read_bytes(), random.Random(0)
+    whole, dice, harmless = (tmp_path / "x.pt").read_bytes(), random.Random(0), []
     assert len(whole) > 1500
     for position in range(len(whole)):
         bad = bytearray(whole)
         bad[position] ^= 1 << dice.randrange(8)
         (tmp_path / "bad.pt").write_bytes(bad)
-        with pytest.raises(CheckpointError, match=r"bad\.pt"):
-            load(tmp_path / "bad.pt")
+        try:
+            assert same(load(tmp_path / "bad.pt"), toy()), position
+            harmless.append(position)
+        except CheckpointError as error:
+            assert "bad.pt" in str(error)
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:  # what is harmless lies between the records: padding, dates
+        for record in archive.infolist():
+            start = whole.index(archive.read(record), record.header_offset)
+            assert not set(range(start, start + record.file_size)) & set(harmless), record.filename
+    assert len(harmless) < 0.7 * len(whole)
 
 
 def test_plain_torch_load_misses_a_flipped_bit_that_the_checksum_sees(tmp_path):
@@ -118,14 +142,17 @@ def test_plain_torch_load_misses_a_flipped_bit_that_the_checksum_sees(tmp_path):
         load(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"hello", b"\x80\x02}q\0.", bytes(5000), "torch", "legacy", "folder",
+@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"hello", b"\x80\x02}q\0.", bytes(5000), "zip", "legacy", "folder",
                                   None])
 def test_a_foreign_file_gives_one_sentence_with_its_name(tmp_path, data):
     path = tmp_path / "foreign.pt"
     if data == "folder":
         path.mkdir()
-    elif data in ("torch", "legacy"):
-        torch.save(toy(), path, _use_new_zipfile_serialization=data == "torch")
+    elif data == "legacy":
+        torch.save(toy(), path, _use_new_zipfile_serialization=False)
+    elif data == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("hello.txt", "hello")
     elif data is not None:
         path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
@@ -143,7 +170,7 @@ class Evil:
 
 def test_code_in_a_file_with_a_right_checksum_is_not_run(tmp_path):
     path, planted = tmp_path / "evil.pt", tmp_path / "planted"
-    path.write_bytes(checkpoint._serialise({"model": Evil(planted)}))
+    torch.save({"model": Evil(planted)}, path)
     with pytest.raises(CheckpointError, match=r"evil\.pt is refused.*mkdir"):
         load(path)
     assert not planted.exists()
@@ -151,7 +178,7 @@ def test_code_in_a_file_with_a_right_checksum_is_not_run(tmp_path):
     assert planted.exists()
 
 
-@pytest.mark.parametrize("thing", [signal.SIGTERM, Path("x"), {1, 2}, torch.float16, 1j, object()], ids=str)
+@pytest.mark.parametrize("thing", [signal.SIGTERM, Path("x"), {1, 2}, slice(1), object()], ids=str)
 def test_what_could_not_be_read_back_is_refused_by_name(tmp_path, thing):
     with pytest.raises(CheckpointError, match=r"guard\.seen"):
         save(tmp_path / "x.pt", {"guard": {"seen": thing}})
@@ -173,7 +200,7 @@ def test_an_empty_or_missing_folder_has_no_newest(tmp_path):
 
 
 def test_a_damaged_last_falls_back_with_a_warning_to_the_one_before(folder):
-    flip(folder / "last.pt", 700)
+    flip(folder / "last.pt", 200)
     with pytest.warns(UserWarning, match=r"last\.pt is damaged.*falling back to the file before it"):
         path, state = Checkpoints(folder).newest()
     assert path.name == "last-1.pt" and state["step"] == 1
@@ -189,7 +216,7 @@ def test_no_whole_file_at_all_is_an_error_and_not_a_fresh_start(folder):
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     error = pytest.raises(CheckpointError, match=r"no whole checkpoint is left.*last\.pt.*last-1\.pt.*last_good\.pt")
-    with error, pytest.warns(UserWarning, match="has no checksum at its end"):
+    with error, pytest.warns(UserWarning, match="is damaged or truncated"):
         Checkpoints(folder).newest()
 
 
@@ -299,7 +326,7 @@ while True:
 def test_a_kill_before_any_system_call_of_a_save_leaves_a_whole_file(folder, tmp_path_factory, damaged):
     (folder / "last_good.pt").unlink()
     if damaged:
-        flip(folder / "last.pt", 700)   # a damaged last.pt must not push out last-1.pt before the new one is there
+        flip(folder / "last.pt", 200)   # a damaged last.pt must not push out last-1.pt before the new one is there
     result = python("-c", KILLED_AT_CALL, folder, tmp_path_factory.mktemp("x") / "copy",
                     cwd=Path(checkpoint.__file__).parent)
     assert result.returncode == 0, result.stderr
@@ -384,11 +411,11 @@ def test_an_error_in_the_background_surfaces_once_at_the_next_call(folder, monke
 # The loop goes on -----------------------------------------------------------------------------------------------------
 
 def test_the_loop_goes_on_and_changes_its_tensors_while_the_disk_is_slow(tmp_path, monkeypatch):
-    disk, real = threading.Event(), checkpoint._serialise
-    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(60) and real(host))
+    disk, real = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: disk.wait(600) and real(*args))
     checkpoints, state = Checkpoints(tmp_path), toy(1.0)
     checkpoints.save(state, 1)                          # comes back although the disk does not move
-    for _, tensor in checkpoint.tensors(state):
+    for _, tensor in checkpoint.named_tensors(state):
         tensor.fill_(9)
     checkpoints.save_best({"w": torch.ones(2)})         # another name: queues behind it, does not wait either
     checkpoints.poll()
@@ -396,12 +423,12 @@ def test_the_loop_goes_on_and_changes_its_tensors_while_the_disk_is_slow(tmp_pat
     disk.set()
     checkpoints.wait()
     saved = load(tmp_path / "last.pt")
-    assert all((tensor == 1).all() for _, tensor in checkpoint.tensors({**saved, "step": 1}))
+    assert all((tensor == 1).all() for _, tensor in checkpoint.named_tensors({**saved, "step": 1}))
 
 
 def test_a_save_waits_for_the_one_before_it_of_the_same_name(tmp_path, monkeypatch):
-    disk, real, in_memory = threading.Event(), checkpoint._serialise, []
-    monkeypatch.setattr(checkpoint, "_serialise", lambda host: disk.wait(60) and real(host))
+    disk, real, in_memory = threading.Event(), torch.save, []
+    monkeypatch.setattr(torch, "save", lambda *args: disk.wait(600) and real(*args))
     monkeypatch.setattr(checkpoint, "snapshot", lambda state: in_memory.append(disk.is_set()) or snapshot(state))
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(toy(), 1)
@@ -436,25 +463,75 @@ def test_a_cuda_state_is_saved_and_loads_on_the_cpu(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_non_finite_agrees_with_isfinite_wherever_it_is_planted(dtype):
     dice = random.Random(0)
-    largest = torch.finfo(dtype).max
+    largest = min(torch.finfo(dtype).max, 1.7e19)
     for shape in ((), (1,), (7, 5), (3, 1000)):
         clean = torch.full(shape, largest, dtype=dtype)
-        clean.view(-1)[0] = -largest   # max - min overflows; the state is finite all the same
+        clean.view(-1)[0] = -largest
         assert non_finite({"w": clean, "ids": torch.arange(3), "none": torch.empty(0, dtype=dtype)}) == []
-        for bad in (NAN, INF, -INF):
+        for bad in (NAN, INF, -INF) + (() if dtype == torch.float16 else (1.9e19, -1.9e19)):
             poisoned = clean.clone()
             poisoned.view(-1)[dice.randrange(clean.numel())] = bad
-            assert not poisoned.isfinite().all()
-            assert non_finite({"a": clean, "b": [clean, (poisoned,)]}) == ["b.1.0"]
+            assert bad in (1.9e19, -1.9e19) or not poisoned.isfinite().all()
+            assert non_finite({"weight": clean, "b": [clean, {"weight": poisoned}]}) == ["b.1.weight"]
 
 
 def test_non_finite_holds_no_number_of_a_mixed_state_against_another():
     """All extremes are looked at in one tensor: none may overflow in another's dtype, none may hide."""
     dtypes = (torch.float16, torch.float64, torch.bfloat16, torch.float32)
-    state = {str(dtype): torch.full((3,), torch.finfo(dtype).max, dtype=dtype) for dtype in dtypes}
+    state = {str(dtype): torch.full((3,), min(torch.finfo(dtype).max, 1.7e19), dtype=dtype) for dtype in dtypes}
     assert non_finite(state) == []
     for dtype in dtypes:
         assert non_finite({**state, str(dtype): torch.tensor([0, INF, 0], dtype=dtype)}) == [str(dtype)]
+
+
+@pytest.mark.parametrize("low", [-INF, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
+def test_a_mask_may_hold_minus_infinity_and_nothing_else_may(tmp_path, low):
+    causal = torch.full((5, 5), low).triu(1)
+    assert wrote(Checkpoints(tmp_path), {"model": {"attn.mask": causal, "attn.fill": torch.tensor(low)}}, 1) == []
+    assert torch.equal(load(tmp_path / "last.pt")["model"]["attn.mask"], causal)
+    for name in ("head.weight", "weight", "bn.running_mean", "bn.running_var", "head.bias", "optimizer.state.0.buf"):
+        assert non_finite({name: causal}) == [name]  # zeros and -inf, but the name says what it is
+    for number in (NAN, INF, 1e30, 0.5):  # a statistic of any name that overflowed has other numbers too
+        spoiled = causal.clone()
+        spoiled[3, 0] = number
+        assert non_finite({"attn.mask": spoiled}) == ["attn.mask"]
+
+
+def test_two_tensors_of_one_name_are_both_looked_at():
+    weight, bias = torch.ones(2), torch.ones(3)
+    state = {weight: {"exp_avg": torch.tensor([NAN])}, bias: {"exp_avg": torch.zeros(1)}}  # as optimizer.state is keyed
+    assert non_finite(state) == ["exp_avg"]
+
+
+def test_what_weights_only_reads_back_is_saved(tmp_path):
+    state = {"size": torch.Size([2, 3]), "device": torch.device("cpu"), "dtype": torch.float16, "number": 1j,
+             "bytes": b"x", "layout": torch.strided}
+    waves = torch.complex(torch.ones(3), torch.zeros(3))
+    save(tmp_path / "x.pt", {**state, "waves": waves, "conjugate": waves.conj()})
+    back = load(tmp_path / "x.pt")
+    assert {key: back[key] for key in state} == state and type(back["size"]) is torch.Size
+    assert torch.equal(back["waves"], waves) and torch.equal(back["conjugate"], waves.conj())
+    assert non_finite({"w": waves.conj(), "v": waves * INF}) == ["v"]
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+def test_a_sharded_tensor_and_other_kinds_of_tensor_are_refused_in_one_sentence_with_their_name(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for tensor, word in ((sharded, "DTensor"), (torch.ones(2).to_sparse(), "sparse"),
+                             (torch.ones(2).as_subclass(Wrapped), "Wrapped")):
+            with pytest.raises(CheckpointError, match=rf"not saved: model\.w is .*{word}") as caught:
+                Checkpoints(tmp_path).save({"model": {"w": tensor}}, 1)
+            assert "\n" not in str(caught.value) and "full_tensor()" in str(caught.value)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not any(tmp_path.iterdir())
 
 
 def test_non_finite_sees_a_nan_in_fp8():
@@ -465,13 +542,13 @@ def test_non_finite_sees_a_nan_in_fp8():
 @pytest.mark.parametrize("place", ["model.weight", "model.half", "optimizer.state.0.exp_avg"])
 def test_a_state_with_one_bad_number_is_refused_and_the_files_stay_byte_for_byte(folder, place, bad):
     before, state = contents(folder), toy(3.0)
-    dict(checkpoint.tensors(state))[place].view(-1)[-1] = bad
+    dict(checkpoint.named_tensors(state))[place].view(-1)[-1] = bad
     checkpoints = Checkpoints(folder)
     with pytest.warns(UserWarning, match=rf"last\.pt is left alone: not finite in {place} \(1 in all\)"):
         assert checkpoints.save(state, 3, good=True) == [place]
     checkpoints.wait()
     assert contents(folder) == before
-    assert dict(checkpoint.tensors(state))[place].view(-1)[-1].isfinite() == False   # noqa: E712  reported, not repaired
+    assert dict(checkpoint.named_tensors(state))[place].view(-1)[-1].isfinite() == False   # noqa: E712  reported, not repaired
 
 
 def test_bad_best_weights_are_refused(tmp_path):
@@ -551,8 +628,8 @@ def test_the_file_runs_alone_and_resumes_bit_for_bit(tmp_path):
     shutil.copy(checkpoint.__file__, tmp_path)
     result = python("-I", "checkpoint.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "bit-identical to the run that never stopped: True" in result.stdout
-    assert "falling back to" in result.stdout and "resumed at step 20 from last-1.pt" in result.stdout
+    assert "bit-identical to the walk that never stopped: True" in result.stdout
+    assert "falling back to" in result.stdout and "resumed at step 40 from last-1.pt" in result.stdout
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

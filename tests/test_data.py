@@ -20,6 +20,7 @@ def test_synthetic_images_are_the_same_on_every_machine():
     assert synthetic.checksum(*synthetic.draw(0, 100, seed=1)) != synthetic.CHECKSUM
 
 
+@pytest.mark.slow
 def test_synthetic_classes_are_balanced_and_a_linear_classifier_stays_below_half():
     images, labels = synthetic.draw(0, 4000, seed=0)
     assert labels.bincount(minlength=10).min() > 300
@@ -128,6 +129,7 @@ def test_boxes_of_resized_crops_lie_inside_and_have_the_area_and_ratio_asked_for
     assert (width * height).max() > 0.98 and width.max() < 1.01 and 0.45 < (ratio > 1).float().mean() < 0.55
 
 
+@pytest.mark.slow
 def test_a_set_larger_than_memory_gives_batches_at_once(tmp_path):
     N, side = 1_000_000, 512
     path = tmp_path / "sparse.images"  # 786 GB of zeros that take no room

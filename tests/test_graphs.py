@@ -11,9 +11,10 @@ from torch import nn
 import graphs
 import train
 from amp_policy import LossScaler
+from ema import EMA
 from guards import Guard
 from models import RECIPE
-from optim import EMA, ClippedAdamW, param_groups
+from optim import ClippedAdamW, param_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -54,7 +55,7 @@ def trained(graphed, dtype, steps=12, poisoned=8):
         verdicts.append(guard.verdict())
     assert not graphed or step.graph is not None
     state = [*net.state_dict().values(), *ema.average, scaler.scale_tensor, scaler._patience]
-    state += [t for s in optimizer.adamw.state.values() for t in s.values()]
+    state += [t for s in optimizer.state.values() for t in s.values()]
     return [t.detach().cpu().clone() for t in state], verdicts
 
 
@@ -83,7 +84,7 @@ raise SystemExit(train.main([*flags.split(), OUT]))
 """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([sys.executable, "-c", f"OUT = {folder + '/run'!r}\n{code}"], cwd=ROOT,
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "asks the device a question" in done.stderr
     assert "--no-cuda-graph" in done.stderr
 

@@ -49,17 +49,13 @@ def same(before, after):
 def step(n, net, optimizer, guard, batches, injector=None, model=None):
     """train.py's order of calls, with a gradient verdict of its own: the norm's square must be finite."""
     injector = injector or Injector(net)
-    injector.begin(n)
-    injector.params()
-    injector.optstate(dict(optimizer.state))
+    injector.begin(n, optimizer)
     guard.open(n)
-    for i, (x, y) in enumerate(batches):
-        x = injector.input(x, i)
-        y = guard.see_batch(x, injector.label(y, i))
-        loss = injector.loss(F.cross_entropy((model or net)(x), y), i)
+    for x, y in [injector.batch(*batches[0]), *batches[1:]]:
+        y = guard.see_batch(x, y)
+        loss = injector.loss(F.cross_entropy((model or net)(x), y))
         guard.see_loss(loss)
         (loss / len(batches)).backward()
-    injector.buffers()
     bad = guard.decide()
     norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
     found_inf = torch.maximum(bad, (norm * norm).isfinite().logical_not().float())
@@ -118,8 +114,7 @@ def test_bad_state_is_named_and_a_poisoned_moment_is_kept_from_the_weights(where
     optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
     step(0, net, optimizer, guard, data())
     injector = Injector(net, parse_inject(f"{kind}:{where}@step=1"))
-    injector.begin(1)
-    planted = injector.params() + injector.optstate(dict(optimizer.state))
+    planted = injector.begin(1, optimizer)
     assert len(planted) == 1
     named = check_state(net, optimizer.state_dict())
     assert len(named) == 1
@@ -560,15 +555,13 @@ def test_inject_specs_mean_what_they_say():
     with pytest.raises(ValueError, match="no grad is named"):
         Injector(net, (a,), rank=1)
     injector = Injector(net, parse_inject("big:param:*.bias@step=2"))
-    injector.begin(1)
-    assert injector.params() == []
-    injector.begin(2)
-    assert injector.params() == ["0.bias"]
+    assert injector.begin(1) == []
+    assert injector.begin(2) == ["0.bias"]
     assert net[0].bias[0] == 1e30
     with pytest.raises(ValueError, match="uint8"):
         injector = Injector(net, parse_inject("nan:input@step=0"))
         injector.begin(0)
-        injector.input(torch.zeros(2, dtype=torch.uint8))
+        injector.batch(torch.zeros(2, dtype=torch.uint8), torch.zeros(2))
 
 
 def test_compile_sees_no_graph_break_and_the_hooks_still_work():
@@ -625,7 +618,7 @@ def test_a_fault_on_rank_1_is_rejected_on_both_and_the_replicas_stay_equal(tmp_p
 
 def test_copied_alone_it_demonstrates_itself(tmp_path):
     shutil.copy(Path(guards.__file__), tmp_path / "guards.py")
-    out = subprocess.run([sys.executable, "guards.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    out = subprocess.run([sys.executable, "guards.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert out.returncode == 0, out.stderr
     assert "step 3: rejected" in out.stdout
     assert "running_var" in out.stdout

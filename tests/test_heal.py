@@ -1,5 +1,6 @@
 """The ladder, end to end through train.py: faults are planted, and the run names them, heals, and goes on."""
 
+import functools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import guards
 import train
+from data import batches
 from models import RECIPE
 
 
@@ -34,6 +36,11 @@ def wide(monkeypatch):
 
 def events(lines, kind):
     return [line for line in lines if line.get("event") == kind]
+
+
+def acted(lines):
+    """Cures that did something: not those that only looked at a step afterwards."""
+    return [line for line in events(lines, "cure") if not line["action"].startswith("passed over: one step")]
 
 
 def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp32(run, wide):
@@ -81,13 +88,13 @@ def test_bad_labels_are_named_with_their_samples_and_end_the_run_when_they_are_m
 def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
     code, last, _, lines = run("--inject", "nan:act:groups.1@step=6..8", "--precision", "bf16", "--ckpt-every", 5)
     assert code == 0 and last["skipped"] == 3
-    cure = events(lines, "cure")[0]
+    cure = acted(lines)[0]
     assert (cure["verdict"], cure["step"]) == ("divergence", 8) and "learning rate x 0.5" in cure["action"]
 
 
 def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run):
     code, last, _, lines = run("--inject", "inf:act:groups.1@step=3..400", "--max-steps", 200, "--max-cures", 3)
-    assert (code, last["status"]) == (3, "diverged") and len(events(lines, "cure")) == 4
+    assert (code, last["status"]) == (3, "diverged") and len(acted(lines)) == 4
     assert math.isfinite(torch.load(run.folder / "last.pt", weights_only=True)["model"]["head.weight"].sum())
 
 
@@ -128,9 +135,8 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
 
     monkeypatch.setitem(train.MODELS, "roomy", (build, RECIPE | {"batch_size": 40}))
     code, last, _, lines = run("--model", "roomy", "--precision", "O1", "--eval-precision", "same")
-    cures = events(lines, "cure")
     assert code == 0 and last["precision"] in ("bf16", "fp32")
-    assert cures[-1]["action"].endswith("in micro-batches 4 times smaller")
+    assert acted(lines)[-1]["action"].endswith("in micro-batches 4 times smaller")
     assert nets[0].largest == 10 and last["updates"] > 5
     assert torch.load(run.folder / "last.pt", weights_only=True)["healer"]["accum"] == 4
 
@@ -139,6 +145,61 @@ def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatc
     def out_of_memory(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory: planted")
 
-    monkeypatch.setattr(train.batches.TrainBatches, "at", out_of_memory)
+    monkeypatch.setattr(batches.TrainBatches, "at", out_of_memory)
     code, _, err, _ = run()
     assert code == 1 and "planted" in err and "--accum-steps" in err and list(run.folder.glob("last*.pt"))
+
+
+def test_bad_labels_far_apart_are_each_named_kept_out_for_good_and_end_the_run_when_they_are_many(run):
+    spec = ";".join(f"big:label@step={step}" for step in (20, 90, 160))
+    code, last, _, lines = run("--inject", spec, "--max-steps", 200, "--precision", "bf16")
+    cures = events(lines, "cure")
+    assert code == 0 and last["skipped"] == 3
+    assert [(cure["of_step"], cure["verdict"], len(cure["samples"])) for cure in cures] == [
+        (20, "data", 1), (90, "data", 1), (160, "data", 1)]
+    named = sorted(sample for cure in cures for sample in cure["samples"])
+    assert last["quarantined"] == named == torch.load(run.folder / "last.pt", weights_only=True)["healer"]["quarantine"]
+    flags = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 300 --precision bf16 --device cpu "
+             f"--resume auto --data-dir {run.images} --out-dir {run.folder}").split()
+    stream = train.setup(train.flags.parse(flags, "", train.MODELS, train.NAMES)).stream
+    drawn = {i for step in range(100) for i in stream.indices(step).tolist()}  # ten epochs
+    assert not drawn & set(named) and len(drawn) == 400 - 3
+    spec += ";big:label@step=230"
+    code, last, _, _ = run("--inject", spec, "--max-steps", 300, "--precision", "bf16", out="many")
+    assert (code, last["status"], len(last["quarantined"])) == (4, "bad data", 4)
+
+
+@pytest.mark.parametrize("flags", [("--model", "vit-test", "--lr", 3), ("--lr", 30, "--clip-grad", 0)])
+def test_a_run_lost_with_finite_numbers_turns_back_and_never_ends_done(run, flags):
+    code, last, _, lines = run(*flags, "--max-steps", 150)
+    turns = [cure for cure in events(lines, "cure") if cure["verdict"] == "divergence"]
+    assert turns and "back to the weights of step" in turns[0]["action"] and "x 0.5" in turns[0]["action"]
+    assert (code, last["status"]) == (3, "diverged") or last["val_loss"] < 3
+
+
+def test_a_loss_that_spikes_and_recovers_turns_nothing_back():
+    record = train.Run()
+    said = [train.heal.suspect(record, loss, 1.0) for loss in [2.3] * 10 + [1.0] * 50 + [80.0] * 15 + [0.9] * 100]
+    assert not any(said) and record.trend["high"] == 0
+    said = [train.heal.suspect(record, loss, 1.0) for loss in [80.0] * 20]
+    assert not any(said[:19]) and "far above its past for 20 steps" in said[19]
+
+
+def test_a_dead_gradient_is_noticed_and_a_zero_now_and_then_is_not():
+    record = train.Run()
+    said = [train.heal.suspect(record, 1.0, norm) for norm in [1.0] * 12 + ([0.0] * 15 + [1.0]) * 5]
+    assert not any(said)
+    assert "dead for 20 steps" in [train.heal.suspect(record, 1.0, 0.0) for _ in range(20)][-1]
+
+
+def test_last_good_is_not_moved_while_a_suspicion_is_open(run, monkeypatch):
+    saved = []
+    monkeypatch.setattr(train.heal, "PATIENCE", 1000)  # open, and never sure
+    monkeypatch.setattr(train.checkpoint.Checkpoints, "save",
+                        lambda self, state, step, good=False: saved.append((step, good)) or [])
+    record = {"seen": 50, "start": 1e-6, "usual": 1e-6, "high": 0, "dead": 0}
+    monkeypatch.setattr(train.heal, "suspicious", lambda run: run.trend["high"] >= 5)
+    monkeypatch.setattr(train, "Run", functools.partial(train.Run, trend=record))
+    code, last, _, _ = run("--ckpt-every", 4, "--max-steps", 12)
+    assert [good for step, good in saved if step in (4, 8)] == [True, False]
+    assert (code, last["status"]) == (3, "diverged")

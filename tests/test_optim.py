@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from optim import EMA, ClippedAdamW, fused_works, param_groups, refusal, scaled_lr, total_norm, warmup_cosine
+import muon
+from ema import EMA
+from optim import ClippedAdamW, fused_works, param_groups, refusal, scaled_lr, total_norm, warmup_cosine
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 SHAPES = [(7, 5), (5,), (4, 3, 3, 3), (1,), (33,)]
@@ -32,9 +34,8 @@ def set_grads(params, seed, scale=1.0, size=1.0):
 def snapshot(optimizer):
     """Every bit that a rejected step must leave alone."""
     parts = [*optimizer.model_params, *optimizer.params, optimizer.updates, optimizer.history, optimizer.lr_factor]
-    for inner in (optimizer.adamw, optimizer.muon):
-        for state in inner.state.values() if inner else ():
-            parts += [state[k] for k in sorted(state)]
+    for state in optimizer.state.values():
+        parts += [state[k] for k in sorted(state)]
     return [p.detach().clone() for p in parts]
 
 
@@ -66,7 +67,8 @@ def build(variant, device="cpu", **more):
     if options.pop("muon", False):
         matrices = [p for p in params if p.ndim > 1]
         rest = [p for p in params if p.ndim < 2]
-        return ClippedAdamW([{"params": matrices, "muon": True}, {"params": rest}], lr=1e-2, **options)
+        groups = [{"params": matrices, "muon": True}, {"params": rest}]
+        return ClippedAdamW(groups, lr=1e-2, matrix_step=muon.turn, **options)
     return ClippedAdamW(params, lr=1e-2, **options)
 
 
@@ -263,12 +265,8 @@ def test_the_schedule_has_its_closed_form_and_its_end_goes_on():
 
 
 def test_lr_scaling_says_what_it_does():
-    lr, sentence = scaled_lr(1e-3, 1024, 256, "linear")
-    assert lr == pytest.approx(4e-3) and "linear" in sentence and "1024 / 256" in sentence
-    assert scaled_lr(1e-3, 1024, 256)[0] == pytest.approx(2e-3)
-    assert scaled_lr(1e-3, 1024, 256, "none")[0] == 1e-3
-    with pytest.raises(ValueError, match="linear, sqrt, none"):
-        scaled_lr(1e-3, 1, 1, "cubic")
+    lr, sentence = scaled_lr(1e-3, 1024, 256)
+    assert lr == pytest.approx(2e-3) and "sqrt" in sentence and "1024 / 256" in sentence
 
 
 class Scan(nn.Module):
@@ -308,9 +306,9 @@ def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
     assert sum(len(g["params"]) for g in wrapped if g["weight_decay"] == 0) == 6
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    optimizer = ClippedAdamW(groups, lr=1e-2)
+    optimizer = ClippedAdamW(groups, lr=1e-2, matrix_step=muon.turn)
     optimizer.step()
-    assert {g["name"]: round(g["lr"].item(), 6) for g in optimizer.param_groups}["muon lr*0.5"] == 0.005
+    assert {g["name"]: round(g["lr"], 6) for g in optimizer.param_groups}["muon lr*0.5"] == 0.005
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (8, 12, 3, 3)])
@@ -318,7 +316,7 @@ def test_muon_turns_a_matrix_by_the_learning_rates_angle_towards_torchs_directio
     torch.manual_seed(0)
     w = torch.randn(shape)
     start, direction = w.clone(), torch.zeros(len(w), w[0].numel())
-    optimizer = ClippedAdamW([{"params": [w], "muon": True}], lr=1e-3, clip=None)
+    optimizer = ClippedAdamW([{"params": [w], "muon": True}], lr=1e-3, clip=None, matrix_step=muon.turn)
     torchs = torch.optim.Muon([direction], lr=1.0, weight_decay=0.0)
     for _ in range(3):
         before = w.clone()
@@ -338,7 +336,12 @@ def test_muon_gets_no_matrix_whose_norm_is_nothing_to_keep():
     groups = param_groups(net, muon=["*"])
     assert {g["name"]: len(g["params"]) for g in groups} == {"muon": 1, "no_decay": 2, "decay": 1}
     with pytest.raises(ValueError, match="all zero"):
-        ClippedAdamW([{"params": [net[1].weight], "muon": True}])
+        ClippedAdamW([{"params": [net[1].weight], "muon": True}], matrix_step=muon.turn)
+    for shape in [(3,), ()]:
+        with pytest.raises(ValueError, match="no matrix"):
+            ClippedAdamW([{"params": [torch.ones(shape)], "muon": True}], matrix_step=muon.turn)
+    with pytest.raises(ValueError, match="matrix_step="):
+        ClippedAdamW([{"params": [net[0].weight], "muon": True}])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -408,8 +411,8 @@ def test_a_resumed_run_is_bit_identical(variant):
         set_grads(resumed.model_params, i)
         resumed.step()
     assert identical(snapshot(straight), snapshot(resumed))
-    for name, saved in kept["adamw"].items():  # loading copied: the caller's state did not train on
-        assert all(torch.equal(saved[k], state["adamw"][name][k]) for k in saved)
+    for name, saved in kept["state"].items():  # loading copied: the caller's state did not train on
+        assert all(torch.equal(saved[k], state["state"][name][k]) for k in saved)
 
 
 def test_half_or_foreign_masters_are_refused():
@@ -439,17 +442,26 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
     if dtype != torch.float32:
         assert "NO, half state" in ClippedAdamW(make_params(dtype), masters=False, **options).description
         assert "yes, 5 tensors" in ClippedAdamW(make_params(dtype), masters=True, **options).description
-    with pytest.raises(ValueError, match="no parameters"):
-        ClippedAdamW([])
+    for nothing in ([], [{"params": []}]):
+        with pytest.raises(ValueError, match=r"no parameters|empty parameter list"):
+            ClippedAdamW(nothing)
 
 
-def test_the_beta2_limit_is_where_a_stored_moment_stops_decaying():
-    for dtype in (torch.bfloat16, torch.float16):
-        unit = torch.finfo(dtype).eps
-        for beta2, refused in ((1 - unit / 2 * 1.01, False), (1 - unit / 2 * 0.99, True)):
-            v = torch.linspace(1, 2, 200).to(dtype)  # one binade: every mantissa
-            stuck = (v * beta2 >= v).any().item()
-            assert stuck == refused == ("never decays" in refusal(dtype, 1.0, beta2)), (dtype, beta2)
+@pytest.mark.parametrize("kind", [dict(fused=True), dict(foreach=False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_beta2_limit_is_where_torchs_adamw_stops_decaying(dtype, kind):
+    unit = torch.finfo(dtype).eps
+    limit = 1 - unit / (2 + 2 * unit)
+    for beta2, refused in ((1 - (1 - limit) * 1.001, False), (1 - (1 - limit) * 0.999, True)):
+        v = (1 + torch.arange(round(1 / unit)) * unit).to(dtype)  # every number of [1, 2)
+        p = torch.zeros_like(v)
+        p.grad = torch.zeros_like(v)
+        torchs = torch.optim.AdamW([p], lr=0.0, betas=(0.9, beta2), eps=1.0, **kind)
+        torchs.step()
+        torchs.state[p]["exp_avg_sq"].copy_(v)
+        torchs.step()
+        stuck = (torchs.state[p]["exp_avg_sq"] >= v).any().item()
+        assert stuck == refused == ("never decays" in refusal(dtype, 1.0, beta2)), (dtype, beta2)
 
 
 @pytest.mark.parametrize("path", ["host", "device"])
@@ -525,9 +537,451 @@ def test_half_moments_survive_a_checkpoint_bit_for_bit():
     steps(0, gradients[:3])
     nets[1].load_state_dict(nets[0].state_dict())
     state = optimizers[0].state_dict()
-    assert state["adamw"][0]["exp_avg"].dtype == torch.float32
+    assert state["state"][0]["exp_avg"].dtype == torch.float32
     optimizers[1].load_state_dict(state)
     for which in (0, 1):
         steps(which, gradients[3:])
     for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(a, b) and optimizers[1].adamw.state[b]["exp_avg"].dtype == torch.float16
+        assert torch.equal(a, b) and optimizers[1].state[b]["exp_avg"].dtype == torch.float16
+
+
+# --- as a torch.optim.Optimizer
+
+def net_and_batch(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(16, 6), torch.randn(16, 3)
+
+
+def backward(net, x, y, scale=1.0):
+    dtype = next(net.parameters()).dtype
+    loss = (net(x.to(dtype)).float() - y).square().mean() * scale
+    loss.backward()
+    return loss
+
+
+S = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda i: 1 / (1 + i)),
+    "LambdaLR, one each": lambda o: S.LambdaLR(o, [lambda i: 1 / (1 + i), lambda i: 0.9**i]),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda i: 0.9),
+    "StepLR": lambda o: S.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: S.MultiStepLR(o, [2, 4], 0.5),
+    "ConstantLR": lambda o: S.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: S.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: S.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: S.CyclicLR(o, 1e-4, 1e-2, 3),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 1e-2, 8),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, total_iters=2), S.ExponentialLR(o, 0.9)], [2]),
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.ExponentialLR(o, 0.9), S.ConstantLR(o, 0.5, 3)]),
+    "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, patience=0),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-4, 3),
+}
+
+
+def two_groups(params):
+    return [{"params": params[:2]}, {"params": params[2:], "lr": 2.0**-8, "betas": (0.8, 0.99), "weight_decay": 0.3}]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_moves_it_as_it_moves_torchs_adamw(name, tensor):
+    ours, theirs = make_params(), make_params()
+    lr = torch.tensor(2.0**-7) if tensor else 2.0**-7
+    a = ClippedAdamW(two_groups(ours), copy.deepcopy(lr), clip=None)
+    b = torch.optim.AdamW(two_groups(theirs), copy.deepcopy(lr), fused=True)
+    schedulers = [SCHEDULERS[name](o) for o in (a, b)]
+    rates = set()
+    for i in range(7):
+        for params, o, scheduler in zip((ours, theirs), (a, b), schedulers, strict=True):
+            set_grads(params, i)
+            o.step()
+            scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+        rates.add(float(a.param_groups[0]["lr"]))
+        assert [float(g["lr"]) for g in a.param_groups] == [float(g["lr"]) for g in b.param_groups]
+        assert [g["betas"] for g in a.param_groups] == [g["betas"] for g in b.param_groups]
+    assert len(rates) > 1  # the scheduler moved
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)  # ours rounds the learning rate to fp32
+
+
+@pytest.mark.parametrize("make", [*SCHEDULERS.values(), lambda o: o.param_groups[0].update(lr=0.5)])
+def test_a_schedule_and_a_scheduler_or_a_hand_set_lr_are_refused_together(make):
+    params = make_params()
+    optimizer = ClippedAdamW(two_groups(params), 1e-2, schedule=warmup_cosine(10, 2))
+    set_grads(params, 0)
+    optimizer.step()
+    scheduler = make(optimizer)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="two owners"):
+        for i in range(12):
+            set_grads(params, i)
+            optimizer.step()
+            scheduler.step(1.0)  # ReduceLROnPlateau speaks at the second plateau
+    if not isinstance(scheduler, S.ReduceLROnPlateau):
+        assert identical(before, snapshot(optimizer))
+
+
+@pytest.mark.parametrize("lr", [2.0**-5, torch.tensor(2.0**-5), torch.tensor([2.0**-5], dtype=torch.float64)])
+def test_a_hand_set_lr_counts(lr):
+    ours, theirs = make_params(), make_params()
+    a, b = ClippedAdamW(ours, clip=None), torch.optim.AdamW(theirs, fused=True)
+    for i in range(3):
+        if i == 1:
+            a.param_groups[0]["lr"], b.param_groups[0]["lr"] = lr, 2.0**-5
+        if i == 2:
+            a.param_groups[0]["lr"] = b.param_groups[0]["lr"] = 0.0
+            before = [p.detach().clone() for p in ours]
+        set_grads(ours, i)
+        set_grads(theirs, i)
+        a.step()
+        b.step()
+    assert identical(before, [p.detach() for p in ours])
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_generators_pairs_and_one_group_after_another_train_as_torchs_adamw_does():
+    def forms(net):
+        a, b = net[0], net[2]
+        yield [{"params": a.parameters()}, {"params": b.parameters(), "lr": 1e-2}]
+        yield iter([{"params": iter([*a.parameters(), *b.parameters()])}])
+        yield net.named_parameters()
+        yield net.parameters()
+
+    for form in range(4):
+        results = []
+        for build in (lambda p: ClippedAdamW(p, clip=None), lambda p: torch.optim.AdamW(p, fused=True)):
+            net, x, y = net_and_batch()
+            optimizer = build([*forms(net)][form] if form else next(forms(net)))
+            for _ in range(5):
+                backward(net, x, y)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([p.detach() for p in net.parameters()])
+        for p, q in zip(*results, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    start = [p.detach() for p in net_and_batch()[0].parameters()]
+    assert all((p - q).abs().max() > 1e-3 for p, q in zip(start, results[0], strict=True))
+
+
+def test_its_defaults_are_torchs():
+    ours, theirs = ClippedAdamW(make_params()), torch.optim.AdamW(make_params())
+    for key in ("lr", "betas", "eps", "weight_decay", "amsgrad"):
+        assert ours.defaults[key] == theirs.defaults[key] == ours.param_groups[0][key]
+    assert isinstance(ours, torch.optim.Optimizer) and "clips" in ClippedAdamW.__doc__.splitlines()[0]
+    assert [id(p) for p in ours.param_groups[0]["params"]] == [id(p) for p in ours.model_params]
+
+
+@pytest.mark.parametrize(("group", "words"), [
+    ({"momentum": 0.9}, "unknown group key 'momentum'"),
+    ({"maximize": True, "foreach": True}, "'foreach', 'maximize'"),
+    ({"lr": -1.0}, "must be >= 0"),
+    ({"betas": (0.9, 1.0)}, "betas in"),
+    ({"eps": 0.0}, "eps=0 is exactly 0"),
+])
+def test_a_group_that_would_train_wrongly_is_refused_by_name_and_not_kept(group, words):
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match=words):
+        ClippedAdamW([{"params": [p], **group}])
+    optimizer = ClippedAdamW([p])
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [q], **group})
+    assert len(optimizer.param_groups) == 1
+    p.grad = torch.ones(3)
+    optimizer.step()
+
+
+def test_tied_frozen_and_doubled_parameters():
+    net, x, y = net_and_batch()
+    net.append(nn.Linear(3, 3))
+    net.append(nn.Linear(3, 3))
+    net[4].weight = net[3].weight  # tied: parameters() names it once
+    for p in net[0].parameters():
+        p.requires_grad_(False)
+    optimizer = ClippedAdamW(net.parameters())
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(net, x, y)
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)]
+    assert moved == [False, False] + [True] * 5 and len(optimizer.state) == 5
+    p = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ClippedAdamW([{"params": [p]}, {"params": [p]}])
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
+        ClippedAdamW([p, p])
+
+
+def test_a_frozen_half_backbone_is_no_reason_to_refuse_until_it_trains():
+    net, _, _ = net_and_batch()
+    net[0].half().requires_grad_(False)
+    optimizer = ClippedAdamW(net.parameters())
+    (net[2](torch.randn(4, 8)).sum()).backward()
+    assert optimizer.step().found_inf == 0
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    with pytest.raises(ValueError, match="masters=True"):
+        optimizer.step()
+
+
+def test_what_is_not_supported_is_refused_in_one_sentence():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    before = embedding.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"\(5, 3\) parameter is sparse"):
+        ClippedAdamW(embedding.parameters()).step()
+    assert torch.equal(before, embedding.weight)
+    with pytest.raises(ValueError, match="complex"):
+        ClippedAdamW([torch.zeros(3, dtype=torch.complex64)])
+    with pytest.raises(ValueError, match="several devices"):
+        ClippedAdamW([torch.zeros(3), torch.zeros(3, device="meta")])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        ClippedAdamW(torch.zeros(3))
+
+
+def test_sharded_parameters_are_refused_in_one_sentence(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        p = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
+        with pytest.raises(ValueError, match="sharded"):
+            ClippedAdamW([p])
+        with pytest.raises(ValueError, match="sharded"):
+            EMA([p])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_closure_is_called_with_gradients_on_and_its_loss_comes_back():
+    net, x, y = net_and_batch()
+    optimizer = ClippedAdamW(net.parameters(), lr=1e-2)
+
+    def closure():
+        optimizer.zero_grad()
+        return backward(net, x, y)
+
+    losses = [optimizer.step(closure).item() for _ in range(5)] + [optimizer.step(closure=closure).item()]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] and optimizer.updates == 6
+
+
+def test_hooks_of_one_optimizer_and_of_all_fire_around_a_step():
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    net, x, y = net_and_batch()
+    optimizer, calls = ClippedAdamW(net.parameters()), []
+    updates = lambda tag: lambda o, args, kwargs: calls.append((tag, int(o.updates)))  # noqa: E731
+    handles = [optimizer.register_step_pre_hook(updates("pre")), optimizer.register_step_post_hook(updates("post")),
+               register_optimizer_step_pre_hook(updates("all pre")),
+               register_optimizer_step_post_hook(updates("all post"))]
+    backward(net, x, y)
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert sorted(calls) == [("all post", 1), ("all pre", 0), ("post", 1), ("pre", 0)]
+
+
+def test_zero_grad_drops_or_zeroes():
+    net, x, y = net_and_batch()
+    optimizer = ClippedAdamW(net.parameters())
+    backward(net, x, y)
+    optimizer.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in net.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_deepcopy_and_pickle_train_on_bit_for_bit(variant):
+    optimizer = build(variant, schedule=warmup_cosine(10, 2))
+    optimizer.register_step_post_hook(lambda *_: None)  # a hook is not copied, torch's neither
+    for i in range(3):
+        set_grads(optimizer.model_params, i)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    others = [copy.deepcopy(optimizer), torch.load(file, weights_only=False)]
+    assert all(o.model_params[0] is not optimizer.model_params[0] for o in others)
+    for i in range(3, 6):
+        for o in (optimizer, *others):
+            set_grads(o.model_params, i)
+            o.step()
+    assert all(identical(snapshot(optimizer), snapshot(o)) for o in others)
+
+
+def test_a_group_added_later_trains_and_the_statistics_know_it():
+    params = make_params()
+    for options in ({}, {"schedule": warmup_cosine(10, 2)}):
+        optimizer = ClippedAdamW(params[:2], lr=1e-2, **options)
+        set_grads(params, 0)
+        optimizer.step()
+        optimizer.add_param_group({"params": iter(params[2:]), "lr": 1e-3, "name": "new"})
+        before = [p.detach().clone() for p in params]
+        result = optimizer.step(measure=True)
+        assert all(not torch.equal(p, q) for p, q in zip(before, params, strict=True))
+        assert optimizer.updates == 2 and optimizer.statistics()["new/param_norm"] > 0
+        rates = [float(g["lr"]) for g in optimizer.param_groups]
+        assert rates[0] == pytest.approx(10 * rates[1]) and result.lr.item() == pytest.approx(rates[0])
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(kind, amsgrad):
+    def theirs(params):
+        return torch.optim.AdamW(two_groups(params), 2.0**-7, amsgrad=amsgrad, **{kind: True})
+
+    def ours(params):
+        return ClippedAdamW(two_groups(params), clip=None, fused=kind == "fused", amsgrad=amsgrad)
+
+    def steps(optimizer, params, some):
+        for i in some:
+            set_grads(params, i)
+            optimizer.step()
+
+    straight = make_params()
+    optimizer = theirs(straight)
+    steps(optimizer, straight, range(9))
+    params = make_params()
+    first = theirs(params)
+    steps(first, params, range(3))
+    second = ours(params)
+    second.load_state_dict(first.state_dict())
+    assert second.updates == 3 and second.param_groups[0]["lr"] == 2.0**-7
+    steps(second, params, range(3, 6))
+    file = io.BytesIO()
+    torch.save(second.torch_state_dict(), file)
+    file.seek(0)
+    third = theirs(params)
+    third.load_state_dict(torch.load(file, weights_only=True))
+    steps(third, params, range(6, 9))
+    assert identical([p.detach() for p in straight], [p.detach() for p in params])
+    for p, q in zip(straight, params, strict=True):
+        assert all(torch.equal(optimizer.state[p][k], third.state[q][k]) for k in optimizer.state[p])
+    back = optimizer.state_dict()["param_groups"][0]
+    assert {k: v for k, v in third.state_dict()["param_groups"][0].items() if k in back} == back
+
+
+def test_a_checkpoint_of_another_optimizer_or_other_parameters_changes_nothing():
+    params = make_params()
+    optimizer = ClippedAdamW(params)
+    set_grads(params, 0)
+    optimizer.step()
+    before = snapshot(optimizer)
+    others = {"sgd": torch.optim.SGD(params, 0.1, momentum=0.9), "ams": torch.optim.AdamW(params, amsgrad=True),
+              "adam": torch.optim.Adam(params, weight_decay=0.1), "less": torch.optim.AdamW(params[:2]),
+              "shape": torch.optim.AdamW([torch.zeros(1, requires_grad=True) for _ in params])}
+    for o in others.values():
+        for p in o.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        o.step()
+    states = {name: o.state_dict() for name, o in others.items()}
+    states["ams"]["param_groups"][0]["amsgrad"] = False
+    for p, b in zip(params, before, strict=False):
+        p.data.copy_(b)
+    for state in [*states.values(), {"adamw": {}}]:
+        with pytest.raises(ValueError, match="checkpoint"):
+            optimizer.load_state_dict(state)
+    assert identical(before, snapshot(optimizer))
+    with pytest.raises(ValueError, match="no Muon"):
+        build("muon").torch_state_dict()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("variant", ["fused", "foreach", "masters fp16", "masters bf16, foreach", "muon"])
+def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant, unscale):
+    ours, theirs = build(variant), build(variant)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    scale = 2.0**8
+    if unscale and variant == "masters fp16":
+        scaler.scale(torch.ones(()))
+        set_grads(ours.model_params, 0)
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):  # torch's own sentence
+            scaler.unscale_(ours)
+        return
+    for i in range(6):
+        scaler.scale(torch.ones(()))
+        for o in (ours, theirs):
+            set_grads(o.model_params, i, scale, size=0.1)
+            if i == 3:
+                o.model_params[1].grad[0] = math.inf
+        before = snapshot(ours)
+        if unscale:
+            scaler.unscale_(ours)
+        result = scaler.step(ours)
+        scaler.update()
+        theirs.step(grad_scale=torch.tensor(scale))
+        assert not hasattr(ours, "grad_scale") and not hasattr(ours, "found_inf")
+        if i == 3:
+            scale /= 2
+            assert scaler.get_scale() == scale and result.found_inf == 1 and identical(before, snapshot(ours))
+    assert ours.updates == 5 and identical(snapshot(ours), snapshot(theirs))
+
+
+def test_a_flag_set_by_a_guard_rejects_too():
+    optimizer = build("fused")
+    set_grads(optimizer.params, 0)
+    before = [p.detach().clone() for p in optimizer.params]
+    optimizer.found_inf = torch.ones(())
+    assert optimizer.step().found_inf == 1 and identical(before, [p.detach() for p in optimizer.params])
+
+
+def test_an_lr_scale_that_nobody_applies_is_refused():
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = ClippedAdamW([{"params": [p], "lr_scale": 0.5}])
+    with pytest.raises(ValueError, match="nobody applied the lr_scale"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3 * optimizer.param_groups[0]["lr_scale"]
+    assert optimizer.step().lr.item() == pytest.approx(5e-4)
+
+
+def test_a_scheduler_of_timm_reads_lr_scale_and_moves_it():
+    scheduler = pytest.importorskip("timm.scheduler")
+    params = make_params()
+    optimizer = ClippedAdamW([{"params": params[:2], "lr_scale": 0.5}, {"params": params[2:]}], lr=1e-2)
+    cosine = scheduler.CosineLRScheduler(optimizer, t_initial=8, warmup_t=2, warmup_lr_init=1e-5)
+    seen = []
+    for i in range(8):
+        set_grads(params, i)
+        seen.append(optimizer.step().lr.item())
+        cosine.step(i + 1)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * optimizer.param_groups[1]["lr"])
+    assert seen[0] == pytest.approx(5e-6) and max(seen) < 5.1e-3 and seen[-1] < seen[3]
+
+
+def test_a_scheduler_of_transformers_moves_it():
+    transformers = pytest.importorskip("transformers")
+    params = make_params()
+    optimizer = ClippedAdamW(params, lr=1e-2)
+    scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 8)
+    seen = []
+    for i in range(8):
+        set_grads(params, i)
+        seen.append(optimizer.step().lr.item())
+        scheduler.step()
+    assert seen[:3] == pytest.approx([0, 5e-3, 1e-2]) and seen[-1] < 1e-3
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_accelerate_makes_two_updates_where_two_are_asked(masters):
+    accelerate = pytest.importorskip("accelerate")
+    net, x, y = net_and_batch()
+    net = net.bfloat16() if masters else net
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    plain = ClippedAdamW(net.parameters(), lr=1e-2, masters=masters or None)
+    scheduler = S.LinearLR(plain, 0.1, total_iters=2)
+    wrapped, optimizer, scheduler = accelerator.prepare(net, plain, scheduler)
+    for _ in range(8):
+        with accelerator.accumulate(wrapped):
+            dtype = next(net.parameters()).dtype
+            accelerator.backward((wrapped(x.to(dtype)).float() - y).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert plain.updates == 2 and type(optimizer).__name__ == "AcceleratedOptimizer"
+    assert plain.param_groups[0]["lr"] == pytest.approx(1e-2)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import prepare
 import train
 from data import batches
 
@@ -82,13 +84,14 @@ class Job:
 
     def until(self, words, *files, starts=1):
         """Wait for files and for `words` in metrics.jsonl after the card was printed, when old lines have been cut."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while (self.out.count("\noutput ") < starts or words not in (self.folder / "metrics.jsonl").read_text()
                or not all(path.exists() for path in files)):
             alive = all(process.poll() is None for process in self.processes)
             if not alive or time.monotonic() > deadline:
                 self.kill()  # or torchrun and its workers would live on
-                raise AssertionError(f"no {words}:\n{self.out}\n{self.err}")
+                raise AssertionError(f"{'ended' if not alive else 'hung for 600 s'} without {words}:\n"
+                                     f"{self.out}\n{self.err}")
             time.sleep(0.002)
         return self
 
@@ -119,7 +122,7 @@ class Job:
     def end(self):
         """Wait; the exit code (of the highest rank that failed)."""
         try:
-            codes = [process.wait(timeout=90) for process in self.processes]
+            codes = [process.wait(timeout=600) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
@@ -205,7 +208,7 @@ def test_a_run_killed_again_and_again_ends_bit_for_bit_like_the_one_never_killed
 
 def test_a_truncated_last_falls_back_to_the_one_before_with_a_warning(lanes):
     _, _, jobs = lanes["bf16"]
-    assert "last.pt has no checksum at its end: it is truncated" in jobs[1].err
+    assert "last.pt is damaged or truncated" in jobs[1].err
     assert "falling back to" in jobs[1].err and "last-1.pt after step" in jobs[1].out
     assert "truncated" not in "".join(job.err for job in jobs[2:])
 
@@ -227,7 +230,7 @@ assert not {"train", "checkpoint", "models", "torchvision"} & sys.modules.keys()
 """
     files = [lanes["bf16"][0] / "killed" / "best.pt", run.folder / "best.pt"]
     done = subprocess.run([sys.executable, "-c", script, *map(str, files)], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+                          text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
 
 
@@ -245,12 +248,14 @@ def test_two_ranks_outlive_the_death_of_one_and_of_all(few_images, run, monkeypa
     job = Job(few_images, folder / "killed", *flags, ranks=2, torchrun=True)
     os.kill(job.until('"step": 9,').workers()[1], signal.SIGKILL)
     job.until('"step": 13,', starts=2)  # torchrun has started both again, and they went on from step 8
-    assert "last.pt after step 8" in job.out
+    first = int(re.search(r"last\.pt after step (\d+)", job.out)[1])
+    assert first in (8, 12)  # the kill may strike later than step 9
     assert job.kill() == -9
     shutil.copytree(folder / "killed", folder / "other")
     job = Job(few_images, folder / "killed", *flags, ranks=2)
     assert job.end() == 0, job.err
-    assert "last.pt after step 12" in job.out
+    second = int(re.search(r"last\.pt after step (\d+)", job.out)[1])
+    assert second in (12, 16) and second >= first
     assert differences(result(folder / "whole"), result(folder / "killed")) == []
 
     # The same checkpoint, on one rank and in another precision: another run, which says so and goes on.
@@ -278,9 +283,9 @@ def test_a_signal_saves_and_leaves_with_its_number_and_a_second_sigint_leaves_at
         assert job.summary["status"] == f"stopped by signal {int(number)}"
         assert torch.load(job.folder / "last.pt", weights_only=True)["step"] == job.summary["steps"] >= 4
     hasty.until('"step": 1,')
-    while hasty.processes[0].poll() is None:  # two within one long operation arrive as one; a step is a second here
+    while hasty.processes[0].poll() is None:  # two within one long operation arrive as one: so more than two
         hasty.processes[0].send_signal(signal.SIGINT)
-        time.sleep(0.02)
+        time.sleep(0.001)  # far less than a step: the second signal arrives before the step ends
     assert hasty.end() == 128 + signal.SIGINT
     assert '"status"' not in hasty.out and "Traceback" not in hasty.err
     assert torch.load(hasty.folder / "last.pt", weights_only=True)["step"] == 0
@@ -351,7 +356,7 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
     run("--data-dir", few_images, *flags)
     code, _, error, _ = run("--data-dir", image_folder, *flags, "--resume", "auto")
     assert code == 2 and "120" in error and "400" in error, "the same layout, other images"
-    whole = train.load
+    whole = prepare.load
 
     def retouched(*args):
         (images, labels), *rest = whole(*args)
@@ -359,11 +364,11 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
         return ((images, labels), *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.load", retouched)
+        patch.setattr("prepare.load", retouched)
         code, _, error, _ = run("--data-dir", few_images, *flags, "--resume", "auto")
     assert code == 2 and "pixels: " in error, "as many images, one bit of one pixel changed"
     images, labels = torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) % 10
-    monkeypatch.setattr("train.load", lambda *_: ((images, labels), (images, labels), [*"abcdefghij"], "synthetic"))
+    monkeypatch.setattr("prepare.load", lambda *_: ((images, labels), (images, labels), [*"abcdefghij"], "synthetic"))
     code, _, error, _ = run("--dataset", "synthetic", *flags, "--resume", "auto")
     assert code == 2 and "dataset: cifar10 -> synthetic" in error
 

@@ -1,5 +1,6 @@
 """train.py from outside: what it does, in which order, and how it says no."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 import amp_policy
+import ema
 import flags
 import guards
 import optim
+import report
 import train
 from data import batches
+from models import RECIPE
 
 ROOT = Path(train.__file__).parent
 
@@ -52,7 +56,7 @@ def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
 
     for owner, names in ((guards.Guard, ("open", "see_batch", "see_loss", "decide", "close", "verdict")),
                          (amp_policy.LossScaler, ("scale", "update")), (optim.ClippedAdamW, ("step", "zero_grad")),
-                         (optim.EMA, ("update",))):
+                         (ema.EMA, ("update",))):
         for name in names:
             spy(owner, name)
     assert run("--max-steps", 1, "--accum-steps", 2, "--ema", 0.9)[0] == 0
@@ -140,6 +144,71 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What fails says so: the traceback of a bug on standard error, the summary on standard output
+
+
+class Buggy(torch.nn.Module):
+    """A bug of somebody who forks: in the constructor, or in the forward of the fourth training step."""
+
+    def __init__(self, classes, where):
+        super().__init__()
+        self.head, self.where, self.calls = torch.nn.Linear(3072, classes), where, 0
+        if where == "build":
+            _a, _b = (1, 2, 3)
+
+    def forward(self, images):
+        self.calls += self.training
+        if self.where == "forward" and self.calls == 4:
+            _a, _b = (1, 2, 3)
+        return self.head(images.flatten(1))
+
+
+@pytest.mark.parametrize("where", ["build", "forward"])
+def test_a_bug_in_a_model_is_a_whole_traceback_and_the_last_line_is_still_the_summary(run, monkeypatch, where):
+    monkeypatch.setitem(train.MODELS, "buggy", (lambda names, size: Buggy(len(names), where), RECIPE))
+    code, last, error, _ = run("--model", "buggy")
+    assert (code, last["status"], last["model"]) == (1, "failed", "buggy")
+    assert last["updates"] == (2 if where == "forward" else 0)  # the host knew of step 2 when step 4 failed
+    assert "Traceback" in error and "_a, _b = (1, 2, 3)" in error and "too many values to unpack" in error
+    assert run("--model", "buggy", "--max-steps", 2, out="short")[0] == (0 if where == "forward" else 1)
+
+
+def test_a_bug_in_the_loop_is_a_whole_traceback(run, monkeypatch):
+    monkeypatch.setattr(train, "digest", lambda run, verdict: 1 / 0)
+    code, last, error, _ = run()
+    assert (code, last["status"]) == (1, "failed") and "ZeroDivisionError" in error and "Traceback" in error
+
+
+def test_a_full_disk_ends_with_a_sentence_and_the_summary(run, monkeypatch):
+    whole, written = report.MetricsFile.write, []
+
+    def full(self, **fields):
+        written.append(fields)
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        whole(self, **fields)
+
+    monkeypatch.setattr(report.MetricsFile, "write", full)
+    code, last, error, _ = run()
+    assert (code, last["status"]) == (1, "failed")
+    assert "No space left on device" in error and "metrics.jsonl" in error and "Traceback" not in error
+
+
+def test_anomaly_mode_that_finds_a_nan_ends_with_its_traceback_and_the_summary(run):
+    code, last, error, _ = run("--detect-anomaly", "--inject", "nan:act:groups.1@step=3")
+    assert (code, last["status"]) == (1, "failed")
+    assert "returned nan values" in error and "Traceback" in error
+
+
+def test_a_run_that_died_before_its_first_checkpoint_does_not_block_its_folder(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", lambda run: 1 / 0)
+        assert run("--max-steps", 2)[0] == 1
+    assert (run.folder / "metrics.jsonl").exists() and not list(run.folder.glob("*.pt"))
+    assert run("--max-steps", 2)[0] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Stop and go on
 
 
@@ -214,7 +283,7 @@ def two_ranks(tmp_path, image_folder, *flags, **environment):
                str(tmp_path), "--model", "mlp", "--dataset", "cifar10", "--data-dir", str(image_folder),
                "--device", "cpu", "--batch-size", "40", "--precision", "fp32", "--log-every", "1",
                "--out-dir", str(out), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     return done, [torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in range(2)]
@@ -260,11 +329,12 @@ def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identi
         (["--batch-size", "0"], 2, ["--batch-size", "0 is not at least 1"]),
         (["--lr", "-1"], 2, ["--lr", "-1 is not above 0"]),
         (["--lr", "nan"], 2, ["--lr", "nan"]),
+        (["--betas", "0.9", "1"], 2, ["--betas", "1 is not below 1"]),
         (["--max-steps", "-5"], 2, ["--max-steps", "at least 1"]),
         (["--epochs", "1", "--max-steps", "5"], 2, ["--max-steps", "not allowed with"]),
         (["--no-such-flag"], 2, ["--no-such-flag", "--help"]),
         (["--device", "tpu"], 2, ["--device tpu", "cuda"]),
-        (["--precision", "O3"], 2, ["eps=1e-08 is 0 in torch.float16"]),
+        (["--precision", "O3"], 2, ["eps=1e-08 is exactly 0 in torch.float16"]),
         (["--keep-fp32", "nothing.like.it"], 2, ["nothing.like.it"]),
         (["--precision", "O2", "--resume", "/nowhere.pt"], 2, ["/nowhere.pt"]),
     ],
@@ -306,16 +376,34 @@ def test_boolean_flags_work_both_ways_and_abbreviations_do_not():
         parse(["--ams"])
 
 
-def test_swin_spellings_of_the_precision_mean_the_same():
-    assert parse(["--amp-opt-level", "O1"]).precision == "O1"
-    assert parse(["--disable-amp"]).precision == "fp32"
+def test_the_spellings_of_the_published_reports_mean_the_same():
+    assert parse(["--amp-opt-level", "O1"]).precision == parse(["--amp_opt_level=O1"]).precision == "O1"
+    assert parse(["--disable-amp"]).precision == parse(["--disable_amp"]).precision == "fp32"
+    assert parse(["--num_classes", "10", "--out_dir=runs/a_b"]).num_classes == 10
+    assert parse(["--num_classes", "10", "--out_dir=runs/a_b"]).out_dir == Path("runs/a_b")
+    assert parse(["--keep_fp32", "my_head", "--betas", "0.8", "0.95"]).keep_fp32 == ["my_head"]
+    assert parse(["--betas", "0.8", "0.95"]).betas == (0.8, 0.95)
+
+
+def test_betas_and_parameters_without_decay_reach_the_optimizer(run, mlp, monkeypatch):
+    seen = []
+    whole = optim.ClippedAdamW.__init__
+
+    def watched(self, groups, **options):
+        groups = list(groups)
+        seen.append((options["betas"], [g["weight_decay"] for g in groups for p in g["params"] if p.ndim == 2]))
+        whole(self, groups, **options)
+
+    monkeypatch.setattr(optim.ClippedAdamW, "__init__", watched)
+    run("--model", "mlp", "--max-steps", 1, "--betas", 0.8, 0.95, "--no-decay", "1.*", "--weight-decay", 0.1)
+    assert seen == [((0.8, 0.95), [0.1, 0.0])] or seen == [((0.8, 0.95), [0.0, 0.1])]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_run_sh_gpu_says_what_it_needs():
     environment = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(ROOT / "run.sh"), "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr
 
 

@@ -168,6 +168,7 @@ def test_the_loss_is_finite_and_every_parameter_gets_a_finite_gradient_in_every_
         assert precision == "O3" or p.grad.abs().max() > 0, name
 
 
+@pytest.mark.slow
 def test_a_compiled_network_gives_the_same_loss_and_gradients():
     torch.manual_seed(0)
     net, x = VMamba(num_classes=10, **TEST), torch.randn(2, 3, 32, 32)

@@ -1,0 +1,216 @@
+"""
+Prepare: everything that is decided before the first step, each decision with its reason.
+
+train.py's setup() calls these functions in this order: process, data, network, length, training, folder, card. Each
+takes the record of the run (train.Run) and fills in its part of it. Two rules:
+
+    Refuse early    What a user gave (flags, paths, files) is checked here, before a file is written and before the
+                    first step. A refusal is one sentence and exit code 2, or 4 for data.
+    Only that       A refusal wraps only what reads a user's input. An error in a model's own code is not wrapped:
+                    whoever forks this repository needs the traceback of that error.
+
+Like train.py this file is wiring: it knows the core files, and only train.py knows it.
+"""
+
+import functools
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import amp_policy
+import checkpoint
+import ema
+import guards
+import heal
+import inject
+import muon
+import optim
+import report
+from data import SCALE, batches, fingerprint, load
+from models import MODELS, DoesNotFit, wrap
+from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing
+
+
+def process(run: Any) -> int:
+    """Device, ranks, seeds and torch's own switches. Returns this process's rank on its machine."""
+    args = run.args
+    with refusing(ValueError):
+        run.device, run.rank, local_rank, run.world_size = join(args.device)
+    cuda = run.device.type == "cuda"
+    run.hardware = torch.cuda.get_device_name(run.device) if cuda else f"{run.device.type}, {os.cpu_count()} cores"
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    random.seed(args.seed)
+    torch.autograd.set_detect_anomaly(args.detect_anomaly)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return local_rank
+
+
+def data(run: Any, local_rank: int) -> list[str]:
+    """Data, precision and the stream of batches. Returns a sentence for each file that could not be read."""
+    args, left_out = run.args, []
+    with refusing(OSError, ValueError, code=4), first_on_each_machine(local_rank):
+        progress = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
+        cache = None if args.workers else ".cache"
+        run.train, run.val, classes, run.dataset = load(args.dataset, args.data_dir, progress, args.image_size,
+                                                        args.max_bad_share, cache, left_out.append)
+    run.classes = [str(name) for name in classes]
+    if run.dataset == "synthetic" != args.dataset and run.rank == 0:
+        print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images instead", flush=True)
+    if args.num_classes not in (None, len(classes)):
+        refuse(2, f"--num-classes {args.num_classes}, but {run.dataset} has {len(classes)} classes: "
+                  "leave the flag out")
+    pieces = run.world_size * args.accum_steps
+    if args.batch_size % pieces:
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} rank(s) and "
+                  f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+    run.accum = args.accum_steps
+    with refusing(ValueError):
+        capabilities = amp_policy.capabilities(run.device)
+        run.policy = amp_policy.choose_policy(args.precision, capabilities)
+        common = agreed(run.policy.name)  # the self-test of a chip may fail on one rank alone
+        if run.policy.name != common:
+            run.policy = amp_policy.choose_policy(common, capabilities)
+        run.asked = run.policy.name
+        run.train, run.val = ((batches.place(x, run.device), labels) for x, labels in (run.train, run.val))
+        run.stream = batches.TrainBatches(
+            *run.train, batch_size=args.batch_size, rank=run.rank, world_size=run.world_size, seed=args.seed,
+            device=run.device, scale=SCALE.get(run.dataset), size=run.val[0].shape[-1], cutout=args.cutout,
+            workers=args.workers,
+        )
+    return left_out
+
+
+def network(run: Any) -> None:
+    """The network: bare, with its loss, under DistributedDataParallel, compiled."""
+    args, (build, recipe) = run.args, MODELS[run.args.model]
+    with refusing(DoesNotFit):
+        net = build(run.classes, run.val[0].shape[-1])
+    if hasattr(net, "init_from_data"):
+        images, labels = run.train
+        net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
+    net = net.to(run.device, memory_format=torch.channels_last)
+    with refusing(ValueError):
+        amp_policy.keep_fp32(net, args.keep_fp32)
+        net = run.policy.prepare(net)
+        run.injector = inject.Injector(net, inject.parse_inject(args.inject), run.rank, scales=run.policy.scales)
+    # Adam's state has the dtype of the weights, or of their fp32 masters.
+    state = torch.float32 if run.policy.masters else run.policy.param_dtype
+    if why := optim.refusal(state, args.adam_eps, args.betas[1]):
+        refuse(2, f"{why}: take --precision O2, which keeps fp32 masters" if state is torch.float16 else why)
+    run.net, run.model = net, wrap(net, recipe["label_smoothing"])
+    run.injector.attach(run.model)
+
+
+def length(run: Any) -> tuple[str, int]:
+    """The number of steps. Returns why it is that many, and the updates of warm-up."""
+    args, (_, recipe) = run.args, MODELS[run.args.model]
+    run.epoch_steps, why = run.stream.steps_per_epoch, "as asked"
+    run.total_steps = max(1, round(args.epochs * run.epoch_steps)) if args.epochs else args.max_steps
+    if not run.total_steps and run.device.type == "cpu":
+        run.total_steps = round((300 if run.policy.name == "bf16" else 150) * min(1, 256 / args.batch_size))
+        why = f"minutes on a CPU; --epochs {recipe['epochs']} is the whole recipe"
+    elif not run.total_steps:
+        run.total_steps, why = recipe["epochs"] * run.epoch_steps, "the whole recipe"
+    warmup = int(run.total_steps * recipe["warmup"]) if args.warmup_updates is None else args.warmup_updates
+    return why, warmup
+
+
+def training(run: Any, warmup: int) -> None:
+    """Optimizer, loss scale, guard and averaged weights: with the network, all that a checkpoint has to carry."""
+    args, (_, recipe) = run.args, MODELS[run.args.model]
+    run.optimizer = optim.ClippedAdamW(
+        optim.param_groups(run.net, args.weight_decay, args.no_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
+        lr=args.lr, betas=args.betas, eps=args.adam_eps, amsgrad=args.amsgrad,
+        clip=args.clip_grad or None, zclip=args.zclip, matrix_step=muon.turn, muon_options=recipe["muon_options"],
+        schedule=optim.warmup_cosine(run.total_steps, warmup, kind="linear"),
+        masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
+    )
+    run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
+    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device)
+    run.average = ema.EMA(run.optimizer.params, args.ema) if args.ema else None
+    run.ddp = parallel(run.model, run.device)
+    run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp
+
+
+def folder(run: Any) -> str:
+    """Where to write, and what to go on from. Returns what there is to say about the latter."""
+    args = run.args
+    name = f"{args.model}-{run.dataset}-{run.policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run.folder = Path(agreed(str(args.out_dir or Path("runs") / name)))  # the clock may tick between two ranks
+    if args.resume == "none" and report.holds_a_run(run.folder):
+        refuse(2, f"--out-dir {run.folder} holds another run: name a new folder, or go on with --resume auto")
+    if args.resume == "auto" and not args.out_dir:
+        refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
+    agreed(None)  # nobody writes before everybody has looked
+    run.facts = {
+        "model": args.model, "dataset": run.dataset, "num_classes": len(run.classes), **fingerprint(*run.train),
+        "precision": run.policy.name, "world_size": run.world_size, "batch_size": args.batch_size,
+        "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": run.total_steps, "ema": args.ema,
+        "seed": args.seed, "torch": str(torch.__version__),
+    }
+    note = ""
+    with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.checkpoints = checkpoint.Checkpoints(run.folder)
+        found = run.checkpoints.newest() if args.resume == "auto" else None
+        if args.resume not in ("auto", "none"):
+            found = args.resume, checkpoint.load(args.resume)
+        if found:
+            changes = resume(run, *found)
+            note = "; ".join([f", resumed from {found[0]} after step {run.step}", *changes])
+    with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
+        header = {"args": vars(args), **run.facts, "hardware": run.hardware,
+                  "commit": report.commit() if run.rank == 0 else ""}
+        run.log = report.MetricsFile(run.folder, header, run.step, args.tensorboard, speaks=run.rank == 0)
+    return note
+
+
+def resume(run: Any, path: str | Path, state: dict) -> list[str]:
+    """Continue where a checkpoint ends. Returns what differs between that run and this one, as sentences."""
+    if "facts" not in state:
+        raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
+    changes = checkpoint.describe_changes(state["facts"], run.facts)
+    heal.load_state_dict(run, state["healer"])  # first: the modules that it pins have fp32 weights
+    run.net.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.guard.load_state_dict(state["guard"])
+    if run.average and state["average"] is not None:
+        run.average.load_state_dict(state["average"])
+    run.best = state["validator"]["best"]
+    run.step, run.losses, run.scores = state["step"], state["losses"], state["scores"]
+    if run.rank < len(state["rng"]):
+        checkpoint.set_rng_state(state["rng"][run.rank], run.device)
+    return changes
+
+
+def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
+    """A line for each decision."""
+    args, (_, recipe) = run.args, MODELS[run.args.model]
+    pinned, rule = amp_policy.pinned(run.net), ""
+    if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
+        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
+        rule = f"; the lr is not scaled, the rule would be {rule}"
+    islands = f"; fp32 islands: {', '.join(pinned)}" if pinned else ""
+    pieces = f"{args.batch_size // (run.world_size * args.accum_steps)} a micro-batch x {args.accum_steps} x "
+    for name, decision in {
+        "device": f"{run.hardware}, torch {torch.__version__}",
+        "precision": f"{run.policy}{islands}",
+        "evaluation": "fp32, whatever the training precision" if args.eval_precision == "fp32" else "as in training",
+        "data": f"{run.dataset}: {len(run.train[1]):,} training and {len(run.val[1]):,} validation images, "
+                f"{len(run.classes)} classes",
+        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()) / 1e6:.2f} million parameters",
+        "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
+        "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){rule}",
+        "step": "one CUDA graph, guards included" if run.graph else "kernel by kernel",
+        "length": f"{run.total_steps} steps = {run.total_steps / run.epoch_steps:.1f} epochs: {why}",
+        "output": f"{run.folder}{note}",
+    }.items():
+        yield f"{name:<11} {decision}"
