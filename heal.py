@@ -32,6 +32,7 @@ import autopsy
 import checkpoint
 import guards
 import inject
+from fp32 import fp32_eval, keep_fp32, pinned
 
 
 def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector: inject.Injector,
@@ -44,7 +45,7 @@ def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector:
     def run_in(pieces, batch, fp32):
         micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
         total = 0.0
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+        with fp32_eval(net) if fp32 else policy.autocast():
             for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
                 loss, _ = model(x, y)
                 loss = injector.loss(loss, micro) * (len(x) / len(batch[0]))
@@ -95,14 +96,14 @@ class Healer:
 
     def state_dict(self) -> dict:
         return {"healed": list(self.healed), "counts": dict(self.counts), "hunt_until": self.hunt_until,
-                "pinned": amp_policy.pinned(self.net), "policy": self.policy.name, "asked": self.asked,
+                "pinned": pinned(self.net), "policy": self.policy.name, "asked": self.asked,
                 "accum": self.accum, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Before the network's: pinned modules have fp32 weights."""
         self.healed, self.counts = list(state["healed"]), collections.Counter(state["counts"])
         self.hunt_until, self.accum = state["hunt_until"], max(self.accum, state["accum"])
-        amp_policy.keep_fp32(self.net, state["pinned"])
+        keep_fp32(self.net, state["pinned"])
         self.guard.watch(self.net)  # pinning may have exchanged buffers
         if state["asked"] == self.asked != state["policy"]:
             self.adopt(state["policy"])
@@ -143,7 +144,7 @@ class Healer:
         if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
             autopsy.save_capsule(
                 folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, **facts,
-                pinned=amp_policy.pinned(self.net), optimizer=self.optimizer.state_dict(), **about,
+                pinned=pinned(self.net), optimizer=self.optimizer.state_dict(), **about,
             )
         return report
 
@@ -162,8 +163,8 @@ class Healer:
             return "passed over", *(("bad data", 4) if many else ("done", 0))
         if self.counts.total() - self.counts["data"] > self.max_cures:
             return f"given up after {self.max_cures} cures", "diverged", 3
-        if verdict == "precision" and module and module not in amp_policy.pinned(self.net):
-            amp_policy.keep_fp32(self.net, [module])
+        if verdict == "precision" and module and module not in pinned(self.net):
+            keep_fp32(self.net, [module])
             self.guard.watch(self.net)
             self.healed.append(module)
             return f"{module} is kept in fp32 from now on", "done", 0
@@ -231,7 +232,7 @@ def replay(path: str | Path, models: dict, wrap) -> int:
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
     if capsule["pinned"]:
-        amp_policy.keep_fp32(net, capsule["pinned"])
+        keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
     evidence = autopsy.unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])

@@ -33,6 +33,7 @@ from tqdm import tqdm
 import amp_policy
 import checkpoint
 import flags
+import fp32
 import graphs
 import guards
 import heal
@@ -96,7 +97,7 @@ def main(argv=None):
         net.init_from_data(stream.normalize(train[0][:: max(10, len(train[1]) // 5000)]))
     net = net.to(device, memory_format=torch.channels_last)
     with refusing(ValueError):
-        amp_policy.keep_fp32(net, args.keep_fp32)
+        fp32.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
         amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
         injector = inject.Injector(net, inject.parse_inject(args.inject), rank, scales=policy.scales)
@@ -183,7 +184,7 @@ def main(argv=None):
         say(f"step {step}: {text}")
 
     # The card: every decision with its reason
-    micro, pinned, rule = args.batch_size // pieces, amp_policy.pinned(net), ""
+    micro, pinned, rule = args.batch_size // pieces, fp32.pinned(net), ""
     if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
         _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
         rule = f"; the lr is not scaled, the rule would be {rule}"

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torchvision.utils import save_image
 
-import amp_policy
 from data import batches
+from fp32 import disagreement, fp32_eval
 from ranks import share_buffers
 
 
@@ -41,7 +41,7 @@ def both_ways(model, split, policy, masters):
 
     amp_changed: share of predictions that differ from fp32's; amp_nonfinite: share of images whose loss is NaN or inf.
     """
-    gaps = [amp_policy.disagreement(model, x, y, policy, masters) for x, y in split]
+    gaps = [disagreement(model, x, y, policy, masters) for x, y in split]
     parted = [f"{policy.name} and fp32 evaluation differ: {gap}" for gap in gaps if gap.parted]
     means = {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps) for what in ("changed", "nonfinite")}
     return means, parted[0] if parted else ""
@@ -107,7 +107,7 @@ class Validation:
         weights = self.optimizer.params if self.forced else self.optimizer.model_params
         warning = ""
         with self.average.swap(weights) if self.average else contextlib.nullcontext():
-            with amp_policy.fp32_eval(self.net, self.masters) if self.forced else policy.autocast():
+            with fp32_eval(self.net, self.masters) if self.forced else policy.autocast():
                 split = batches.val_batches(self.images, self.labels, self.normalize, batch_size=500, **self.share)
                 scores = evaluate(self.model, split)
                 if self.rank == 0:

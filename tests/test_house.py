@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CORE = ("amp_policy.py", "guards.py", "inject.py", "graphs.py", "optim.py", "checkpoint.py", "autopsy.py", "report.py")
+CORE = ("amp_policy.py", "fp32.py", "guards.py", "inject.py", "graphs.py", "optim.py", "checkpoint.py", "autopsy.py",
+        "report.py")
 ALLOWED = {
     **{name: {"torch"} for name in CORE},
     "report.py": {"torch", "matplotlib", "numpy", "PIL"},  # all but the standard library at need only
