@@ -25,9 +25,9 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
     cat and stack of half with fp32                              fp32      fp32
     binary_cross_entropy                                         error     fp32
 
-A green CPU test says nothing about CUDA's islands: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and both
-agree. And "autocast off" is not fp32: half inputs stay half, an inner `autocast(enabled=True)` wins, and cuDNN uses
-TF32 unless told not to. `fp32_eval` closes all three doors.
+A green CPU test says nothing about CUDA's fp32 operations: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and
+both devices agree. Half precision is not always faster either: a CPU that multiplies bf16 without AMX may take twice
+fp32's time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
 
 What popular snippets get wrong:
 
@@ -43,11 +43,15 @@ This file never repairs a number. Copy it alone, it needs torch only. Sources: M
 
 from __future__ import annotations
 
+import functools
 import platform
+import statistics
+import time
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +79,7 @@ class Policy:
     norms_fp32: bool = True  # parameters of the norms; if not, all buffers are half as well
     device: str = "cpu"
     reason: str = ""
+    warnings: tuple[str, ...] = ()  # what speaks against it; the reason says it too
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or self.means}"
@@ -86,21 +91,22 @@ class Policy:
     def prepare(self, net: nn.Module) -> nn.Module:
         """Set TF32 and, in O2 and O3, cast `net` in place. Before DDP, torch.compile and the optimizer.
 
-        O2 and O3 have no autocast: each module that owns parameters casts its first positional argument to their dtype,
-        and no other, so `net(images, labels)` never has its labels cast. O2 keeps norms in fp32, and buffers as they
-        are (a rotary table in fp16 miscounts above 2048). A module with an attribute `fp32_island` stays fp32 in both.
+        O2 keeps norms in fp32, and buffers as they are (a rotary table in fp16 miscounts above 2048). Its autocast lets
+        half weights and fp32 tables meet in a matmul. At both levels a module that owns parameters casts its inputs to
+        their dtype: all inputs of torch's own modules, the first input of any other. So net(images, labels) never has
+        its labels cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
             return net
         for module in net.modules():
-            if list(module.parameters(recurse=False)):
-                module.register_forward_pre_hook(_cast_first_input)
             is_norm = "Norm" in type(module).__name__ and not any(module.children())  # a `PreNorm` has children
             if is_norm and self.norms_fp32 and not hasattr(module, "fp32_island"):
                 module.float()
                 module.forward = types.MethodType(_norm_forward, module)  # a bound method: copy.deepcopy rebinds it
                 module.fp32_island = True
+            if list(module.parameters(recurse=False)):
+                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         kept = {t for m in net.modules() if hasattr(m, "fp32_island") for t in (*m.parameters(), *m.buffers())}
         lowered = [*net.parameters()] if self.norms_fp32 else [*net.parameters(), *net.buffers()]
         for t in lowered:
@@ -109,20 +115,26 @@ class Policy:
         return net
 
 
-def _cast(nest, dtype: torch.dtype):
+def _cast(nest: Any, dtype: torch.dtype) -> Any:
     """Half and fp32 tensors in a nest of tuples, lists and dicts, to `dtype`; integers and fp64 as they are."""
     return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in (*HALF, F32) else t, nest)
 
 
-def _cast_first_input(module: nn.Module, args: tuple) -> tuple | None:
-    if not args or hasattr(module, "fp32_island"):
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if hasattr(module, "fp32_island"):
         return None
-    weight = next(module.parameters(recurse=False))  # asked now: an evaluation in fp32 lends fp32 weights
-    return (_cast(args[0], weight.dtype), *args[1:])
+    dtype = next(module.parameters(recurse=False)).dtype  # asked now: an evaluation in fp32 lends fp32 weights
+    if type(module).__module__.startswith("torch.nn."):
+        return _cast(args, dtype), _cast(kwargs, dtype)
+    if args:
+        return (_cast(args[0], dtype), *args[1:]), kwargs
+    return args, {name: _cast(value, dtype) if i == 0 else value for i, (name, value) in enumerate(kwargs.items())}
 
 
-def _norm_forward(self: nn.Module, x: Tensor, *args, **kwargs):
-    return _cast(type(self).forward(self, x.float(), *args, **kwargs), x.dtype)
+def _norm_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A norm at O2: fp32 inside, the input's dtype outside."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _cast(type(self).forward(self, x.float(), *args, **kwargs), x.dtype)
 
 
 LEVELS = (
@@ -130,7 +142,8 @@ LEVELS = (
     Policy("tf32", F32, F32, "fp32 weights, matmuls read 10-bit mantissas", tf32=True),
     Policy("bf16", BF16, F32, "autocast to bfloat16, no loss scaling", autocasts=True),
     Policy("fp16", F16, F32, "autocast to float16, loss scaling", autocasts=True, scales=True),
-    Policy("O2", F16, F16, "float16 weights, fp32 norms and masters, loss scaling", masters=True, scales=True),
+    Policy("O2", F16, F16, "float16 weights, fp32 norms and masters, loss scaling", autocasts=True, scales=True,
+           masters=True),
     Policy("O3", F16, F16, "all float16, no masters, no scaling: an experiment", norms_fp32=False),
 )  # TF32 is off beside half precision: what remains in fp32 there is an island, and an island means fp32
 POLICIES = {p.name: p for p in LEVELS} | {"O0": LEVELS[0], "O1": LEVELS[3]}  # apex's names
@@ -200,30 +213,88 @@ def self_test(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] = self_test) -> Policy:
-    """The policy called `name`, or for "auto" what suits this machine, with the reason. ValueError on an unknown name.
+SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 1 and 35 billion products forward
+    "cpu": ((16, 64, 16, 16), (64, 64, 3, 3), (512, 512), (512, 512)),
+    "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
+}
 
-    `trial` runs only for "auto" on CUDA chips of capability 7.x. With several processes choose on rank 0 and broadcast
-    the name.
+
+@functools.cache  # a process that asks again gets the same answer
+def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[int, ...], ...] | None = None,
+              budget: float | None = None) -> tuple[float, ...]:
+    """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
+
+    The dtypes take turns, so a slow moment of the machine strikes all. `budget` seconds follow one round of warm-up
+    (default: 0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
     """
-    sm = caps.sm or (0, 0)
+    sizes = sizes or SIZES["cpu" if device == "cpu" else "gpu"]
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = [torch.randn(s, generator=generator, device=device, requires_grad=True) for s in sizes]
+    seconds, end = {dtype: [] for dtype in dtypes}, float("inf")
+    set_tf32(False)
+    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 2:
+        for dtype in dtypes:
+            began = time.perf_counter()
+            with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
+                image, kernel, rows, weight = inputs
+                outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
+            torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+            if device != "cpu":
+                torch.accelerator.synchronize()
+            seconds[dtype].append(time.perf_counter() - began)
+        if end == float("inf"):  # the first round was warm-up
+            end = time.perf_counter() + (budget or (0.6 if device == "cpu" else 0.2))
+    return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
+
+
+def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] | None = self_test,
+                  stopwatch: Callable[[str, tuple[torch.dtype, ...]], tuple[float, ...]] | None = stopwatch) -> Policy:
+    """The policy called `name`, or for "auto" the fastest safe one, with the reason. ValueError on an unknown name.
+
+    Safe is bf16 where the chip multiplies it natively, and fp16 on CUDA chips of capability 7.x that pass `trial`. Half
+    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed,
+    and `policy.warnings` says what was found. With None for `trial` or `stopwatch` that question is not asked. With
+    several processes choose on rank 0 and broadcast the policy, for two processes may measure two things.
+    """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
+    here = f"this {'gpu' if caps.device == 'cuda' else caps.device}"
+
+    def times_as_long(dtype: torch.dtype) -> float | None:
+        if stopwatch is None:
+            return None
+        fp32, half = stopwatch(caps.device, (F32, dtype))
+        return half / fp32
+
     if name != "auto":
-        reason = f"as asked: {POLICIES[name].means}"
-        if POLICIES[name].dtype is BF16 and not caps.native_bf16 and caps.device != "mps":
-            reason += f" ({caps} only emulates bfloat16: slow)"
-        if POLICIES[name].tf32 and sm < (8, 0):
-            reason += f" ({caps} has no TF32: this is fp32)"
-    elif caps.native_bf16:
-        name, reason = "bf16", f"{caps} runs bfloat16 natively and needs no loss scaling"
-    elif sm < (7, 0):
-        name, reason = "fp32", f"{caps} has no half precision that is both native and safe"
-    elif fault := trial(caps.device, F16):
-        name, reason = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}"
+        level, notes = POLICIES[name], []
+        if level.dtype is BF16 and not caps.native_bf16 and caps.device != "mps":
+            notes.append(f"{caps} only emulates bfloat16: slow")
+        if level.tf32 and (caps.sm or (0, 0)) < (8, 0):
+            notes.append(f"{caps} has no TF32: this is fp32")
+        if level.dtype in HALF:
+            fault = trial(caps.device, level.dtype) if trial else ""
+            if fault:
+                notes.append(f"{caps} failed the self-test: {fault}")
+            ratio = times_as_long(level.dtype)
+            if ratio and ratio > 1:
+                notes.append(f"it takes {ratio:.2g} times as long as fp32 on {here}")
+        reason = f"as asked: {level.means}" + "".join(f" ({note})" for note in notes)
+        return replace(level, device=caps.device, reason=reason, warnings=tuple(f"{name}: {note}" for note in notes))
+    if caps.native_bf16:
+        name, why, then = "bf16", f"{caps} runs bfloat16 natively", "needs no loss scaling"
+    elif (caps.sm or (0, 0)) < (7, 0):
+        name, why, then = "fp32", f"{caps} has no half precision that is both native and safe", ""
+    elif fault := trial(caps.device, F16) if trial else "":
+        name, why, then = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}", ""
     else:
-        name, reason = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test, and needs loss scaling"
-    return replace(POLICIES[name], device=caps.device, reason=reason)
+        name, why, then = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test", "needs loss scaling"
+    ratio = times_as_long(POLICIES[name].dtype) if name != "fp32" else None
+    if ratio is not None and not ratio <= 0.9:
+        name, why, then = "fp32", f"{name} would take {ratio:.2g} times as long on {here}", ""
+    elif ratio is not None:
+        why += f", takes {ratio:.2g} of fp32's time"
+    return replace(POLICIES[name], device=caps.device, reason=f"{why} and {then}" if then else why)
 
 
 # --- TF32
@@ -249,94 +320,154 @@ def set_tf32(on: bool) -> None:
 
 # --- Loss scaling with a floor
 
-class LossScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` (same arguments, calls and checkpoint keys) that cannot collapse.
+class LossScaler:
+    """Loss scaling with the calls, arguments and checkpoint keys of `torch.amp.GradScaler`; it cannot collapse.
 
     The scale stays in [floor, ceiling]: below 1 it would shrink gradients, and 2^24 lifts fp16's smallest number to 1,
-    so that nothing is left to rescue. With `hysteresis` = n, the first n - 1 bad steps after each growth leave it
-    alone (Megatron's rule: one spike in the data is no reason). `update(found_inf)` works on the device without a sync,
-    for optimizers that skip by themselves; `update()` after `step(optimizer)` reads the flags that `step` left.
+    so that nothing is left to rescue. `update(found_inf=flag)` works on the device without a sync, for optimizers that
+    skip by themselves. `update()` after `step(optimizer)` reads the flags that `step` left.
     """
 
-    _scale = _growth_tracker = None  # the base class leaves these four out when it is disabled
-    _init_scale, _init_growth_tracker = 1.0, 0
+    def __init__(self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+                 backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, *,
+                 floor: float = 1.0, ceiling: float = 2.0**24) -> None:
+        if enabled and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            warnings.warn("LossScaler: there is no CUDA device, so the loss is not scaled", stacklevel=2)
+            enabled, device = False, "cpu"
+        if enabled and not 1.0 <= floor <= init_scale <= ceiling < float("inf"):
+            raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
+        if enabled and not (growth_factor > 1.0 > backoff_factor):
+            raise ValueError(f"LossScaler needs growth factor {growth_factor} > 1 > backoff factor {backoff_factor}")
+        self.enabled, self.init_scale, self.floor, self.ceiling = enabled, init_scale, floor, ceiling
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        # The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled.
+        self.scale_tensor = torch.full((), init_scale if enabled else 1.0, dtype=F32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row, since the scale last moved
+        self._flags: dict[int, list[Tensor]] = {}  # id(optimizer): for each device, 1 where a gradient is non-finite
+        self._stepped: set[int] = set()
 
-    def __init__(self, device: str = "cuda", *args, floor: float = 1.0, ceiling: float = 2.0**24, hysteresis: int = 1,
-                 **kwargs) -> None:
-        super().__init__(device, *args, **kwargs)
-        if self._enabled and not 1.0 <= floor <= self._init_scale <= ceiling < float("inf"):
-            raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {self._init_scale} <= ceiling ({ceiling})")
-        self.floor, self.ceiling, self.hysteresis = floor, ceiling, hysteresis
-        self._patience = torch.tensor(hysteresis)  # bad steps left until the scale falls
+    def is_enabled(self) -> bool:
+        return self.enabled
 
-    @property
-    def scale_tensor(self) -> Tensor:
-        """The scale, 0-dim fp32 on the device, the same tensor all along; 1.0 when disabled."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        return self._scale
+    def get_scale(self) -> float:
+        """The scale as a number; it syncs."""
+        return self.scale_tensor.item()
 
-    def _lazy_init_scale_growth_tracker(self, device: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(device)
-        self._patience = self._patience.to(device)
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or a nest of losses, times the scale."""
+        if not self.enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self.scale_tensor.to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(value) for name, value in outputs.items()}
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
+            raise ValueError(f"LossScaler.scale takes tensors and nests of tensors, not a {type(outputs).__name__}")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
+        if not self.enabled:
+            return
+        if id(optimizer) in self._flags:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p.grad is not None and p.grad.dtype is F16 for p in params):
+            raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
+        self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step()` on unscaled gradients, unless one of them is non-finite.
+
+        Fused optimizers unscale and skip by themselves, on the device. For any other the flags are read: one sync.
+        """
+        if not self.enabled:
+            return optimizer.step(*args, **kwargs)
+        key, fused = id(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
+        if "closure" in kwargs or any(map(callable, args)):
+            raise RuntimeError("LossScaler.step takes no closure: the closure's gradients would be scaled ones")
+        if key in self._stepped:
+            raise RuntimeError("step() has already been called on this optimizer since the last update()")
+        unscaled = key in self._flags
+        if not unscaled and fused:
+            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor))
+        elif not unscaled:
+            self.unscale_(optimizer)
+        if not self._flags[key]:
+            raise AssertionError("LossScaler.step: no parameter of this optimizer has a gradient")
+        self._stepped.add(key)
+        if not fused:
+            return None if any(flag.item() for flag in self._flags[key]) else optimizer.step(*args, **kwargs)
+        factor = getattr(optimizer, "grad_scale", None)  # the caller's own, a clip coefficient for example
+        if not unscaled:
+            factor = self.scale_tensor if factor is None else self.scale_tensor * factor
+        optimizer.grad_scale, optimizer.found_inf = factor, self._found_inf([self._flags[key]])
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _found_inf(self, flags: Iterable[list[Tensor]]) -> Tensor:
+        return sum(f.to(self.scale_tensor.device, non_blocking=True) for per_device in flags for f in per_device)
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor | None = None) -> None:
-        """Adapt to one attempted step. `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a rejection."""
-        if not self._enabled:
+    def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
+        """Adapt to one attempted step, or set the scale to `new_scale`.
+
+        `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a skipped step. Without it the flags count that
+        `step` left.
+        """
+        if not self.enabled:
             return
         scale = self.scale_tensor
-        if found_inf is None:
-            flags = [f for s in self._per_optimizer_states.values() for f in s["found_inf_per_device"].values()]
-            if not flags:
-                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf")
-            found_inf = sum(f.to(scale.device, non_blocking=True) for f in flags)
-        found_inf = found_inf.to(scale.device, torch.float32, non_blocking=True)
-        scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self._init_scale)  # corrupted: afresh
-        before = scale.clone() if self.hysteresis > 1 else scale
-        torch._amp_update_scale_(scale, self._growth_tracker, found_inf, self._growth_factor, self._backoff_factor,
-                                 self._growth_interval)
-        if self.hysteresis > 1:
-            bad = found_inf != 0
-            self._patience.sub_(bad.int()).clamp_(min=0)
-            scale.copy_(torch.where(bad & (self._patience > 0), before, scale))
-            self._patience.masked_fill_(~bad & (self._growth_tracker == 0), self.hysteresis)  # it has just grown
+        if new_scale is not None:
+            scale.copy_(torch.as_tensor(new_scale).detach().reshape(()))
+        else:
+            if found_inf is None and not self._flags:
+                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf=")
+            flag = self._found_inf(self._flags.values()) if found_inf is None else found_inf
+            flag = flag.to(scale.device, F32, non_blocking=True)
+            scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
+            torch._amp_update_scale_(scale, self.good_steps, flag, self.growth_factor, self.backoff_factor,
+                                     self.growth_interval)  # torch's own kernel: five operations a step in all
         scale.clamp_(self.floor, self.ceiling)
-        self._per_optimizer_states.clear()
+        self._flags.clear()
+        self._stepped.clear()
 
-    def state_dict(self) -> dict:
-        """The base class's five entries and "patience"; {} when disabled."""
-        return super().state_dict() | {"patience": int(self._patience)} if self._enabled else {}
+    def state_dict(self) -> dict[str, float | int]:
+        """GradScaler's five entries; {} when disabled."""
+        if not self.enabled:
+            return {}
+        return {"scale": self.get_scale(), "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor,
+                "growth_interval": self.growth_interval, "_growth_tracker": int(self.good_steps)}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
-        if self._enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
-            super().load_state_dict(state)
-            self._patience.fill_(state.get("patience", self.hysteresis))
-        elif self._enabled:  # none, collapsed (0) or poisoned (NaN)
+        if self.enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
+            self.scale_tensor.fill_(state["scale"])
+            self.good_steps.fill_(state["_growth_tracker"])
+            self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
+            self.growth_interval = state["growth_interval"]
+        elif self.enabled:  # none, collapsed (0) or poisoned (NaN)
             found = f"the checkpoint's loss scale is {state.get('scale', 'missing')}"
-            warnings.warn(f"{found}: it starts at {self._init_scale:g}", stacklevel=2)
+            warnings.warn(f"{found}: it starts at {self.init_scale:g}", stacklevel=2)
         elif state:
             warnings.warn("the checkpoint's loss scale is dropped: this precision needs none", stacklevel=2)
 
 
-# --- Refusals
-
-def refuse(policy: Policy, parameters: Iterable[Tensor], *, eps: float, beta2: float, masters: bool) -> None:
-    """Raise ValueError, in one sentence, on Adam settings that cannot work. Call it after `policy.prepare`.
-
-    `masters`: the optimizer keeps fp32 masters and state for half parameters, and unscales the gradients into fp32.
-    """
-    dtypes = {p.dtype for p in parameters}
-    if policy.masters and not masters and dtypes & {*HALF}:
-        raise ValueError(f"{policy.name} promises fp32 master weights, and this optimizer keeps none")
-    if policy.scales and not masters and F16 in dtypes:
-        raise ValueError("loss scaling with fp16 gradients: unscaled in fp16 they flush to 0 again; keep fp32 masters")
-    for dtype in {F32} if masters else dtypes:
-        if not torch.tensor(eps, dtype=dtype) > 0:
-            raise ValueError(f"eps={eps:g} is 0 in {dtype}, the dtype of Adam's state: 0/0 is NaN; keep fp32 masters")
-        if dtype is BF16 and beta2 > 0.996:  # above, v * beta2 rounds back to v
-            raise ValueError(f"beta2={beta2:g} with bfloat16 state: the second moment never decays; keep fp32 masters")
+def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor) -> list[Tensor]:
+    """All gradients times `factor`, in place; for each device, 1.0 if one of its gradients is non-finite."""
+    groups, flags = {}, {}
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if p.grad.is_sparse and p.grad.dtype is F16:
+            p.grad = p.grad.coalesce()  # the sum of two scaled fp16 values may overflow: add before the check
+        grad = p.grad._values() if p.grad.is_sparse else p.grad
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), grads in groups.items():
+        flag = flags.setdefault(device, torch.zeros((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor.to(device, non_blocking=True))
+    return [*flags.values()]
 
 
 # --- python amp_policy.py

@@ -110,7 +110,7 @@ class Healer:
         self.scaler.load_state_dict(state["scaler"])
 
     def adopt(self, precision: str) -> None:
-        self.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(self.device))
+        self.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(self.device), None, None)
         self.scaler = amp_policy.LossScaler(self.device.type, enabled=self.policy.scales)
 
     def record(self, step: int, *batch: torch.Tensor) -> autopsy.StepRecord:
@@ -168,13 +168,13 @@ class Healer:
             self.guard.watch(self.net)
             self.healed.append(module)
             return f"{module} is kept in fp32 from now on", "done", 0
-        if verdict == "precision" and self.policy.autocasts:
+        if verdict == "precision" and self.policy.autocasts and not self.policy.masters:
             return self.demote(), "done", 0
         return self.rewind(0.5 if verdict == "divergence" else 1.0), "done", 0
 
     def demote(self) -> str:
         """fp16 -> bf16 where the chip has it -> fp32."""
-        auto = amp_policy.choose_policy("auto", amp_policy.capabilities(self.device)).name
+        auto = amp_policy.choose_policy("auto", amp_policy.capabilities(self.device), stopwatch=None).name
         self.adopt("bf16" if self.policy.name == "fp16" and auto == "bf16" else "fp32")
         self.healed.append(self.policy.name)
         return f"no single module is left to keep in fp32: the run goes on in {self.policy.name}"
@@ -228,7 +228,7 @@ def replay(path: str | Path, models: dict, wrap) -> int:
     `models`: name -> (build, recipe); `wrap`: gives a network its loss, called with the recipe's label_smoothing.
     """
     capsule = autopsy.load_capsule(path)
-    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
+    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"), None, None)
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
     if capsule["pinned"]:

@@ -80,9 +80,8 @@ def main(argv=None):
         refuse(2, f"--batch-size {args.batch_size} does not split evenly over {world_size} rank(s) and "
                   f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     with refusing(ValueError):
-        policy = amp_policy.choose_policy(args.precision, amp_policy.capabilities(device))
-        if policy.name != (common := agreed(policy.name)):  # the self-test of a chip may fail on one rank alone
-            policy = amp_policy.choose_policy(common, amp_policy.capabilities(device))
+        policy = rank == 0 and amp_policy.choose_policy(args.precision, amp_policy.capabilities(device))
+        policy = agreed(policy)  # two ranks may measure two things
         train, val = ((batches.place(images, device), labels) for images, labels in (train, val))
         stream = batches.TrainBatches(
             *train, batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed, device=device,
@@ -99,7 +98,6 @@ def main(argv=None):
     with refusing(ValueError):
         fp32.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
-        amp_policy.refuse(policy, net.parameters(), eps=args.adam_eps, beta2=0.99, masters=policy.masters)
         injector = inject.Injector(net, inject.parse_inject(args.inject), rank, scales=policy.scales)
     model = wrap(net, recipe["label_smoothing"])
     torch.manual_seed(args.seed + rank)  # from here on ranks draw different noise
@@ -282,7 +280,7 @@ def main(argv=None):
         #    updates only, the loss scale learns from both.
         guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
                     updates=optimizer.updates)
-        scaler.update(result.found_inf)
+        scaler.update(found_inf=result.found_inf)
         if average:
             average.update(optimizer.params, result.found_inf)
         optimizer.zero_grad()

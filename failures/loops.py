@@ -199,7 +199,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
         result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
         guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm)
         scale = float(scaler.scale_tensor)
-        scaler.update(result.found_inf)
+        scaler.update(found_inf=result.found_inf)
         optimizer.zero_grad()
         run.losses.append(loss.item())
         run.scales.append(float(scaler.scale_tensor))

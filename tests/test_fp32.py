@@ -1,17 +1,23 @@
 """fp32 on request: islands compute in fp32, evaluation is fp32 and nothing else, and a drift is named."""
 
+import collections
 import copy
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from amp_policy import Capabilities, choose_policy, set_tf32
 from fp32 import disagreement, fp32_eval, keep_fp32, pinned
+from models import MODELS, wrap
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
@@ -122,6 +128,50 @@ def test_a_pinned_loss_is_not_lowered_and_integers_and_keywords_pass():
     hot = Hot()
     keep_fp32(hot, ["Hot"])
     assert hot(x=torch.ones(1, 8).half(), scale=2.0).dtype is F16
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+@pytest.mark.parametrize("wrapped", [
+    lambda x, ids: {"batch": Batch(x, ids)}, lambda x, ids: {"batch": Record(x, ids)},
+    lambda x, ids: {"batch": collections.UserDict(x=x, ids=ids)}, lambda x, ids: {"batch": {"x": x, "ids": ids}},
+], ids=["named tuple", "dataclass", "mapping", "dict"])
+def test_an_island_upcasts_keyword_inputs_in_whatever_they_come(wrapped):
+    class Reader(nn.Module):
+        def forward(self, batch):
+            x, ids = (batch["x"], batch["ids"]) if hasattr(batch, "keys") else (batch.x, batch.ids)
+            self.inside = x.dtype, ids.dtype
+            return type(batch)(x=x * x, ids=ids) if not isinstance(batch, dict) else {"x": x * x, "ids": ids}
+
+    reader = Reader()
+    keep_fp32(reader, ["Reader"])
+    out = reader(**wrapped(torch.ones(2).half(), torch.tensor([2049])))
+    x, ids = (out["x"], out["ids"]) if hasattr(out, "keys") else (out.x, out.ids)
+    assert reader.inside == (F32, torch.int64) and type(out) is type(wrapped(x, ids)["batch"])
+    assert x.dtype is F16 and ids.tolist() == [2049]
+
+
+def test_an_island_that_keeps_its_output_saves_what_exceeds_fp16():
+    class Big(nn.Module):
+        def forward(self, x):
+            return x * 1e5
+
+    net, x = nn.Sequential(nn.Linear(4, 4), Big(), nn.LayerNorm(4)), torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=F16):
+        keep_fp32(net, ["1"])
+        assert net[:2](x).isinf().any() and pinned(net, keep_output=True) == []
+        keep_fp32(net, ["1"], keep_output=True)
+        assert net(x).isfinite().all() and net[:2](x).dtype is F32
+    assert pinned(net) == pinned(net, keep_output=True) == ["1"]
 
 
 def test_pinning_is_by_name_or_type_idempotent_and_survives_a_checkpoint():
@@ -261,43 +311,136 @@ def test_an_island_pinned_inside_ddp_still_synchronises_every_gradient(tmp_path,
 # evaluation in fp32
 
 
-class Stubborn(nn.Module):
-    """A model that brings its own autocast, as vendored code does; `ctx` is one context used again and again."""
+class Inner(nn.Module):
+    """One layer, with half precision of its own making, planted in the ways that vendored code knows."""
 
-    def __init__(self, device):
+    def __init__(self, way):
         super().__init__()
-        self.fc, self.device, self.ctx = nn.Linear(8, 8), device, torch.autocast(device, dtype=BF16)
+        self.fc, self.way, self.kept = nn.Linear(8, 8), way, torch.autocast("cpu", dtype=BF16)
 
     def forward(self, x):
-        with torch.autocast(self.device, dtype=BF16, enabled=True):
-            x = self.fc(x)
-        with self.ctx:
-            return self.fc(x.to(self.fc.weight.dtype))
+        device, layer = x.device.type, self.fc
+        if self.way == "context":
+            with torch.autocast(device, dtype=BF16):
+                return layer(x).float()
+        if self.way == "a context used again":
+            with self.kept:
+                return (x @ x.T).float() @ x
+        if self.way == "decorator":
+            return torch.autocast(device, dtype=BF16)(layer)(x)
+        if self.way == "plain function":
+            return lowered(x, x.T).float() @ x
+        if self.way == "state alone":
+            torch.set_autocast_enabled(device, True)
+            try:
+                return layer(x).float()
+            finally:
+                torch.set_autocast_enabled(device, False)
+        if self.way == "fp32 operations only":
+            with torch.autocast(device, dtype=BF16):
+                return F.mse_loss(x, x) + x
+        if self.way == "checkpoint":
+            return checkpoint(lambda x: lowered(x, x.T).float() @ x, x, use_reentrant=False)
+        if self.way == "custom function":
+            return Lowering.apply(x)
+        if self.way == "off":  # this one is lawful
+            with torch.autocast(device, enabled=False):
+                return layer(x)
+        with torch.autocast(device, dtype=BF16, enabled=torch.is_autocast_enabled(device)):  # lawful as well
+            return layer(x)
 
 
-@both_devices
-def test_a_nested_autocast_cannot_win_inside_fp32_eval(device):
-    skip_emulated(device, BF16)
-    net, x = Stubborn(device).to(device), torch.randn(4, 8, device=device)
+def lowered(a, b):
+    with torch.autocast(a.device.type, dtype=BF16, enabled=True):
+        return a @ b
+
+
+class Lowering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x.half() @ x.T.half()).float() @ x
+
+
+WAYS = ("context", "a context used again", "decorator", "plain function", "state alone", "fp32 operations only",
+        "checkpoint", "custom function")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_half_precision_made_inside_fp32_eval_is_an_error_that_names_the_module(way):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"inner": Inner(way)})["inner"]), torch.randn(4, 8)
     half = net(x)
-    weight, bias = (p.double() for p in net.fc.parameters())
-    want = F.linear(F.linear(x.double(), weight, bias), weight, bias)
-    with torch.autocast(device, dtype=BF16), fp32_eval(net):  # an outer one neither
-        out = net(x)
-        torch.set_autocast_enabled(device, True)
-        assert not torch.is_autocast_enabled(device)
-    assert half.dtype is BF16 and out.dtype is F32
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r"fp32_eval: .* in 1(\.fc)? \(.*test_fp32.py:\d+\)") as error:  # noqa: SIM117
+        with fp32_eval(net):
+            net(x)
+    assert "\n" not in str(error.value)
     assert torch.equal(net(x), half)  # and afterwards it is free again
 
 
-def test_a_compiled_model_with_its_own_autocast_cannot_win_either():
-    net, x = Stubborn("cpu"), torch.randn(4, 8)
+def test_half_precision_between_the_modules_of_the_network_and_around_it_is_found():
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(lowered(x, x).float())
+
+    net, x = Between(), torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match=r"matmul ran under .* in the network itself"), fp32_eval(net):
+        net(x)
+    plain = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="linear ran under"), fp32_eval(plain), torch.autocast("cpu", dtype=BF16):
+        plain(x)
+    with pytest.raises(RuntimeError, match="in code outside of the network"), fp32_eval(plain):
+        lowered(x, x)
+    with fp32_eval(plain):
+        assert (x.half() * 2).dtype is F16  # the caller's own numbers are the caller's affair
+    with pytest.raises(RuntimeError, match=r"float returned|dtype|returned torch\.float16"), fp32_eval(plain):
+        plain(x.half())
+
+
+@pytest.mark.parametrize("way", ["off", "as the caller"])
+def test_a_module_that_switches_autocast_off_or_follows_its_caller_is_lawful(way):
+    net, x = nn.Sequential(nn.Linear(8, 8), Inner(way)), torch.randn(4, 8)
+    want = net.double()(x.double())
+    net.float()
+    with torch.autocast("cpu", dtype=BF16), fp32_eval(net):  # an outer autocast does not count
+        torch.testing.assert_close(net(x).double(), want, rtol=1e-5, atol=1e-6)
+        checkpoint(net, x.requires_grad_(), use_reentrant=False).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["vit-test", "swin-test", "vmamba-test", "dit-test", "vlm-test", "slat_vae-test"])
+def test_fp32_eval_costs_about_one_python_call_an_operation(name):
+    build, _ = MODELS[name]
+    net = wrap(build([f"class {i}" for i in range(10)], 32)).eval()
+    x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+    seen = collections.Counter()
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen["operations"] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen["calls"] += 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), fp32_eval(net), Calls(), Operations():
+        net(x, y)
+    assert 0 < seen["calls"] <= 1.5 * seen["operations"]
+
+
+def test_compiled_code_with_casts_of_its_own_is_bypassed():
+    net, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
     compiled = torch.compile(net, backend="aot_eager")  # traces the casts into the graph, as inductor does
-    half = compiled(x)
+    with torch.autocast("cpu", dtype=BF16):
+        half = compiled(x)
     with fp32_eval(compiled):
         assert compiled(x).dtype is F32
-    assert half.dtype is BF16 and torch.equal(compiled(x), half)
+    with torch.autocast("cpu", dtype=BF16):
+        assert half.dtype is BF16 and torch.equal(compiled(x), half)
 
 
 def switches():
@@ -320,7 +463,7 @@ def test_fp32_eval_turns_tf32_off_and_restores_every_switch(how, crash):
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
     before, net = switches(), nn.Linear(2, 2)
     try:
-        with fp32_eval(net), torch.autocast("cpu", dtype=BF16):
+        with fp32_eval(net):
             inside = switches()
             if crash:
                 raise KeyError("planted")
@@ -328,7 +471,6 @@ def test_fp32_eval_turns_tf32_off_and_restores_every_switch(how, crash):
         assert crash
     assert inside[1:5] == ["ieee"] * 4 and inside[5:] == ["highest", False, False]
     assert switches() == before
-    assert torch.set_autocast_enabled.__name__ != "<lambda>"
     with torch.autocast("cpu", dtype=BF16):
         assert net(torch.ones(1, 2)).dtype is BF16
 
@@ -426,3 +568,55 @@ def test_bad_weights_are_not_blamed_on_precision():
         net.head.bias[0] = math.nan
     verdict = disagreement(net, torch.randn(4, 8), torch.zeros(4, dtype=torch.long), policy_for("bf16"))
     assert not verdict.parted and verdict.nonfinite == verdict.nonfinite_fp32 == 1.0
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Tokens(nn.Module):
+    """A language model in miniature. fp16 counts to 2048, so token 2049 is another token where ids become floats."""
+
+    def __init__(self, gives):
+        super().__init__()
+        self.gives, self.table, self.body, self.head = gives, nn.Embedding(4096, 8), Hot(), nn.Linear(8, 8)
+
+    def forward(self, batch=None, labels=None, input_ids=None):
+        ids = batch.ids if isinstance(batch, Record) else batch if input_ids is None else input_ids
+        labels = batch.ids % 8 if isinstance(batch, Record) else labels
+        assert ids.dtype is torch.int64
+        logits = self.head(self.body(self.table(ids).abs() + 4))
+        if self.gives == "logits":
+            return logits
+        loss = F.cross_entropy(logits.float(), labels)
+        return Output(loss, logits) if self.gives == "output" else (loss, {}) if self.gives == "pair" else loss
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+IDS = torch.tensor([2049, 4095, 7, 8])
+
+
+@pytest.mark.parametrize(("gives", "inputs", "labels", "loss"), [
+    ("output", {"input_ids": IDS, "labels": IDS % 8}, None, None),
+    ("output", collections.UserDict(input_ids=IDS, labels=IDS % 8), None, None),
+    ("output", Record(torch.ones(4), IDS), None, None),
+    ("pair", IDS, IDS % 8, None),
+    ("logits", IDS, IDS % 8, cross_entropy),
+    ("logits", {"input_ids": IDS}, IDS % 8, cross_entropy),
+], ids=["dict", "mapping", "dataclass", "loss and metrics", "logits", "logits of a dict"])
+def test_disagreement_takes_batches_and_outputs_as_other_projects_have_them(gives, inputs, labels, loss):
+    net, policy = Tokens(gives), policy_for("fp16")
+    verdict = disagreement(net, inputs, labels, policy, loss=loss)
+    assert verdict.parted and verdict.layer == "body" and verdict.nonfinite == 1.0 and verdict.nonfinite_fp32 == 0.0
+    keep_fp32(net, ["body"])
+    assert not disagreement(net, inputs, labels, policy, loss=loss).parted
+
+
+def test_disagreement_refuses_an_output_that_holds_no_loss():
+    with pytest.raises(TypeError, match=r"returned a Tensor, which is neither .*; for logits pass loss=") as error:
+        disagreement(Tokens("logits"), IDS, None, policy_for("fp16"))
+    assert "\n" not in str(error.value)
