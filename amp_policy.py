@@ -31,9 +31,8 @@ fp32's time. So `choose_policy("auto", ...)` times what is safe, and takes half 
 
 What popular snippets get wrong:
 
-    model.half() *and* autocast       the fp32 copy of the weights is gone (w + 1e-4 == w); autocast adds nothing.
+    model.half() *and* autocast       no fp32 copy of the weights is left (w + 1e-4 == w): O2 needs fp32 masters.
     clip_grad_norm_ before unscale_   clips 65536 * g to 1, then divides by 65536: every step is almost nothing.
-    GradScaler with bf16              bf16 has the range of fp32: nothing to rescue, but steps to skip.
     GradScaler as it comes            no floor: 166 bad steps take 2^16 to exactly 0, and the next *good* step, divided
                                       by it, writes NaN into every weight (pytorch #99640). Run this file to watch it.
 
@@ -43,6 +42,7 @@ This file never repairs a number. Copy it alone, it needs torch only. Sources: M
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import statistics
@@ -173,47 +173,48 @@ class Capabilities:
 
 def capabilities(device: str | torch.device) -> Capabilities:
     """Read the machine; only `device` is asked, so a CPU run never wakes CUDA."""
-    device = torch.device(device)
+    device, machine, native = torch.device(device), platform.machine(), False
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return Capabilities("cuda", properties.gcnArchName.split(":")[0])
         return Capabilities("cuda", properties.name, (properties.major, properties.minor))
-    machine = platform.machine()
-    if device.type != "cpu":
-        native = False
-    elif machine.lower() in ("aarch64", "arm64"):
-        try:
+    if device.type == "cpu" and machine.lower() in ("aarch64", "arm64"):
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build without oneDNN
             native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        except (AttributeError, RuntimeError):  # a build without oneDNN
-            native = False
-    else:  # x86, where that operator is no answer: True from AVX-512 on, by emulation. A chip with AMX has this too
+    elif device.type == "cpu":  # x86, where that operator says True from AVX-512 on, by emulation
         native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return Capabilities(device.type, machine, cpu_bf16=native)
 
 
+def _gradients(device: str, dtype: torch.dtype, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """One forward and backward of a convolution and a matrix product, as autocast runs them."""
+    image, kernel, rows, weight = inputs
+    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
+        outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
+    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+
+
+def _inputs(device: str, sizes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(size, generator=generator, device=device, requires_grad=True) for size in sizes]
+
+
 def self_test(device: str, dtype: torch.dtype) -> str:
-    """Gradients of a small convnet in `dtype` beside fp32: "" if they agree, else the fault.
+    """Gradients of a convolution and a matrix product in `dtype` beside fp32: "" if they agree, else the fault.
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123): only a trial tells.
     """
-    generator = torch.Generator().manual_seed(0)
-    shapes = (8, 16, 16, 16), (32, 16, 3, 3), (10, 32)
-    image, kernel, head = inputs = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
-    gradients = []
-    for low in (True, False):
-        with torch.autocast(device, dtype=dtype, enabled=low):
-            features = F.gelu(F.conv2d(image, kernel / 12, padding=1)).mean((2, 3))
-            loss = F.cross_entropy(F.linear(features, head).float(), torch.arange(8, device=device))
-        gradients.append(torch.autograd.grad(1024.0 * loss, inputs))  # unscaled they would flush to 0 in fp16
-    for of, half, full in zip(("the input", "a convolution", "a linear"), *gradients, strict=True):
-        error = float((half - full).norm() / full.norm())
+    inputs = _inputs(device, ((8, 16, 16, 16), (32, 16, 3, 3), (64, 32), (10, 32)))
+    half, full = (_gradients(device, d, inputs) for d in (dtype, F32))
+    for name, low, high in zip(("image", "kernel", "rows", "weight"), half, full, strict=True):
+        error = float((low - high).norm() / high.norm())
         if not error <= 0.05:  # sound hardware stays below 0.01; written so that NaN fails
-            return f"the gradient of {of} is off by {error:.3g}"
+            return f"the gradient of the {name} is off by {error:.3g}"
     return ""
 
 
-SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 1 and 35 billion products forward
+SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.7 and 28 billion products forward
     "cpu": ((16, 64, 16, 16), (64, 64, 3, 3), (512, 512), (512, 512)),
     "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
 }
@@ -227,18 +228,13 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[i
     The dtypes take turns, so a slow moment of the machine strikes all. `budget` seconds follow one round of warm-up
     (default: 0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
     """
-    sizes = sizes or SIZES["cpu" if device == "cpu" else "gpu"]
-    generator = torch.Generator(device).manual_seed(0)
-    inputs = [torch.randn(s, generator=generator, device=device, requires_grad=True) for s in sizes]
+    inputs = _inputs(device, sizes or SIZES["cpu" if device == "cpu" else "gpu"])
     seconds, end = {dtype: [] for dtype in dtypes}, float("inf")
     set_tf32(False)
     while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 2:
         for dtype in dtypes:
             began = time.perf_counter()
-            with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
-                image, kernel, rows, weight = inputs
-                outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
-            torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+            _gradients(device, dtype, inputs)
             if device != "cpu":
                 torch.accelerator.synchronize()
             seconds[dtype].append(time.perf_counter() - began)
@@ -258,43 +254,39 @@ def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dty
     """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
-    here = f"this {'gpu' if caps.device == 'cuda' else caps.device}"
+    sm, here = caps.sm or (0, 0), f"this {'gpu' if caps.device == 'cuda' else caps.device}"
 
-    def times_as_long(dtype: torch.dtype) -> float | None:
-        if stopwatch is None:
-            return None
-        fp32, half = stopwatch(caps.device, (F32, dtype))
+    def ratio(dtype: torch.dtype) -> float:
+        fp32, half = stopwatch(caps.device, (F32, dtype)) if stopwatch else (1.0, 0.0)
         return half / fp32
 
     if name != "auto":
         level, notes = POLICIES[name], []
         if level.dtype is BF16 and not caps.native_bf16 and caps.device != "mps":
             notes.append(f"{caps} only emulates bfloat16: slow")
-        if level.tf32 and (caps.sm or (0, 0)) < (8, 0):
+        if level.tf32 and sm < (8, 0):
             notes.append(f"{caps} has no TF32: this is fp32")
-        if level.dtype in HALF:
-            fault = trial(caps.device, level.dtype) if trial else ""
-            if fault:
-                notes.append(f"{caps} failed the self-test: {fault}")
-            ratio = times_as_long(level.dtype)
-            if ratio and ratio > 1:
-                notes.append(f"it takes {ratio:.2g} times as long as fp32 on {here}")
+        if level.dtype in HALF and trial and (fault := trial(caps.device, level.dtype)):
+            notes.append(f"{caps} failed the self-test: {fault}")
+        if level.dtype in HALF and (times := ratio(level.dtype)) > 1:
+            notes.append(f"it takes {times:.2g} times as long as fp32 on {here}")
         reason = f"as asked: {level.means}" + "".join(f" ({note})" for note in notes)
         return replace(level, device=caps.device, reason=reason, warnings=tuple(f"{name}: {note}" for note in notes))
     if caps.native_bf16:
-        name, why, then = "bf16", f"{caps} runs bfloat16 natively", "needs no loss scaling"
-    elif (caps.sm or (0, 0)) < (7, 0):
-        name, why, then = "fp32", f"{caps} has no half precision that is both native and safe", ""
-    elif fault := trial(caps.device, F16) if trial else "":
-        name, why, then = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}", ""
+        name, reason = "bf16", f"{caps} runs bfloat16 natively and needs no loss scaling"
+    elif sm < (7, 0):
+        name, reason = "fp32", f"{caps} has no half precision that is both native and safe"
+    elif trial and (fault := trial(caps.device, F16)):
+        name, reason = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}"
     else:
-        name, why, then = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test", "needs loss scaling"
-    ratio = times_as_long(POLICIES[name].dtype) if name != "fp32" else None
-    if ratio is not None and not ratio <= 0.9:
-        name, why, then = "fp32", f"{name} would take {ratio:.2g} times as long on {here}", ""
-    elif ratio is not None:
-        why += f", takes {ratio:.2g} of fp32's time"
-    return replace(POLICIES[name], device=caps.device, reason=f"{why} and {then}" if then else why)
+        name, reason = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test, and needs loss scaling"
+    if name != "fp32" and stopwatch:
+        times = ratio(POLICIES[name].dtype)
+        if times <= 0.9:
+            reason += f"; it takes {times:.2g} of fp32's time on {here}"
+        else:  # also where it is NaN
+            name, reason = "fp32", f"{name} would take {times:.2g} times as long on {here}"
+    return replace(POLICIES[name], device=caps.device, reason=reason)
 
 
 # --- TF32
@@ -331,15 +323,13 @@ class LossScaler:
     def __init__(self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
                  backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, *,
                  floor: float = 1.0, ceiling: float = 2.0**24) -> None:
-        if enabled and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            warnings.warn("LossScaler: there is no CUDA device, so the loss is not scaled", stacklevel=2)
-            enabled, device = False, "cpu"
         if enabled and not 1.0 <= floor <= init_scale <= ceiling < float("inf"):
             raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
-        if enabled and not (growth_factor > 1.0 > backoff_factor):
+        if enabled and not growth_factor > 1.0 > backoff_factor:
             raise ValueError(f"LossScaler needs growth factor {growth_factor} > 1 > backoff factor {backoff_factor}")
         self.enabled, self.init_scale, self.floor, self.ceiling = enabled, init_scale, floor, ceiling
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        device = device if enabled else "cpu"
         # The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled.
         self.scale_tensor = torch.full((), init_scale if enabled else 1.0, dtype=F32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row, since the scale last moved
@@ -368,14 +358,10 @@ class LossScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
-        if not self.enabled:
-            return
-        if id(optimizer) in self._flags:
+        if self.enabled and id(optimizer) in self._flags:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if any(p.grad is not None and p.grad.dtype is F16 for p in params):
-            raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
-        self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal())
+        if self.enabled:
+            self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal(), fp16=False)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()` on unscaled gradients, unless one of them is non-finite.
@@ -389,66 +375,64 @@ class LossScaler:
             raise RuntimeError("LossScaler.step takes no closure: the closure's gradients would be scaled ones")
         if key in self._stepped:
             raise RuntimeError("step() has already been called on this optimizer since the last update()")
-        unscaled = key in self._flags
-        if not unscaled and fused:
-            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor))
-        elif not unscaled:
+        scaled = key not in self._flags
+        if scaled and fused:
+            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor), fp16=True)
+        elif scaled:
             self.unscale_(optimizer)
         if not self._flags[key]:
             raise AssertionError("LossScaler.step: no parameter of this optimizer has a gradient")
         self._stepped.add(key)
         if not fused:
             return None if any(flag.item() for flag in self._flags[key]) else optimizer.step(*args, **kwargs)
-        factor = getattr(optimizer, "grad_scale", None)  # the caller's own, a clip coefficient for example
-        if not unscaled:
-            factor = self.scale_tensor if factor is None else self.scale_tensor * factor
-        optimizer.grad_scale, optimizer.found_inf = factor, self._found_inf([self._flags[key]])
+        own = getattr(optimizer, "grad_scale", None)  # the caller's, a clip coefficient for example
+        optimizer.grad_scale = own if not scaled else self.scale_tensor * (1 if own is None else own)
+        optimizer.found_inf = self._sum(self._flags[key])
         try:
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
-    def _found_inf(self, flags: Iterable[list[Tensor]]) -> Tensor:
-        return sum(f.to(self.scale_tensor.device, non_blocking=True) for per_device in flags for f in per_device)
+    def _sum(self, flags: Iterable[Tensor]) -> Tensor:
+        return sum(flag.to(self.scale_tensor.device, non_blocking=True) for flag in flags)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
         """Adapt to one attempted step, or set the scale to `new_scale`.
 
-        `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a skipped step. Without it the flags count that
-        `step` left.
+        `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a skipped step. Without `found_inf` the flags
+        count that `step` left.
         """
         if not self.enabled:
             return
         scale = self.scale_tensor
         if new_scale is not None:
-            scale.copy_(torch.as_tensor(new_scale).detach().reshape(()))
+            scale.copy_(torch.as_tensor(new_scale).reshape(()))
         else:
             if found_inf is None and not self._flags:
                 raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf=")
-            flag = self._found_inf(self._flags.values()) if found_inf is None else found_inf
-            flag = flag.to(scale.device, F32, non_blocking=True)
+            if found_inf is None:
+                found_inf = self._sum(flag for flags in self._flags.values() for flag in flags)
             scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
-            torch._amp_update_scale_(scale, self.good_steps, flag, self.growth_factor, self.backoff_factor,
-                                     self.growth_interval)  # torch's own kernel: five operations a step in all
+            torch._amp_update_scale_(scale, self.good_steps, found_inf.to(scale.device, F32, non_blocking=True),
+                                     self.growth_factor, self.backoff_factor, self.growth_interval)
         scale.clamp_(self.floor, self.ceiling)
         self._flags.clear()
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, float | int]:
         """GradScaler's five entries; {} when disabled."""
-        if not self.enabled:
-            return {}
-        return {"scale": self.get_scale(), "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor,
-                "growth_interval": self.growth_interval, "_growth_tracker": int(self.good_steps)}
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        state = {name: getattr(self, name) for name in names}
+        return {"scale": self.get_scale(), **state, "_growth_tracker": int(self.good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
         if self.enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
             self.scale_tensor.fill_(state["scale"])
             self.good_steps.fill_(state["_growth_tracker"])
-            self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
-            self.growth_interval = state["growth_interval"]
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                setattr(self, name, state[name])
         elif self.enabled:  # none, collapsed (0) or poisoned (NaN)
             found = f"the checkpoint's loss scale is {state.get('scale', 'missing')}"
             warnings.warn(f"{found}: it starts at {self.init_scale:g}", stacklevel=2)
@@ -456,10 +440,13 @@ class LossScaler:
             warnings.warn("the checkpoint's loss scale is dropped: this precision needs none", stacklevel=2)
 
 
-def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor) -> list[Tensor]:
+def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor, fp16: bool) -> list[Tensor]:
     """All gradients times `factor`, in place; for each device, 1.0 if one of its gradients is non-finite."""
     groups, flags = {}, {}
-    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not fp16 and any(p.grad.dtype is F16 for p in params):
+        raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
+    for p in params:
         if p.grad.is_sparse and p.grad.dtype is F16:
             p.grad = p.grad.coalesce()  # the sum of two scaled fp16 values may overflow: add before the check
         grad = p.grad._values() if p.grad.is_sparse else p.grad
@@ -472,34 +459,21 @@ def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor) -> list[Tensor]:
 
 # --- python amp_policy.py
 
-def measured(policy: Policy) -> dict[str, torch.dtype]:
-    """One real step at this level: the dtypes that were there."""
-    device = policy.device
-    net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
-    with policy.autocast():
-        features = net[:2](torch.randn(4, 8, device=device))
-        logits = net[2](features)
-        loss = F.cross_entropy(logits.float(), torch.arange(4, device=device))
-    loss.backward()
-    weight = net[2].weight
-    master = weight.detach().float() if policy.masters else weight
-    master.grad = weight.grad.to(master.dtype)
-    optimizer = torch.optim.AdamW([master], eps=1e-4)
-    optimizer.step()
-    tensors = {"weight": weight, "norm weight": net[1].weight, "linear out": logits, "norm out": features, "loss": loss,
-               "gradient": weight.grad, "Adam state": optimizer.state[master]["exp_avg"]}
-    return {name: t.dtype for name, t in tensors.items()}
-
-
 def main() -> None:
+    """The choice on this machine, the dtypes of one real step at each level, and the scale that collapses."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caps = capabilities(device)
-    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}")
-    print(f"\nDtypes measured in one step on this {device}:")
-    rows = {level.name: measured(choose_policy(level.name, caps)) for level in LEVELS}
-    print("        " + "".join(f"{column:>12}" for column in rows["fp32"]))
-    for name, row in rows.items():
-        print(f"  {name:6}" + "".join(f"{str(dtype).removeprefix('torch.'):>12}" for dtype in row.values()))
+    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}\n\nDtypes measured in one step on this {device}:")
+    print("        " + "".join(f"{c:>12}" for c in ("weight", "norm weight", "linear out", "norm out", "gradient")))
+    for level in LEVELS:
+        policy = replace(level, device=device)
+        net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
+        with policy.autocast():
+            features = net[:2](torch.randn(4, 8, device=device))
+            logits = net[2](features)
+        logits.float().logsumexp(-1).sum().backward()
+        row = net[2].weight, net[1].weight, logits, features, net[2].weight.grad
+        print(f"  {level.name:6}" + "".join(f"{str(t.dtype).removeprefix('torch.'):>12}" for t in row))
     print("\nA weight of 1.0 after 166 bad steps in a row and a good one:")
     for scaler in (torch.amp.GradScaler(device), LossScaler(device)):
         weight = torch.ones(1, device=device, requires_grad=True)

@@ -99,11 +99,11 @@ OLD_CPU, NEW_CPU = Capabilities("cpu", "x86_64"), Capabilities("cpu", "x86_64", 
 @pytest.mark.parametrize(
     ("caps", "trial", "half_seconds", "name", "words"),
     [
-        (H200, never, 0.1, "bf16", "sm_90 runs bfloat16 natively, takes 0.1 of fp32's time and needs no loss scaling"),
+        (H200, never, 0.1, "bf16", "needs no loss scaling; it takes 0.1 of fp32's time on this gpu"),
         (A100, never, 0.3, "bf16", "sm_80"),
         (A100, never, 0.91, "fp32", "bf16 would take 0.91 times as long on this gpu"),
         (A100, never, math.nan, "fp32", "bf16 would take nan times"),
-        (T4, sound, 0.25, "fp16", "takes 0.25 of fp32's time and needs loss scaling"),
+        (T4, sound, 0.25, "fp16", "needs loss scaling; it takes 0.25 of fp32's time"),
         (V100, sound, 0.9, "fp16", "passed the float16 self-test"),
         (V100, sound, 1.2, "fp32", "fp16 would take 1.2 times as long on this gpu"),
         (GTX, lambda *a: "off by nan", None, "fp32", "failed the float16 self-test: off by nan"),
