@@ -25,15 +25,14 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
     cat and stack of half with fp32                              fp32      fp32
     binary_cross_entropy                                         error     fp32
 
-A green CPU test says nothing about CUDA's islands: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and both
-agree. And "autocast off" is not fp32: half inputs stay half, an inner `autocast(enabled=True)` wins, and cuDNN uses
-TF32 unless told not to. `fp32_eval` closes all three doors.
+A green CPU test says nothing about CUDA's fp32 operations: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and
+both devices agree. Half precision is not always faster either: a CPU that multiplies bf16 without AMX may take twice
+fp32's time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
 
 What popular snippets get wrong:
 
-    model.half() *and* autocast       the fp32 copy of the weights is gone (w + 1e-4 == w); autocast adds nothing.
+    model.half() *and* autocast       no fp32 copy of the weights is left (w + 1e-4 == w): O2 needs fp32 masters.
     clip_grad_norm_ before unscale_   clips 65536 * g to 1, then divides by 65536: every step is almost nothing.
-    GradScaler with bf16              bf16 has the range of fp32: nothing to rescue, but steps to skip.
     GradScaler as it comes            no floor: 166 bad steps take 2^16 to exactly 0, and the next *good* step, divided
                                       by it, writes NaN into every weight (pytorch #99640). Run this file to watch it.
 
@@ -46,18 +45,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import sys
+import statistics
+import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module  # the context that torch.func.functional_call is made of
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HALF = (F16, BF16)
@@ -80,6 +79,7 @@ class Policy:
     norms_fp32: bool = True  # parameters of the norms; if not, all buffers are half as well
     device: str = "cpu"
     reason: str = ""
+    warnings: tuple[str, ...] = ()  # what speaks against it; the reason says it too
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or self.means}"
@@ -91,19 +91,22 @@ class Policy:
     def prepare(self, net: nn.Module) -> nn.Module:
         """Set TF32 and, in O2 and O3, cast `net` in place. Before DDP, torch.compile and the optimizer.
 
-        O2 and O3 have no autocast: each module that owns parameters casts its first positional argument to their dtype,
-        and no other, so `net(images, labels)` never has its labels cast. O2 keeps norms in fp32, and buffers as they
-        are (a rotary table in fp16 miscounts above 2048). What `keep_fp32` has pinned stays fp32 in both.
+        O2 keeps norms in fp32, and buffers as they are (a rotary table in fp16 miscounts above 2048). Its autocast lets
+        half weights and fp32 tables meet in a matmul. At both levels a module that owns parameters casts its inputs to
+        their dtype: all inputs of torch's own modules, the first input of any other. So net(images, labels) never has
+        its labels cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
             return net
         for module in net.modules():
-            if list(module.parameters(recurse=False)):
-                module.register_forward_pre_hook(_cast_first_input)
             is_norm = "Norm" in type(module).__name__ and not any(module.children())  # a `PreNorm` has children
-            if is_norm and self.norms_fp32:
-                _pin(module)
+            if is_norm and self.norms_fp32 and not hasattr(module, "fp32_island"):
+                module.float()
+                module.forward = types.MethodType(_norm_forward, module)  # a bound method: copy.deepcopy rebinds it
+                module.fp32_island = True
+            if list(module.parameters(recurse=False)):
+                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         kept = {t for m in net.modules() if hasattr(m, "fp32_island") for t in (*m.parameters(), *m.buffers())}
         lowered = [*net.parameters()] if self.norms_fp32 else [*net.parameters(), *net.buffers()]
         for t in lowered:
@@ -112,12 +115,35 @@ class Policy:
         return net
 
 
+def _cast(nest: Any, dtype: torch.dtype) -> Any:
+    """Half and fp32 tensors in a nest of tuples, lists and dicts, to `dtype`; integers and fp64 as they are."""
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in (*HALF, F32) else t, nest)
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if hasattr(module, "fp32_island"):
+        return None
+    dtype = next(module.parameters(recurse=False)).dtype  # asked now: an evaluation in fp32 lends fp32 weights
+    if type(module).__module__.startswith("torch.nn."):
+        return _cast(args, dtype), _cast(kwargs, dtype)
+    if args:
+        return (_cast(args[0], dtype), *args[1:]), kwargs
+    return args, {name: _cast(value, dtype) if i == 0 else value for i, (name, value) in enumerate(kwargs.items())}
+
+
+def _norm_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A norm at O2: fp32 inside, the input's dtype outside."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _cast(type(self).forward(self, x.float(), *args, **kwargs), x.dtype)
+
+
 LEVELS = (
     Policy("fp32", F32, F32, "all fp32, TF32 off everywhere"),
     Policy("tf32", F32, F32, "fp32 weights, matmuls read 10-bit mantissas", tf32=True),
     Policy("bf16", BF16, F32, "autocast to bfloat16, no loss scaling", autocasts=True),
     Policy("fp16", F16, F32, "autocast to float16, loss scaling", autocasts=True, scales=True),
-    Policy("O2", F16, F16, "float16 weights, fp32 norms and masters, loss scaling", masters=True, scales=True),
+    Policy("O2", F16, F16, "float16 weights, fp32 norms and masters, loss scaling", autocasts=True, scales=True,
+           masters=True),
     Policy("O3", F16, F16, "all float16, no masters, no scaling: an experiment", norms_fp32=False),
 )  # TF32 is off beside half precision: what remains in fp32 there is an island, and an island means fp32
 POLICIES = {p.name: p for p in LEVELS} | {"O0": LEVELS[0], "O1": LEVELS[3]}  # apex's names
@@ -147,69 +173,119 @@ class Capabilities:
 
 def capabilities(device: str | torch.device) -> Capabilities:
     """Read the machine; only `device` is asked, so a CPU run never wakes CUDA."""
-    device = torch.device(device)
+    device, machine, native = torch.device(device), platform.machine(), False
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return Capabilities("cuda", properties.gcnArchName.split(":")[0])
         return Capabilities("cuda", properties.name, (properties.major, properties.minor))
-    machine = platform.machine()
-    if device.type != "cpu":
-        native = False
-    elif machine.lower() in ("aarch64", "arm64"):
-        try:
+    if device.type == "cpu" and machine.lower() in ("aarch64", "arm64"):
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build without oneDNN
             native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        except (AttributeError, RuntimeError):  # a build without oneDNN
-            native = False
-    else:  # x86, where that operator is no answer: True from AVX-512 on, by emulation. A chip with AMX has this too
+    elif device.type == "cpu":  # x86, where that operator says True from AVX-512 on, by emulation
         native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return Capabilities(device.type, machine, cpu_bf16=native)
 
 
+def _gradients(device: str, dtype: torch.dtype, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """One forward and backward of a convolution and a matrix product, as autocast runs them."""
+    image, kernel, rows, weight = inputs
+    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
+        outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
+    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+
+
+def _inputs(device: str, sizes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(size, generator=generator, device=device, requires_grad=True) for size in sizes]
+
+
 def self_test(device: str, dtype: torch.dtype) -> str:
-    """Gradients of a small convnet in `dtype` beside fp32: "" if they agree, else the fault.
+    """Gradients of a convolution and a matrix product in `dtype` beside fp32: "" if they agree, else the fault.
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123): only a trial tells.
     """
-    generator = torch.Generator().manual_seed(0)
-    shapes = (8, 16, 16, 16), (32, 16, 3, 3), (10, 32)
-    image, kernel, head = inputs = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
-    gradients = []
-    for low in (True, False):
-        with torch.autocast(device, dtype=dtype, enabled=low):
-            features = F.gelu(F.conv2d(image, kernel / 12, padding=1)).mean((2, 3))
-            loss = F.cross_entropy(F.linear(features, head).float(), torch.arange(8, device=device))
-        gradients.append(torch.autograd.grad(1024.0 * loss, inputs))  # unscaled they would flush to 0 in fp16
-    for of, half, full in zip(("the input", "a convolution", "a linear"), *gradients, strict=True):
-        error = float((half - full).norm() / full.norm())
+    inputs = _inputs(device, ((8, 16, 16, 16), (32, 16, 3, 3), (64, 32), (10, 32)))
+    half, full = (_gradients(device, d, inputs) for d in (dtype, F32))
+    for name, low, high in zip(("image", "kernel", "rows", "weight"), half, full, strict=True):
+        error = float((low - high).norm() / high.norm())
         if not error <= 0.05:  # sound hardware stays below 0.01; written so that NaN fails
-            return f"the gradient of {of} is off by {error:.3g}"
+            return f"the gradient of the {name} is off by {error:.3g}"
     return ""
 
 
-def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] = self_test) -> Policy:
-    """The policy called `name`, or for "auto" what suits this machine, with the reason. ValueError on an unknown name.
+SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.29 and 18 billion products forward
+    "cpu": ((16, 64, 16, 16), (64, 64, 3, 3), (512, 512), (512, 512)),
+    "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
+}
 
-    `trial` runs only for "auto" on CUDA chips of capability 7.x. With several processes choose on rank 0 and broadcast
-    the name.
+
+@functools.cache  # a process that asks again gets the same answer
+def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[int, ...], ...] | None = None,
+              budget: float | None = None) -> tuple[float, ...]:
+    """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
+
+    The dtypes take turns, so a slow moment of the machine strikes all. `budget` seconds follow one round of warm-up
+    (default: 0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
     """
-    sm = caps.sm or (0, 0)
+    inputs = _inputs(device, sizes or SIZES["cpu" if device == "cpu" else "gpu"])
+    seconds, end = {dtype: [] for dtype in dtypes}, float("inf")
+    set_tf32(False)
+    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 2:
+        for dtype in dtypes:
+            began = time.perf_counter()
+            _gradients(device, dtype, inputs)
+            if device != "cpu":
+                torch.accelerator.synchronize()
+            seconds[dtype].append(time.perf_counter() - began)
+        if end == float("inf"):  # the first round was warm-up
+            end = time.perf_counter() + (budget or (0.6 if device == "cpu" else 0.2))
+    return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
+
+
+def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] | None = self_test,
+                  stopwatch: Callable[[str, tuple[torch.dtype, ...]], tuple[float, ...]] | None = stopwatch) -> Policy:
+    """The policy called `name`, or for "auto" the fastest safe one, with the reason. ValueError on an unknown name.
+
+    Safe is bf16 where the chip multiplies it natively, and fp16 on CUDA chips of capability 7.x that pass `trial`. Half
+    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed,
+    and `policy.warnings` says what was found. With None for `trial` or `stopwatch` that question is not asked. With
+    several processes choose on rank 0 and broadcast the policy, for two processes may measure two things.
+    """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
+    sm, here = caps.sm or (0, 0), f"this {'gpu' if caps.device == 'cuda' else caps.device}"
+
+    def ratio(dtype: torch.dtype) -> float:
+        fp32, half = stopwatch(caps.device, (F32, dtype)) if stopwatch else (1.0, 0.0)
+        return half / fp32
+
     if name != "auto":
-        reason = f"as asked: {POLICIES[name].means}"
-        if POLICIES[name].dtype is BF16 and not caps.native_bf16 and caps.device != "mps":
-            reason += f" ({caps} only emulates bfloat16: slow)"
-        if POLICIES[name].tf32 and sm < (8, 0):
-            reason += f" ({caps} has no TF32: this is fp32)"
-    elif caps.native_bf16:
+        level, notes = POLICIES[name], []
+        if level.dtype is BF16 and not caps.native_bf16 and caps.device != "mps":
+            notes.append(f"{caps} only emulates bfloat16: slow")
+        if level.tf32 and sm < (8, 0):
+            notes.append(f"{caps} has no TF32: this is fp32")
+        if level.dtype in HALF and trial and (fault := trial(caps.device, level.dtype)):
+            notes.append(f"{caps} failed the self-test: {fault}")
+        if level.dtype in HALF and (times := ratio(level.dtype)) > 1:
+            notes.append(f"it takes {times:.2g} times as long as fp32 on {here}")
+        reason = f"as asked: {level.means}" + "".join(f" ({note})" for note in notes)
+        return replace(level, device=caps.device, reason=reason, warnings=tuple(f"{name}: {note}" for note in notes))
+    if caps.native_bf16:
         name, reason = "bf16", f"{caps} runs bfloat16 natively and needs no loss scaling"
     elif sm < (7, 0):
         name, reason = "fp32", f"{caps} has no half precision that is both native and safe"
-    elif fault := trial(caps.device, F16):
+    elif trial and (fault := trial(caps.device, F16)):
         name, reason = "fp32", f"{caps} ({caps.name}) failed the float16 self-test: {fault}"
     else:
         name, reason = "fp16", f"{caps} has no native bfloat16, passed the float16 self-test, and needs loss scaling"
+    if name != "fp32" and stopwatch:
+        times = ratio(POLICIES[name].dtype)
+        if times <= 0.9:
+            reason += f"; it takes {times:.2g} of fp32's time on {here}"
+        else:  # also where it is NaN
+            name, reason = "fp32", f"{name} would take {times:.2g} times as long on {here}"
     return replace(POLICIES[name], device=caps.device, reason=reason)
 
 
@@ -234,336 +310,170 @@ def set_tf32(on: bool) -> None:
             switch.fp32_precision = "ieee"
 
 
-@contextlib.contextmanager
-def _tf32_off() -> Iterator[None]:
-    """TF32 off inside; outside, every switch as it was, whichever interface had set it."""
-    newer = [switch.fp32_precision for switch in TF32_SWITCHES]
-    try:
-        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # the newer interface was used: the older one cannot be read, and has nothing to restore
-        older = None
-    set_tf32(False)
-    try:
-        yield
-    finally:
-        if older:
-            torch.set_float32_matmul_precision(older[0])
-            torch.backends.cudnn.allow_tf32 = older[1]
-        for switch, value in zip(TF32_SWITCHES, newer, strict=True):
-            switch.fp32_precision = value
-
-
-# --- fp32 islands
-
-def keep_fp32(net: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Pin every module whose name or type name matches a pattern (fnmatch): it computes in fp32 from now on.
-
-    Inputs are upcast, autocast is off inside, half parameters (O2, O3) are read through fp32 copies which pass the
-    gradient back. The output comes in the dtype that the module would have returned unpinned. Only `forward` changes,
-    on the instance: parameters and state_dict keys stay, and DDP, the optimizer and compiled code notice by themselves.
-
-    Returns names without DDP's and compile's prefixes. ValueError if a pattern matches nothing. Not reached: code that
-    takes `module.weight` without calling the module; pin its owner. At level tf32 the matmuls of an island are TF32.
-    """
-    named, names = _named(net), {}
-    for pattern in patterns:
-        hits = {n: m for n, m in named.items() if fnmatchcase(n, pattern) or fnmatchcase(type(m).__name__, pattern)}
-        if not hits:
-            raise ValueError(f"keep_fp32: no module matches {pattern!r}; there are {', '.join(list(named)[1:6])}, ...")
-        names |= hits
-    for module in names.values():
-        _pin(module)
-        module.fp32_by_name = True  # for pinned(); the norms that O2 pins by itself lack it
-    return list(names)
-
-
-def pinned(net: nn.Module) -> list[str]:
-    """The names pinned by `keep_fp32` so far: for the checkpoint, and for `keep_fp32` again on a resume."""
-    return [n for n, m in _named(net).items() if hasattr(m, "fp32_by_name")]
-
-
-def _bare(net: nn.Module) -> nn.Module:
-    while isinstance(net, nn.parallel.DistributedDataParallel) or "_orig_mod" in net._modules:
-        net = next(net.children())
-    return net
-
-
-def _named(net: nn.Module) -> dict[str, nn.Module]:
-    return {n.replace("_orig_mod.", ""): m for n, m in _bare(net).named_modules()}
-
-
-def _pin(module: nn.Module) -> None:
-    if "forward" in vars(module) and not hasattr(module, "fp32_island"):
-        raise ValueError(f"cannot pin a {type(module).__name__} whose forward has already been replaced by others")
-    module.forward = types.MethodType(_island_forward, module)  # a bound method, so that copy.deepcopy rebinds it
-    module.fp32_island = True  # what compiled code can ask for with hasattr; dynamo (2.9) misreads vars(module)
-    for buffer in module.buffers():  # for good: statistics updated in a copy would be lost
-        if buffer.dtype in HALF:
-            buffer.data = buffer.data.float()
-
-
-def _cast(nest, dtype: torch.dtype):
-    """Half and fp32 tensors in a nest of tuples, lists and dicts, to `dtype`; integers and fp64 as they are."""
-    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in (*HALF, F32) else t, nest)
-
-
-def _cast_first_input(module: nn.Module, args: tuple) -> tuple | None:
-    if not args or hasattr(module, "fp32_island"):
-        return None
-    weight = next(module.parameters(recurse=False))  # asked now: inside fp32_eval it is fp32
-    return (_cast(args[0], weight.dtype), *args[1:])
-
-
-def _island_forward(self: nn.Module, *args, **kwargs):
-    floats = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
-    device = next((t.device.type for t in (*floats, *self.parameters())), "cpu")
-    # the dtype that it would have returned unpinned: autocast's, or that of its first input
-    matmul = isinstance(self, (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention))
-    if matmul and torch.is_autocast_enabled(device):
-        back = torch.get_autocast_dtype(device)
-    else:
-        back = floats[0].dtype if floats else F32
-    copies = {n: p.float() for n, p in self.named_parameters(remove_duplicate=False) if p.dtype in HALF}
-    with torch.autocast(device, enabled=False), _reparametrize_module(self, copies):
-        args, kwargs = _cast((args, kwargs), F32)
-        out = type(self).forward(self, *args, **kwargs)
-    if back not in HALF or isinstance(self, nn.modules.loss._Loss):
-        return out  # a loss is never lowered, and no scalar is
-    return tree_map(lambda t: t.to(back) if isinstance(t, Tensor) and t.dtype is F32 and t.ndim else t, out)
-
-
-# --- Evaluation in fp32, and how far the training precision is from it
-
-@contextlib.contextmanager
-def fp32_eval(net: nn.Module, masters: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
-    """Inside, `net` computes in fp32 and nothing else; on exit, and on an exception, all is as it was.
-
-    Autocast is off and stays off (a nested `autocast(enabled=True)` has no effect, in the whole process), TF32 is off,
-    half parameters and buffers are replaced by fp32 copies, parameters by `masters[p]` (fp32, same shape) where given;
-    the parameters themselves are never written. Compiled code is bypassed, for it remembers its casts. Gradient mode
-    and train/eval mode stay the caller's; a backward inside fills the copies' gradients, not the parameters'.
-    """
-    net, masters, copies = _bare(net), masters or {}, {}
-    for name, t in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)):
-        if t.dtype in HALF:
-            # swapped, not `t.data = ...`: another dtype there renews the gradient accumulator, and DDP's hook is lost
-            copies[name] = masters.get(t, t).detach().float().requires_grad_(t.requires_grad)
-    enable = torch.set_autocast_enabled
-    with contextlib.ExitStack() as stack:
-        for device in filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(_tf32_off())
-        stack.enter_context(_eager())
-        stack.enter_context(_reparametrize_module(net, copies))
-        # every way into autocast ends in this call, (device, on) or (on): from here on it switches off
-        stack.callback(setattr, torch, "set_autocast_enabled", enable)
-        torch.set_autocast_enabled = lambda *args: enable(*args[:-1], False)
-        yield
-
-
-def _eager() -> contextlib.AbstractContextManager:
-    loaded = "torch._dynamo" in sys.modules  # importing it takes seconds; not loaded means nothing compiled
-    return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
-
-
-TOLERANCE = 0.05  # as a share of predictions, of the loss (of 1 where that is smaller), of a layer's output in 2-norm
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """One batch in the training precision beside fp32. Shares are of rows (images), losses are means over rows."""
-
-    nonfinite: float  # share of rows whose loss is NaN or inf in the training precision
-    nonfinite_fp32: float
-    loss: float
-    loss_fp32: float
-    changed: float  # share of rows whose prediction turned from right to wrong or back
-    layer: str = ""  # where they part: the first module, in the order of execution, with more NaN or another output
-
-    @property
-    def parted(self) -> bool:
-        """More rows are non-finite than in fp32, or, where fp32 is finite, loss or predictions moved."""
-        near = abs(self.loss - self.loss_fp32) <= TOLERANCE * max(1.0, abs(self.loss_fp32))  # False for NaN
-        moved = not near or self.changed > TOLERANCE
-        return self.nonfinite > self.nonfinite_fp32 or (self.nonfinite_fp32 == 0 and moved)
-
-    def __str__(self) -> str:
-        text = f"loss {self.loss:.4g} ({self.loss_fp32:.4g} in fp32), {self.nonfinite:.1%} of rows non-finite "
-        text += f"({self.nonfinite_fp32:.1%} in fp32), {self.changed:.1%} of predictions changed"
-        return text + (f"; they part at {self.layer or 'no single layer'}" if self.parted else "")
-
-
-@torch.no_grad()
-def disagreement(net: nn.Module, images: Tensor, labels: Tensor, policy: Policy,
-                 masters: Mapping[nn.Parameter, Tensor] | None = None) -> Disagreement:
-    """Evaluate one batch under `policy` and in fp32: how far apart are they, and from which layer on?
-
-    `net(images, labels)` returns `(loss, metrics)`, metrics a dict of (B,) tensors with "loss" and, where there are
-    classes, "acc1". Both runs are eager, in eval mode, and draw the same random numbers. It syncs: for a few batches a
-    validation. Call it outside of `fp32_eval`, inside of which both would be fp32.
-    """
-    net = _bare(net)
-    rows, hits, trail = _watched(net, images, labels, policy.autocast())
-    rows32, hits32, trail32 = _watched(net, images.float(), labels, fp32_eval(net, masters))
-    bad, bad32 = ((~r.isfinite()).float().mean().item() for r in (rows, rows32))
-    changed = (hits != hits32).float().mean().item()
-    verdict = Disagreement(bad, bad32, rows.mean().item(), rows32.mean().item(), changed)
-    return replace(verdict, layer=_fork(trail, trail32)) if verdict.parted else verdict
-
-
-def _fork(trail: list[tuple], trail32: list[tuple]) -> str:
-    """The first module whose outputs differ; "" if none do."""
-    for (name, holes, half), (_, holes32, full) in zip(trail, trail32, strict=True):
-        both = half.isfinite() & full.isfinite()
-        error = torch.where(both, half - full, 0).norm() / torch.where(both, full, 0).norm().clamp(min=1e-30)
-        if holes > holes32 or error > TOLERANCE:
-            return name or "the model's own code after its last layer"
-    return ""
-
-
-def _watched(net: nn.Module, images: Tensor, labels: Tensor, context) -> tuple[Tensor, Tensor, list[tuple]]:
-    """Per-row loss and acc1; and for each output (module name, count of non-finite, a sample of up to 64k numbers)."""
-    trail, modes = [], {module: module.training for module in net.modules()}
-
-    def note(name: str, module: nn.Module, args: tuple, out) -> None:
-        for t in (t.detach().flatten() for t in tree_leaves(out) if isinstance(t, Tensor)):
-            trail.append((name, (~t.isfinite()).sum(), t[:: t.numel() // 65536 + 1].float()))
-
-    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in _named(net).items()]
-    try:
-        with _eager(), torch.random.fork_rng([images.device] if images.is_cuda else []), context:
-            _, metrics = net.eval()(images, labels)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    rows = metrics["loss"].float()
-    return rows, metrics.get("acc1", torch.zeros_like(rows)), trail
-
-
 # --- Loss scaling with a floor
 
-class LossScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` (same arguments, calls and checkpoint keys) that cannot collapse.
+class LossScaler:
+    """Loss scaling with the calls, arguments and checkpoint keys of `torch.amp.GradScaler`; it cannot collapse.
 
     The scale stays in [floor, ceiling]: below 1 it would shrink gradients, and 2^24 lifts fp16's smallest number to 1,
-    so that nothing is left to rescue. With `hysteresis` = n, the first n - 1 bad steps after each growth leave it
-    alone (Megatron's rule: one spike in the data is no reason). `update(found_inf)` works on the device without a sync,
-    for optimizers that skip by themselves; `update()` after `step(optimizer)` reads the flags that `step` left.
+    so that nothing is left to rescue. `update(found_inf=flag)` works on the device without a sync, for optimizers that
+    skip by themselves. `update()` after `step(optimizer)` reads the flags that `step` left.
     """
 
-    _scale = _growth_tracker = None  # the base class leaves these four out when it is disabled
-    _init_scale, _init_growth_tracker = 1.0, 0
+    def __init__(self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+                 backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, *,
+                 floor: float = 1.0, ceiling: float = 2.0**24) -> None:
+        if enabled and not 1.0 <= floor <= init_scale <= ceiling < float("inf"):
+            raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
+        if enabled and not growth_factor > 1.0 > backoff_factor:
+            raise ValueError(f"LossScaler needs growth factor {growth_factor} > 1 > backoff factor {backoff_factor}")
+        self.enabled, self.init_scale, self.floor, self.ceiling = enabled, init_scale, floor, ceiling
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        device = device if enabled else "cpu"
+        # The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled.
+        self.scale_tensor = torch.full((), init_scale if enabled else 1.0, dtype=F32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row, since the scale last moved
+        self._flags: dict[int, list[Tensor]] = {}  # id(optimizer): for each device, 1 where a gradient is non-finite
+        self._stepped: set[int] = set()
 
-    def __init__(self, device: str = "cuda", *args, floor: float = 1.0, ceiling: float = 2.0**24, hysteresis: int = 1,
-                 **kwargs) -> None:
-        super().__init__(device, *args, **kwargs)
-        if self._enabled and not 1.0 <= floor <= self._init_scale <= ceiling < float("inf"):
-            raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {self._init_scale} <= ceiling ({ceiling})")
-        self.floor, self.ceiling, self.hysteresis = floor, ceiling, hysteresis
-        self._patience = torch.tensor(hysteresis)  # bad steps left until the scale falls
+    def is_enabled(self) -> bool:
+        return self.enabled
 
-    @property
-    def scale_tensor(self) -> Tensor:
-        """The scale, 0-dim fp32 on the device, the same tensor all along; 1.0 when disabled."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        return self._scale
+    def get_scale(self) -> float:
+        """The scale as a number; it syncs."""
+        return self.scale_tensor.item()
 
-    def _lazy_init_scale_growth_tracker(self, device: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(device)
-        self._patience = self._patience.to(device)
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or a nest of losses, times the scale."""
+        if not self.enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self.scale_tensor.to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(value) for name, value in outputs.items()}
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
+            raise ValueError(f"LossScaler.scale takes tensors and nests of tensors, not a {type(outputs).__name__}")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
+        if self.enabled and id(optimizer) in self._flags:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
+        if self.enabled:
+            self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal(), fp16=False)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step()` on unscaled gradients, unless one of them is non-finite.
+
+        Fused optimizers unscale and skip by themselves, on the device. For any other the flags are read: one sync.
+        """
+        if not self.enabled:
+            return optimizer.step(*args, **kwargs)
+        key, fused = id(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
+        if "closure" in kwargs or any(map(callable, args)):
+            raise RuntimeError("LossScaler.step takes no closure: the closure's gradients would be scaled ones")
+        if key in self._stepped:
+            raise RuntimeError("step() has already been called on this optimizer since the last update()")
+        scaled = key not in self._flags
+        if scaled and fused:
+            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor), fp16=True)
+        elif scaled:
+            self.unscale_(optimizer)
+        if not self._flags[key]:
+            raise AssertionError("LossScaler.step: no parameter of this optimizer has a gradient")
+        self._stepped.add(key)
+        if not fused:
+            return None if any(flag.item() for flag in self._flags[key]) else optimizer.step(*args, **kwargs)
+        own = getattr(optimizer, "grad_scale", None)  # the caller's, a clip coefficient for example
+        optimizer.grad_scale = own if not scaled else self.scale_tensor * (1 if own is None else own)
+        optimizer.found_inf = self._sum(self._flags[key])
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _sum(self, flags: Iterable[Tensor]) -> Tensor:
+        return sum(flag.to(self.scale_tensor.device, non_blocking=True) for flag in flags)
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor | None = None) -> None:
-        """Adapt to one attempted step. `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a rejection."""
-        if not self._enabled:
+    def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
+        """Adapt to one attempted step, or set the scale to `new_scale`.
+
+        `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a skipped step. Without `found_inf` the flags
+        count that `step` left.
+        """
+        if not self.enabled:
             return
         scale = self.scale_tensor
-        if found_inf is None:
-            flags = [f for s in self._per_optimizer_states.values() for f in s["found_inf_per_device"].values()]
-            if not flags:
-                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf")
-            found_inf = sum(f.to(scale.device, non_blocking=True) for f in flags)
-        found_inf = found_inf.to(scale.device, torch.float32, non_blocking=True)
-        scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self._init_scale)  # corrupted: afresh
-        before = scale.clone() if self.hysteresis > 1 else scale
-        torch._amp_update_scale_(scale, self._growth_tracker, found_inf, self._growth_factor, self._backoff_factor,
-                                 self._growth_interval)
-        if self.hysteresis > 1:
-            bad = found_inf != 0
-            self._patience.sub_(bad.int()).clamp_(min=0)
-            scale.copy_(torch.where(bad & (self._patience > 0), before, scale))
-            self._patience.masked_fill_(~bad & (self._growth_tracker == 0), self.hysteresis)  # it has just grown
+        if new_scale is not None:
+            scale.copy_(torch.as_tensor(new_scale).reshape(()))
+        else:
+            if found_inf is None and not self._flags:
+                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf=")
+            if found_inf is None:
+                found_inf = self._sum(flag for flags in self._flags.values() for flag in flags)
+            scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
+            torch._amp_update_scale_(scale, self.good_steps, found_inf.to(scale.device, F32, non_blocking=True),
+                                     self.growth_factor, self.backoff_factor, self.growth_interval)
         scale.clamp_(self.floor, self.ceiling)
-        self._per_optimizer_states.clear()
+        self._flags.clear()
+        self._stepped.clear()
 
-    def state_dict(self) -> dict:
-        """The base class's five entries and "patience"; {} when disabled."""
-        return super().state_dict() | {"patience": int(self._patience)} if self._enabled else {}
+    def state_dict(self) -> dict[str, float | int]:
+        """GradScaler's five entries; {} when disabled."""
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        state = {name: getattr(self, name) for name in names}
+        return {"scale": self.get_scale(), **state, "_growth_tracker": int(self.good_steps)} if self.enabled else {}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
-        if self._enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
-            super().load_state_dict(state)
-            self._patience.fill_(state.get("patience", self.hysteresis))
-        elif self._enabled:  # none, collapsed (0) or poisoned (NaN)
+        if self.enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
+            self.scale_tensor.fill_(state["scale"])
+            self.good_steps.fill_(state["_growth_tracker"])
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                setattr(self, name, state[name])
+        elif self.enabled:  # none, collapsed (0) or poisoned (NaN)
             found = f"the checkpoint's loss scale is {state.get('scale', 'missing')}"
-            warnings.warn(f"{found}: it starts at {self._init_scale:g}", stacklevel=2)
+            warnings.warn(f"{found}: it starts at {self.init_scale:g}", stacklevel=2)
         elif state:
             warnings.warn("the checkpoint's loss scale is dropped: this precision needs none", stacklevel=2)
 
 
-# --- Refusals
-
-def refuse(policy: Policy, parameters: Iterable[Tensor], *, eps: float, beta2: float, masters: bool) -> None:
-    """Raise ValueError, in one sentence, on Adam settings that cannot work. Call it after `policy.prepare`.
-
-    `masters`: the optimizer keeps fp32 masters and state for half parameters, and unscales the gradients into fp32.
-    """
-    dtypes = {p.dtype for p in parameters}
-    if policy.masters and not masters and dtypes & {*HALF}:
-        raise ValueError(f"{policy.name} promises fp32 master weights, and this optimizer keeps none")
-    if policy.scales and not masters and F16 in dtypes:
-        raise ValueError("loss scaling with fp16 gradients: unscaled in fp16 they flush to 0 again; keep fp32 masters")
-    for dtype in {F32} if masters else dtypes:
-        if not torch.tensor(eps, dtype=dtype) > 0:
-            raise ValueError(f"eps={eps:g} is 0 in {dtype}, the dtype of Adam's state: 0/0 is NaN; keep fp32 masters")
-        if dtype is BF16 and beta2 > 0.996:  # above, v * beta2 rounds back to v
-            raise ValueError(f"beta2={beta2:g} with bfloat16 state: the second moment never decays; keep fp32 masters")
+def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor, fp16: bool) -> list[Tensor]:
+    """All gradients times `factor`, in place; for each device, 1.0 if one of its gradients is non-finite."""
+    groups, flags = {}, {}
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not fp16 and any(p.grad.dtype is F16 for p in params):
+        raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
+    for p in params:
+        if p.grad.is_sparse and p.grad.dtype is F16:
+            p.grad = p.grad.coalesce()  # the sum of two scaled fp16 values may overflow: add before the check
+        grad = p.grad._values() if p.grad.is_sparse else p.grad
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), grads in groups.items():
+        flag = flags.setdefault(device, torch.zeros((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor.to(device, non_blocking=True))
+    return [*flags.values()]
 
 
 # --- python amp_policy.py
 
-def measured(policy: Policy) -> dict[str, torch.dtype]:
-    """One real step at this level: the dtypes that were there."""
-    device = policy.device
-    net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
-    with policy.autocast():
-        features = net[:2](torch.randn(4, 8, device=device))
-        logits = net[2](features)
-        loss = F.cross_entropy(logits.float(), torch.arange(4, device=device))
-    loss.backward()
-    weight = net[2].weight
-    master = weight.detach().float() if policy.masters else weight
-    master.grad = weight.grad.to(master.dtype)
-    optimizer = torch.optim.AdamW([master], eps=1e-4)
-    optimizer.step()
-    tensors = {"weight": weight, "norm weight": net[1].weight, "linear out": logits, "norm out": features, "loss": loss,
-               "gradient": weight.grad, "Adam state": optimizer.state[master]["exp_avg"]}
-    return {name: t.dtype for name, t in tensors.items()}
-
-
 def main() -> None:
+    """The choice on this machine, the dtypes of one real step at each level, and the scale that collapses."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caps = capabilities(device)
-    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}")
-    print(f"\nDtypes measured in one step on this {device}:")
-    rows = {level.name: measured(choose_policy(level.name, caps)) for level in LEVELS}
-    print("        " + "".join(f"{column:>12}" for column in rows["fp32"]))
-    for name, row in rows.items():
-        print(f"  {name:6}" + "".join(f"{str(dtype).removeprefix('torch.'):>12}" for dtype in row.values()))
+    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}\n\nDtypes measured in one step on this {device}:")
+    print("        " + "".join(f"{c:>12}" for c in ("weight", "norm weight", "linear out", "norm out", "gradient")))
+    for level in LEVELS:
+        policy = replace(level, device=device)
+        net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
+        with policy.autocast():
+            features = net[:2](torch.randn(4, 8, device=device))
+            logits = net[2](features)
+        logits.float().logsumexp(-1).sum().backward()
+        row = net[2].weight, net[1].weight, logits, features, net[2].weight.grad
+        print(f"  {level.name:6}" + "".join(f"{str(t.dtype).removeprefix('torch.'):>12}" for t in row))
     print("\nA weight of 1.0 after 166 bad steps in a row and a good one:")
     for scaler in (torch.amp.GradScaler(device), LossScaler(device)):
         weight = torch.ones(1, device=device, requires_grad=True)

@@ -41,7 +41,9 @@ from torch import Tensor
 import amp_policy
 import autopsy
 import checkpoint
+import fp32
 import inject
+from ranks import parallel
 
 
 class Cure(NamedTuple):
@@ -91,7 +93,7 @@ def in_pieces(run: Any, batch: tuple, fp32: bool = False) -> tuple[Tensor, dict,
     while True:
         try:
             total = 0.0
-            with amp_policy.fp32_eval(run.net) if fp32 else run.policy.autocast():
+            with fp32.fp32_eval(run.net) if fp32 else run.policy.autocast():
                 for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
                     loss, _ = run.model(x, y)
                     loss = loss * (len(x) / size)
@@ -140,7 +142,7 @@ def examine(run: Any, kept: autopsy.StepRecord) -> autopsy.Report:
     if report.rank == run.rank and not calibrates(run, report) and not any(run.folder.glob("bad_step_*")):
         autopsy.save_capsule(
             run.folder / f"bad_step_{report.step}_rank{run.rank}.pt", kept, report, **facts,
-            pinned=amp_policy.pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
+            pinned=fp32.pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
             inject=run.args.inject, class_names=run.classes, image_size=kept.batches[0][0].shape[-1],
         )
     return report
@@ -168,27 +170,32 @@ def respond(run: Any, report: autopsy.Report) -> str:
     if run.cures.total() - run.cures["data"] > run.args.max_cures:
         run.status, run.code = "diverged", 3
         return f"given up after {run.args.max_cures} cures"
-    if verdict == "precision" and module and module not in amp_policy.pinned(run.net):
-        amp_policy.keep_fp32(run.net, [module])
+    if verdict == "precision" and module and module not in fp32.pinned(run.net):
+        fp32.keep_fp32(run.net, [module])
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         run.healed.append(module)
         return f"{module} is kept in fp32 from now on"
-    if verdict == "precision" and run.policy.autocasts:
+    if verdict == "precision" and run.policy.dtype in (torch.float16, torch.bfloat16):
         return demote(run)
     return rewind(run, 0.5 if verdict == "divergence" else 1.0)
 
 
 def demote(run: Any) -> str:
     """fp16 -> bf16 where the chip has it -> fp32."""
-    native = amp_policy.choose_policy("auto", amp_policy.capabilities(run.device)).name == "bf16"
-    adopt(run, "bf16" if run.policy.name == "fp16" and native else "fp32")
+    native = amp_policy.capabilities(run.device).native_bf16
+    adopt(run, "bf16" if run.policy.dtype is torch.float16 and native else "fp32")
     run.healed.append(run.policy.name)
     return f"no single module is left to keep in fp32: the run goes on in {run.policy.name}"
 
 
 def adopt(run: Any, precision: str) -> None:
-    """Another policy, with a loss scale of its own."""
-    run.policy = amp_policy.choose_policy(precision, amp_policy.capabilities(run.device))
+    """Another policy, with a loss scale of its own. Half weights become fp32: what their masters hold."""
+    policy = amp_policy.choose_policy(precision, amp_policy.capabilities(run.device), None, None)
+    if run.policy.param_dtype is not policy.param_dtype:
+        run.optimizer.widen()
+        run.ddp = parallel(run.model, run.device)  # the hooks of the old one hang on half weights
+        run.compiled = torch.compile(run.ddp) if run.compiled is not run.ddp and run.args.compile else run.ddp
+    run.policy = policy
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
 
 
@@ -275,7 +282,7 @@ def turn_back(run: Any, symptom: str) -> Cure:
 
 def state_dict(run: Any) -> dict:
     return {"healed": list(run.healed), "counts": dict(run.cures), "hunt_until": run.hunt_until,
-            "pinned": amp_policy.pinned(run.net), "policy": run.policy.name, "asked": run.asked,
+            "pinned": fp32.pinned(run.net), "policy": run.policy.name, "asked": run.asked,
             "accum": run.accum, "scaler": run.scaler.state_dict(), "trend": dict(run.trend),
             "quarantine": sorted(run.stream.quarantine)}
 
@@ -286,7 +293,7 @@ def load_state_dict(run: Any, state: dict) -> None:
     run.hunt_until, run.accum = state["hunt_until"], max(run.accum, state["accum"])
     run.trend |= state.get("trend", {})
     run.stream.leave_out(state.get("quarantine", ()))
-    amp_policy.keep_fp32(run.net, state["pinned"])
+    fp32.keep_fp32(run.net, state["pinned"])
     run.guard.watch(run.net)  # pinning may have exchanged buffers
     if state["asked"] == run.asked != state["policy"]:
         adopt(run, state["policy"])
@@ -303,9 +310,9 @@ def replay(path: Any, models: dict, wrap: Callable) -> int:
     capsule = autopsy.load_capsule(path)
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
-    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
+    policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"), None, None)
     if capsule["pinned"]:
-        amp_policy.keep_fp32(net, capsule["pinned"])
+        fp32.keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
     kept = autopsy.unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])

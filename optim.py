@@ -504,6 +504,17 @@ class ClippedAdamW(torch.optim.Optimizer):
         return {"state": own["state"], "param_groups": groups}
 
     @torch.no_grad()
+    def widen(self) -> None:
+        """Half parameters become fp32 in place, with what their masters hold: for a run that leaves half weights."""
+        for p in self.model_params:
+            if p.dtype in HALF:
+                p.grad = None  # of the old dtype
+                p.data = self._masters.get(p, p).detach().float()
+                self.state[p] = {k: t.float() if t.dtype in HALF else t for k, t in self.state.get(p, {}).items()}
+        self._masters.clear()
+        self._place()
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
 

@@ -24,8 +24,10 @@ import torch
 from tqdm import tqdm
 
 import amp_policy
+import autopsy
 import checkpoint
 import ema
+import fp32
 import guards
 import heal
 import inject
@@ -53,6 +55,18 @@ def process(run: Any) -> int:
     return local_rank
 
 
+def find(run: Any) -> None:
+    """Read the checkpoint to go on from, before anything is decided: run.found is (path, state), or None."""
+    args = run.args
+    if args.resume == "auto" and not args.out_dir:
+        refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
+    with refusing(checkpoint.CheckpointError, OSError):
+        if args.resume == "auto":
+            run.found = checkpoint.Checkpoints(args.out_dir).newest()
+        elif args.resume != "none":
+            run.found = args.resume, checkpoint.load(args.resume)
+
+
 def data(run: Any, local_rank: int) -> list[str]:
     """Data, precision and the stream of batches. Returns a sentence for each file that could not be read."""
     args, left_out = run.args, []
@@ -73,11 +87,13 @@ def data(run: Any, local_rank: int) -> list[str]:
                   f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     run.accum = args.accum_steps
     with refusing(ValueError):
-        capabilities = amp_policy.capabilities(run.device)
-        run.policy = amp_policy.choose_policy(args.precision, capabilities)
-        common = agreed(run.policy.name)  # the self-test of a chip may fail on one rank alone
-        if run.policy.name != common:
-            run.policy = amp_policy.choose_policy(common, capabilities)
+        wanted = args.precision
+        if run.found and wanted == "auto":  # nothing measured may change a run that goes on
+            wanted = run.found[1].get("facts", {}).get("precision", wanted)
+        policy = None
+        if run.rank == 0:
+            policy = amp_policy.choose_policy(wanted, amp_policy.capabilities(run.device))
+        run.policy = agreed(policy)  # two ranks may measure two things
         run.asked = run.policy.name
         run.train, run.val = ((batches.place(x, run.device), labels) for x, labels in (run.train, run.val))
         run.stream = batches.TrainBatches(
@@ -98,7 +114,7 @@ def network(run: Any) -> None:
         net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
     net = net.to(run.device, memory_format=torch.channels_last)
     with refusing(ValueError):
-        amp_policy.keep_fp32(net, args.keep_fp32)
+        fp32.keep_fp32(net, args.keep_fp32)
         net = run.policy.prepare(net)
         run.injector = inject.Injector(net, inject.parse_inject(args.inject), run.rank, scales=run.policy.scales)
     # Adam's state has the dtype of the weights, or of their fp32 masters.
@@ -109,18 +125,50 @@ def network(run: Any) -> None:
     run.injector.attach(run.model)
 
 
+LADDER = (10, 15, 20, 30, 40, 50, 77, 100, 150, 200, 300, 500, 700, 1000)  # steps; machines of a kind take the same
+
+
+def pace(run: Any) -> float:
+    """Seconds of a training step, by two timed pieces of one batch. Weights, buffers and RNG stay as they are."""
+    kept = autopsy.StepRecord(0, run.net)
+    images, labels = run.stream.at(0)
+    size = min(len(images), 256)
+    piece = images[:size], labels[:size].clamp(0, len(run.classes) - 1)
+    for _ in range(2):  # the first one warms up
+        began = time.perf_counter()
+        loss, *_ = heal.in_pieces(run, piece)
+        loss.item()  # waits for the device
+        seconds = (time.perf_counter() - began) * len(images) / size
+        kept.restore()
+    return agreed(seconds)
+
+
 def length(run: Any) -> tuple[str, int]:
-    """The number of steps. Returns why it is that many, and the updates of warm-up."""
+    """The number of steps. Returns a sentence about it, and the updates of warm-up.
+
+    A GPU gets the whole recipe, a CPU as much of it as two minutes hold.
+    """
     args, (_, recipe) = run.args, MODELS[run.args.model]
-    run.epoch_steps, why = run.stream.steps_per_epoch, "as asked"
-    run.total_steps = max(1, round(args.epochs * run.epoch_steps)) if args.epochs else args.max_steps
-    if not run.total_steps and run.device.type == "cpu":
-        run.total_steps = round((300 if run.policy.name == "bf16" else 150) * min(1, 256 / args.batch_size))
-        why = f"minutes on a CPU; --epochs {recipe['epochs']} is the whole recipe"
-    elif not run.total_steps:
-        run.total_steps, why = recipe["epochs"] * run.epoch_steps, "the whole recipe"
+    run.epoch_steps = run.stream.steps_per_epoch
+    whole, seconds = recipe["epochs"] * run.epoch_steps, pace(run)
+    if args.epochs or args.max_steps:
+        run.total_steps, why = args.max_steps or max(1, round(args.epochs * run.epoch_steps)), "as asked"
+    elif run.found and "total_steps" in run.found[1].get("facts", {}):
+        run.total_steps, why = run.found[1]["facts"]["total_steps"], "as the checkpoint says"
+    elif run.device.type == "cpu":
+        run.total_steps = min(whole, max((n for n in LADDER if n * seconds <= 120), default=LADDER[0]))
+        why = f"--epochs {recipe['epochs']} is the whole recipe, about {duration(whole * seconds)}"
+    else:
+        run.total_steps, why = whole, "the whole recipe"
     warmup = int(run.total_steps * recipe["warmup"]) if args.warmup_updates is None else args.warmup_updates
-    return why, warmup
+    epochs = f"{run.total_steps} steps = {run.total_steps / run.epoch_steps:.1f} epochs"
+    return f"{epochs}, about {duration(run.total_steps * seconds)} of training here; {why}", warmup
+
+
+def duration(seconds: float) -> str:
+    """Two hours and more in hours, two minutes and more in minutes, else in seconds."""
+    count, unit = (seconds / 3600, "hours") if seconds >= 7200 else (seconds / 60, "minutes")
+    return f"{count:.0f} {unit}" if seconds >= 100 else f"{max(1, seconds):.0f} seconds"
 
 
 def training(run: Any, warmup: int) -> None:
@@ -147,8 +195,6 @@ def folder(run: Any) -> str:
     run.folder = Path(agreed(str(args.out_dir or Path("runs") / name)))  # the clock may tick between two ranks
     if args.resume == "none" and report.holds_a_run(run.folder):
         refuse(2, f"--out-dir {run.folder} holds another run: name a new folder, or go on with --resume auto")
-    if args.resume == "auto" and not args.out_dir:
-        refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     agreed(None)  # nobody writes before everybody has looked
     run.facts = {
         "model": args.model, "dataset": run.dataset, "num_classes": len(run.classes), **fingerprint(*run.train),
@@ -160,12 +206,9 @@ def folder(run: Any) -> str:
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
         run.folder.mkdir(parents=True, exist_ok=True)
         run.checkpoints = checkpoint.Checkpoints(run.folder)
-        found = run.checkpoints.newest() if args.resume == "auto" else None
-        if args.resume not in ("auto", "none"):
-            found = args.resume, checkpoint.load(args.resume)
-        if found:
-            changes = resume(run, *found)
-            note = "; ".join([f", resumed from {found[0]} after step {run.step}", *changes])
+        if run.found:
+            changes = resume(run, *run.found)
+            note = "; ".join([f", resumed from {run.found[0]} after step {run.step}", *changes])
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
         header = {"args": vars(args), **run.facts, "hardware": run.hardware,
                   "commit": report.commit() if run.rank == 0 else ""}
@@ -178,6 +221,7 @@ def resume(run: Any, path: str | Path, state: dict) -> list[str]:
     if "facts" not in state:
         raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
     changes = checkpoint.describe_changes(state["facts"], run.facts)
+    changes += other_level(run, state)
     heal.load_state_dict(run, state["healer"])  # first: the modules that it pins have fp32 weights
     run.net.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
@@ -191,10 +235,26 @@ def resume(run: Any, path: str | Path, state: dict) -> list[str]:
     return changes
 
 
+def other_level(run: Any, state: dict) -> list[str]:
+    """Weights and masters of a run at another level, changed in `state` to what this level keeps. Returns a line."""
+    names = {p: name for name, p in run.net.named_parameters()}
+    order = [names[p] for p in run.optimizer.model_params]
+    model, optimizer = state["model"], state["optimizer"]
+    was_half = [name for name in order if model[name].dtype in (torch.float16, torch.bfloat16)]
+    is_half = [name for name, p in zip(order, run.optimizer.model_params, strict=True) if p.dtype is not torch.float32]
+    if was_half == is_half:
+        return []
+    state["model"] = model | dict(zip(was_half, optimizer["masters"], strict=False))  # O3 keeps none
+    optimizer["masters"] = [state["model"][name].float() for name in is_half] if run.policy.masters else []
+    if run.policy.masters:
+        return ["master weights are taken from the checkpoint's weights"]
+    return ["the checkpoint's master weights become the weights" if was_half and not is_half else "no master weights"]
+
+
 def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
     """A line for each decision."""
     args, (_, recipe) = run.args, MODELS[run.args.model]
-    pinned, rule = amp_policy.pinned(run.net), ""
+    pinned, rule = fp32.pinned(run.net), ""
     if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
         _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
         rule = f"; the lr is not scaled, the rule would be {rule}"
@@ -210,7 +270,7 @@ def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
         "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
         "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){rule}",
         "step": "one CUDA graph, guards included" if run.graph else "kernel by kernel",
-        "length": f"{run.total_steps} steps = {run.total_steps / run.epoch_steps:.1f} epochs: {why}",
+        "length": why,
         "output": f"{run.folder}{note}",
     }.items():
         yield f"{name:<11} {decision}"

@@ -93,6 +93,7 @@ class Run:
     probes: Any = None  # hooks of this step, or None
     doubt: bool = False  # a save was refused: the next step is rejected and examined
     # What it leaves behind
+    found: Any = None  # path and state of the checkpoint to go on from
     facts: dict = field(default_factory=dict)  # by which a resumed run knows itself again
     hardware: str = ""
     folder: Path = Path()
@@ -388,6 +389,7 @@ def setup(args):
     """The record of a run that is ready for its first step. What cannot work is refused before a file is written."""
     run = Run(args=args)
     local_rank = prepare.process(run)
+    prepare.find(run)
     left_out = prepare.data(run, local_rank)
     prepare.network(run)
     torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
@@ -401,6 +403,7 @@ def setup(args):
         say(run, line)
     for text in left_out:
         warn(run, text)
+    run.found = None  # its tensors have been copied
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=quiet(), unit="step")
     return run
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.utils import save_image
 
-import amp_policy
+import fp32
+from amp_policy import Policy
 from data import batches
 from ranks import share_buffers
 
@@ -37,7 +38,7 @@ def validate(run: Any) -> str:
     forced, warning = run.args.eval_precision == "fp32", ""
     weights = optimizer.params if forced else optimizer.model_params
     with run.average.swap(weights) if run.average else contextlib.nullcontext():
-        with amp_policy.fp32_eval(run.net, masters) if forced else run.policy.autocast():
+        with fp32.fp32_eval(run.net, masters) if forced else run.policy.autocast():
             split = batches.val_batches(*run.val, normalize, batch_size=500, rank=run.rank, device=run.device,
                                         world_size=run.world_size, workers=run.args.workers)
             run.scores = evaluate(run.model, split)
@@ -89,13 +90,13 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> dict[s
     return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
 
 
-def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: amp_policy.Policy,
+def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: Policy,
               masters: dict) -> tuple[dict[str, float], str]:
     """What changes in low precision, over the batches of `split`: ({"amp_changed", "amp_nonfinite"}, a warning or "").
 
     amp_changed: share of predictions that differ from fp32's. amp_nonfinite: share of images whose loss is NaN or inf.
     """
-    gaps = [amp_policy.disagreement(model, x, y, policy, masters) for x, y in split]
+    gaps = [fp32.disagreement(model, x, y, policy, masters) for x, y in split]
     parted = [f"{policy.name} and fp32 evaluation differ: {gap}" for gap in gaps if gap.parted]
     means = {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps) for what in ("changed", "nonfinite")}
     return means, parted[0] if parted else ""

@@ -74,7 +74,7 @@ def steps(name: str, device: torch.device, batch: int, backend: str) -> dict[str
                 guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr,
                             scale=scaler.scale_tensor, updates=optimizer.updates)
                 guard.verdict()
-            scaler.update(result.found_inf)
+            scaler.update(found_inf=result.found_inf)
             optimizer.zero_grad()
 
         return step

@@ -178,7 +178,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
             result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
             guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
                         updates=optimizer.updates)
-            scaler.update(result.found_inf)
+            scaler.update(found_inf=result.found_inf)
             optimizer.zero_grad()
 
         replay = StepGraph(run, warm_up=2) if graph else None

@@ -94,7 +94,7 @@ def contestant(guarded: bool, batch: int, device: torch.device, together: bool =
         result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
         guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
                     updates=optimizer.updates)
-        scaler.update(result.found_inf)
+        scaler.update(found_inf=result.found_inf)
         optimizer.zero_grad()
         guard.verdict()
 

@@ -22,6 +22,7 @@ import amp_policy
 import autopsy
 import guards
 from data import synthetic
+from fp32 import fp32_eval
 from optim import ClippedAdamW
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -168,7 +169,7 @@ def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
     """For autopsy.examine: forward and backward of one micro-batch, under autocast or in fp32."""
 
     def run_step(batch: tuple, fp32: bool):
-        with amp_policy.fp32_eval(net) if fp32 else autocast(dtype):
+        with fp32_eval(net) if fp32 else autocast(dtype):
             loss, _ = net(*batch)
             loss.backward()
             return loss, {name: p.grad for name, p in net.named_parameters()}
@@ -198,7 +199,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
         result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
         guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm)
         scale = float(scaler.scale_tensor)
-        scaler.update(result.found_inf)
+        scaler.update(found_inf=result.found_inf)
         optimizer.zero_grad()
         run.losses.append(loss.item())
         run.scales.append(float(scaler.scale_tensor))

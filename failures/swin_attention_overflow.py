@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from amp_policy import keep_fp32
 from failures.loops import BF16, F16, F32, NAMES, Case, around, autocast, bare, guarded, images, show
+from fp32 import keep_fp32
 
 FAST, CALM = 0.2, 3e-2  # learning rates: FAST makes the logits grow, CALM is for the cured runs
 

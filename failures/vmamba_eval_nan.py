@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from amp_policy import capabilities, choose_policy, disagreement, fp32_eval, keep_fp32
+from amp_policy import capabilities, choose_policy
 from autopsy import StepRecord, examine
 from failures.loops import BF16, F16, F32, NAMES, Case, around, autocast, bare, guarded, images, rerun, show, where
+from fp32 import disagreement, fp32_eval, keep_fp32
 
 GROWN = 30.0  # how much larger long training made the scan's inputs
 

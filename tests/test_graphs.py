@@ -28,7 +28,7 @@ def trained(graphed, dtype, steps=12, poisoned=8):
     net = net.cuda()
     guard = Guard(net, num_classes=10, device="cuda", lag=False)
     optimizer = ClippedAdamW(param_groups(net), lr=1e-2, clip=0.5)
-    scaler = LossScaler("cuda", enabled=dtype is torch.float16, growth_interval=4, hysteresis=2)
+    scaler = LossScaler("cuda", enabled=dtype is torch.float16, growth_interval=4)
     ema = EMA(optimizer.params, 0.9)
 
     def take(x, y):
@@ -39,7 +39,7 @@ def trained(graphed, dtype, steps=12, poisoned=8):
         scaler.scale(loss).backward()
         result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
         guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm, updates=optimizer.updates)
-        scaler.update(result.found_inf)
+        scaler.update(found_inf=result.found_inf)
         ema.update(optimizer.params, result.found_inf)
         optimizer.zero_grad()
 
@@ -54,7 +54,7 @@ def trained(graphed, dtype, steps=12, poisoned=8):
         step(images, torch.arange(16, device="cuda") % 10)
         verdicts.append(guard.verdict())
     assert not graphed or step.graph is not None
-    state = [*net.state_dict().values(), *ema.average, scaler.scale_tensor, scaler._patience]
+    state = [*net.state_dict().values(), *ema.average, scaler.scale_tensor, scaler.good_steps]
     state += [t for s in optimizer.state.values() for t in s.values()]
     return [t.detach().cpu().clone() for t in state], verdicts
 

@@ -141,14 +141,15 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
         assert done.returncode == 0, done.stderr
 
 
-RECIPES = {"guards": "guards.py", "policy": "amp_policy.py", "optimizer": "optim.py"}
+RECIPES = {"guards": "guards.py", "policy": "amp_policy.py fp32.py", "optimizer": "optim.py"}
 
 
-@pytest.mark.parametrize("part, file", RECIPES.items())
-def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_one_file(part, file, tmp_path):
+@pytest.mark.parametrize("part, files", RECIPES.items())
+def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_files_alone(part, files, tmp_path):
     text = README.split(f"### Copy the {part}\n")[1].split("\n#")[0]
     (tmp_path / "recipe.py").write_text(textwrap.dedent(text))
-    shutil.copy(ROOT / file, tmp_path)
+    for file in files.split():
+        shutil.copy(ROOT / file, tmp_path)
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           timeout=600)

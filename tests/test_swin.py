@@ -9,6 +9,7 @@ from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer,
 import amp_policy
 import optim
 from data import synthetic
+from fp32 import keep_fp32
 from models.swin import PRESETS, DropPath, Swin, SwinBlock, WindowAttention
 
 
@@ -143,7 +144,7 @@ def test_pinning_the_attention_mends_the_published_overflow():
     x = torch.randn(2, 3, 32, 32)
     with torch.autocast("cpu", torch.float16):
         assert not net(x).isfinite().any()
-        pinned = amp_policy.keep_fp32(net, ["stages.*.blocks.1.attn"])
+        pinned = keep_fp32(net, ["stages.*.blocks.1.attn"])
         assert pinned == ["stages.0.blocks.1.attn", "stages.1.blocks.1.attn"]
         assert net(x).isfinite().all()
 

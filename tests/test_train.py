@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_does_not(run
 def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
     seen = {True: set(), False: set()}
     same = SimpleNamespace(changed=0.0, nonfinite=0.0, parted=False)
-    monkeypatch.setattr(amp_policy, "disagreement", lambda *args: same)  # it evaluates in bf16 on purpose
+    monkeypatch.setattr(train.validation, "disagreement", lambda *args: same)  # it evaluates in bf16 on purpose
     build, recipe = train.MODELS["cifarnet-tiny"]
 
     def watched(names, size):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import amp_policy
 import optim
 from data import synthetic
+from fp32 import fp32_eval, keep_fp32
 from models import vmamba
 from models.classifier import Classifier
 from models.vmamba import PRESETS, VMamba, cross_merge, cross_scan, selective_scan, selective_scan_loop
@@ -143,13 +144,13 @@ def test_evaluation_in_fp32_gives_the_same_numbers_with_force_fp32_true_and_fals
     images = torch.randn(4, 3, 32, 32)
     policy = amp_policy.choose_policy("fp16", amp_policy.capabilities("cpu"))
     a, b = (policy.prepare(grown(force)).eval() for force in (True, False))
-    with torch.no_grad(), policy.autocast(), amp_policy.fp32_eval(a), amp_policy.fp32_eval(b):
+    with torch.no_grad(), policy.autocast(), fp32_eval(a), fp32_eval(b):
         torch.testing.assert_close(a(images), b(images), rtol=0, atol=0)
 
 
 def test_pinning_the_core_mends_the_network_that_overflows():
     net = grown(False).eval()
-    assert amp_policy.keep_fp32(net, ["layers.*.op.core"]) == ["layers.0.0.op.core", "layers.1.0.op.core"]
+    assert keep_fp32(net, ["layers.*.op.core"]) == ["layers.0.0.op.core", "layers.1.0.op.core"]
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert torch.isfinite(net(torch.randn(4, 3, 32, 32))).all()
 
