@@ -15,11 +15,11 @@ Half precision ruins a diffusion model in four places, without one NaN. What thi
 A fifth fault needs no half precision: a wrong fused kernel. OpenDiT's modulate gave nearly every image of a batch the
 shift and scale of image 0. Its test had batches of 1, where this is right. The loss fell normally and was NaN around
 epoch 5 (failures/opendit_modulate_kernel.py). Here a fused path runs only where it agreed with the plain path, forward
-and backward, on several images (`verified`). OpenDiT's users blamed "1000 classes for 10". Here the label table has
-`num_classes` rows, so label 10 of 10 is an IndexError, and "no class" has a table of its own.
+and backward, on several images (`verified`). The label table has `num_classes` rows: label 10 of 10 is an IndexError.
 
-Differences from the paper: pixels instead of latents (and a gated path for wide patches), cosine schedule, no learned
-variance, exact GELU. After a minute on a CPU the samples are patches of plausible colour, not objects.
+Differences from facebookresearch/DiT: pixels, not latents (and a gated path for wide patches); the cosine schedule, not
+the linear one, and its angle at t / 1000, not (t + 1) / 1000; no learned variance; samples are clamped to the data's
+range; 25 DDIM steps, not 250 of DDPM; "no class" has a table of its own; fixed noise in evaluation; fp32 as above.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -118,8 +118,8 @@ def verified(name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
 class Fused:
     """Calls a path by name: the fused path if `names` holds the name and the path is verified, else the plain path.
 
-    The check runs at first use, for each device and dtypes. It cannot run inside torch.compile, which cannot trace it.
-    There, an earlier choice (of one eager step) holds; without one, torch.compile fuses the plain path itself.
+    The check runs at first use, for each device and dtypes. torch.compile cannot trace it: there an earlier choice (of
+    one eager step) holds, else the plain path, which torch.compile fuses itself.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -167,8 +167,7 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Labels (B,) and a mask (B,) of the labels to leave out -> (B, dim). A label outside the classes is an IndexError
-    (on CUDA a device-side assertion), even where the mask leaves it out."""
+    """Labels (B,) and a mask (B,) of those to leave out -> (B, dim). Every label outside the classes is an error."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -202,7 +201,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)  # the stream is fp32, so the norm is too
         self.attn = Attention(dim, heads, fused)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaln(condition).chunk(6, 1)  # each B, D
@@ -243,17 +242,9 @@ class DiT(nn.Module):
     judged_by = "-loss"
 
     def __init__(
-        self,
-        *,
-        num_classes: int,
-        image_size: int = 32,
-        patch_size: int = 4,
-        dim: int = 96,
-        depth: int = 3,
-        heads: int = 2,
-        label_dropout: float = 0.1,
-        fused: Sequence[str] = ("sdpa",),
-    ):
+        self, *, num_classes: int, image_size: int = 32, patch_size: int = 4, dim: int = 96, depth: int = 3,
+        heads: int = 2, label_dropout: float = 0.1, fused: Sequence[str] = ("sdpa",),
+    ):  # fmt: skip
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
@@ -273,11 +264,14 @@ class DiT(nn.Module):
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+        for linear in (self.time.mlp[0], self.time.mlp[2]):
+            nn.init.normal_(linear.weight, std=0.02)  # as published
         for zero in (*(block.adaln for block in self.blocks), self.final.adaln, self.final.linear):  # adaLN-Zero
             nn.init.zeros_(zero.weight)
         side = torch.arange(grid)  # O3 casts both buffers to fp16; their numbers are at most 4, off by at most 2^-10
-        positions = [sinusoids(place, dim // 2) for place in (side.repeat_interleave(grid), side.repeat(grid))]
-        self.register_buffer("positions", torch.cat(positions, 1), persistent=False)  # tokens, dim
+        columns, rows = (sinusoids(place, dim // 2) for place in (side.repeat(grid), side.repeat_interleave(grid)))
+        waves = [part for axis in (columns, rows) for part in reversed(axis.chunk(2, 1))]  # sines first, as published
+        self.register_buffer("positions", torch.cat(waves, 1), persistent=False)  # tokens, dim
         self.register_buffer("pixel_range", torch.tensor([[-3.0], [3.0]]).repeat(1, 3))
 
     @torch.no_grad()
@@ -324,9 +318,7 @@ class DiT(nn.Module):
         return noise + (guidance - 1) * (noise - null)
 
     @torch.no_grad()
-    def sample(
-        self, labels: Tensor, *, steps: int = 25, guidance: float = 2.0, eta: float = 0.0, seed: int = 0
-    ) -> Tensor:
+    def sample(self, labels: Tensor, *, steps=25, guidance: float = 2.0, eta: float = 0.0, seed: int = 0) -> Tensor:
         """Draw one image per label: fp32 (N, 3, H, W), in the space and within the range of the training images.
 
         eta 0 is DDIM, which needs few steps. eta 1 with steps = TIMESTEPS is DDPM's ancestral sampling (arXiv

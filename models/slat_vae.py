@@ -26,6 +26,11 @@ What half precision does to it, and what this file does about it:
 
 The residual stream has the dtype of the torso's weights: fp32 under autocast, half at O2, O3 and in a half torso.
 
+Differences from TRELLIS: images for voxels, so 2 coordinates for 3 and patches for DINOv2 features; a background, which
+the decoder reads; full attention for shifted windows of 8; the loss is a mean square error of patches, not L1, SSIM and
+LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is clamped; the last layer of the encoder does not start at 0, nor
+does the decoder's; the drawn latent is its mean in evaluation; gradients are clipped at a fixed norm, not a percentile.
+
 Copy this file alone: it needs torch and nothing else.
 """
 
@@ -40,6 +45,8 @@ from torch import Tensor, nn
 PRESETS = {
     "slat_vae-test": dict(grid=4, dim=32, depth=1, heads=2, latent=4),  # 44 thousand parameters at 32 pixels
     "slat_vae": dict(grid=8, dim=128, depth=2, heads=4, latent=8),  # 0.8 million
+    # The same with fp16 torsos. The default precision refuses it: --precision O2 has the masters that it needs.
+    "slat_vae-half": dict(grid=8, dim=128, depth=2, heads=4, latent=8, half_torso=True),
     "slat_vae-b": dict(patch_size=4, dim=768, depth=12, heads=12, latent=8),  # TRELLIS: 12 blocks, 768 wide, 8 channels
 }
 
@@ -73,8 +80,12 @@ def positions(coords: Tensor, dim: int) -> Tensor:
 class LayerNorm32(nn.Module):
     """LayerNorm without parameters. The statistics are fp32; the result has the input's dtype."""
 
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return F.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -121,7 +132,7 @@ class SparseTransformer(nn.Module):
         super().__init__()
         self.input_layer = nn.Linear(dim_in, dim)
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
-        self.norm = LayerNorm32()
+        self.norm = LayerNorm32(1e-5)  # the published eps of the last norm
         self.out_layer = nn.Linear(dim, dim_out)
 
     def forward(self, tokens: Tensor, coords: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ Version 2 (arXiv 2111.09883) is the authors' own answer. It has two parts:
 Both versions differ from the papers in three places. The shift brings distant regions of the image together; here they
 are hidden from each other by -inf, not by -100, because -100 hides nothing once logits reach 100. This makes no NaN:
 every token sees itself. k has no bias: version 2 has none, and in version 1 softmax ignores it. The residual stream is
-fp32: in bf16 a branch below 2^-9 of the stream would be lost.
+fp32: in bf16 a branch below 2^-9 of the stream would be lost. Other differences from microsoft/Swin-Transformer: a grid
+smaller than its window is refused; there the window shrinks. Nothing is rescaled from a pretrained window. There is no
+dropout and no absolute position. Small presets begin with Xavier's init, the published sizes with the published one.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -33,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TINY = dict(dim=96, depths=(2, 2, 6, 2), heads=(3, 6, 12, 24), patch_size=4)
+TINY = dict(dim=96, depths=(2, 2, 6, 2), heads=(3, 6, 12, 24), patch_size=4, init_std=0.02)
 SMALL = dict(dim=96, depths=(2, 2), heads=(3, 6), grid=8, window=4)
 TEST = dict(dim=16, depths=(2, 2), heads=(1, 2), grid=8, window=4)
 PRESETS = {
@@ -161,7 +163,7 @@ class WindowAttention(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (arXiv 1603.09382): in training, each sample's branch is dropped with probability p."""
 
-    def __init__(self, p: float):
+    def __init__(self, p: float = 0.0):
         super().__init__()
         self.p = p
 
@@ -175,9 +177,7 @@ class DropPath(nn.Module):
 class SwinBlock(nn.Module):
     """fp32 (B, grid, grid, D) -> the same: attention in windows that are rolled by `shift`, then an MLP."""
 
-    def __init__(
-        self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool, drop: float
-    ):
+    def __init__(self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool):
         super().__init__()
         self.window, self.shift, self.version = window, shift, version
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -186,7 +186,7 @@ class SwinBlock(nn.Module):
             nn.init.zeros_(self.norm2.weight)
         self.attn = WindowAttention(dim, heads, window, version, fp32_logits)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-        self.drop = DropPath(drop)
+        self.drop = DropPath()
         hidden = None
         if shift:  # the rolled last windows hold both ends of the image, whose tokens must not see each other
             end = (torch.arange(grid) >= grid - shift).long()  # grid: 1 in the rolled part
@@ -233,6 +233,7 @@ class Swin(nn.Module):
         version: 1 or 2.
         fp32_logits: False computes version 1's logits in the dtype of q and k, as published.
         drop_path: probability that the last block's branches are dropped; it rises linearly from 0 in the first.
+        init_std: weights begin as a normal distribution of this deviation, cut at 2, as published; None: as Xavier's.
     Raises:
         ValueError: half logits in version 2; sizes that do not divide; in the forward, images of another size.
     """
@@ -250,6 +251,7 @@ class Swin(nn.Module):
         version: int = 1,
         fp32_logits: bool = True,
         drop_path: float = 0.0,
+        init_std: float | None = None,
     ):
         super().__init__()
         if version not in (1, 2):
@@ -276,16 +278,26 @@ class Swin(nn.Module):
             blocks = nn.Sequential()
             for i in range(depth):
                 shift = window // 2 if i % 2 and grid > window else 0  # a single window has nothing to shift
-                drop = drop_path * (sum(depths[:stage]) + i) / max(1, sum(depths) - 1)
-                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits, drop))
+                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits))
             self.stages.append(nn.Sequential(OrderedDict(merge=merge, blocks=blocks)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and ".bias." not in name:  # the continuous bias keeps torch's own init
-                nn.init.xavier_uniform_(module.weight)
+            # The published init leaves out the patches' convolution; ours leaves out the continuous bias.
+            if isinstance(module, nn.Linear) and not (name == "embed.proj" if init_std else ".bias." in name):
+                if init_std:
+                    nn.init.trunc_normal_(module.weight, std=init_std)
+                else:
+                    nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
+        self.set_drop_path(drop_path)
+
+    def set_drop_path(self, p: float) -> None:
+        """Drop the last block's branches with probability p in training, those of earlier blocks linearly less."""
+        drops = [module for module in self.modules() if isinstance(module, DropPath)]
+        for i, drop in enumerate(drops):
+            drop.p = p * i / max(1, len(drops) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[2:] != (self.image_size, self.image_size):  # another size would run with the wrong mask

@@ -19,7 +19,13 @@ What half precision breaks here, and what this file does about it:
               0: at delta A = -50 the third P is e^-150, which is 0 even in fp32. This file never divides, and never
               takes exp of a positive number. `linear_scan` cuts the sequence into chunks and computes them in parallel.
 
-O3 has no fp32 norms by definition: it casts out_norm's input to fp16, so there the island ends at the sum.
+The residual stream is fp32, as the original's is under CUDA's autocast, where layer norm returns fp32. O3 has no fp32
+norms by definition: it casts out_norm's input to fp16, so there the island ends at the sum.
+
+Differences from MzeroMiko/VMamba: channels last everywhere; one parameter tensor per direction and kind, transposed; no
+EMA; no dropout; `out_norm` in fp32 in every precision. `vmamba-t` is VMamba-T (vssm1_tiny_0230s, no gate). `vmamba` has
+its blocks in two stages, and a stem of one convolution; the published stem of two makes patches of 4 pixels only.
+
 Copy this file alone: it needs torch and nothing else.
 """
 
@@ -33,11 +39,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+BLOCK = dict(d_state=1, gate=False, conv_bias=False, mlp_ratio=4.0)  # the published second version's
 PRESETS = {
     "vmamba-test": dict(grid=4, dims=(16, 24), depths=(1, 1), d_state=2, mlp_ratio=2.0),
-    "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), d_state=1),
-    # The published VMamba-T (vssm1_tiny_0230s: no gate, an MLP) but for its two-convolution stem: 30 million.
-    "vmamba-t": dict(patch_size=4, dims=(96, 192, 384, 768), depths=(2, 2, 8, 2), d_state=1, gate=False, mlp_ratio=4.0),
+    "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), **BLOCK),  # 0.5 million
+    "vmamba-t": dict(patch_size=4, stem=2, dims=(96, 192, 384, 768), depths=(2, 2, 8, 2), **BLOCK),  # 30 million
 }
 FULL_STEP = 2**15  # numbers in one step of the recurrence; with fewer, the call of the kernel costs more than its work
 SHORTEST_CHUNK = 16
@@ -211,11 +217,11 @@ class CrossSelectiveScan(nn.Module):
 class SS2D(nn.Module):
     """2D selective scan: (B, H, W, dim) -> the same."""
 
-    def __init__(self, dim: int, d_state: int, gate: bool, force_fp32: bool):
+    def __init__(self, dim: int, d_state: int, gate: bool, conv_bias: bool, force_fp32: bool):
         super().__init__()
         self.gate = gate
         self.in_proj = nn.Linear(dim, 2 * dim if gate else dim, bias=False)
-        self.conv2d = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.conv2d = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=conv_bias)
         self.core = CrossSelectiveScan(dim, d_state, force_fp32)
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
@@ -227,31 +233,45 @@ class SS2D(nn.Module):
         return self.out_proj(y * F.silu(z) if self.gate else y)
 
 
-class VSSBlock(nn.Module):
-    """x + SS2D(norm(x)), then x + MLP(norm2(x)) where mlp_ratio is above 0. (B, H, W, dim) -> the same."""
+class DropPath(nn.Module):
+    """Stochastic depth (arXiv 1603.09382): in training, each sample's branch is dropped with probability p."""
 
-    def __init__(self, dim: int, d_state: int, mlp_ratio: float, gate: bool, force_fp32: bool):
+    def __init__(self, p: float = 0.0):
         super().__init__()
-        self.norm, self.op = LayerNorm(dim), SS2D(dim, d_state, gate, force_fp32)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = torch.rand(len(x), 1, 1, 1, device=x.device) >= self.p
+        return x * keep / (1 - self.p)
+
+
+class VSSBlock(nn.Module):
+    """x + SS2D(norm(x)), then x + MLP(norm2(x)) where mlp_ratio is above 0. fp32 (B, H, W, dim) -> the same."""
+
+    def __init__(self, dim: int, mlp_ratio: float, **op):
+        super().__init__()
+        self.norm, self.op, self.drop = LayerNorm(dim), SS2D(dim, **op), DropPath()
         self.hidden = int(mlp_ratio * dim)
         if self.hidden:
             self.norm2 = LayerNorm(dim)
             self.mlp = nn.Sequential(nn.Linear(dim, self.hidden), nn.GELU(), nn.Linear(self.hidden, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.op(self.norm(x))
-        return x + self.mlp(self.norm2(x)) if self.hidden else x
+        x = x + self.drop(self.op(self.norm(x)).float())
+        return x + self.drop(self.mlp(self.norm2(x)).float()) if self.hidden else x
 
 
 class Downsample(nn.Module):
-    """A strided convolution and a norm, channels last: (B, H, W, C) -> (B, H', W', dim)."""
+    """A strided convolution and a norm, channels last: (B, H, W, C) -> fp32 (B, H', W', dim)."""
 
     def __init__(self, channels: int, dim: int, **conv):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(channels, dim, **conv), LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).float()).float()
 
 
 class VMamba(nn.Module):
@@ -259,11 +279,14 @@ class VMamba(nn.Module):
 
     Args:
         patch_size: side of a token in pixels. Each further stage halves the grid.
+        stem: convolutions that make the tokens: 1, or the published 2, which need a patch_size of 4.
         dims, depths: width and number of blocks of each stage.
         d_state: numbers that a channel remembers (N): 16 in the paper's first version, 1 in the second.
         mlp_ratio: hidden width of the MLP divided by the block's. 0: no MLP, as in the first version.
         gate: multiply the scan's result by SiLU of a second projection, as in the first version.
+        conv_bias: bias of the depthwise convolution, as in the first version.
         force_fp32: the scan's results are added and normalised in fp32, in training and in evaluation alike.
+        drop_path: probability that the last block's branches are dropped; it rises linearly from 0 in the first.
     """
 
     def __init__(
@@ -272,24 +295,33 @@ class VMamba(nn.Module):
         num_classes: int,
         image_size: int = 32,
         patch_size: int = 4,
+        stem: int = 1,
         dims: Sequence[int] = (64, 128),
         depths: Sequence[int] = (2, 2),
         d_state: int = 1,
         mlp_ratio: float = 0.0,
         gate: bool = True,
+        conv_bias: bool = True,
         force_fp32: bool = True,
+        drop_path: float = 0.0,
     ):
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image_size {image_size} is no multiple of patch_size {patch_size}")
         if len(dims) != len(depths):
             raise ValueError(f"{len(dims)} dims for {len(depths)} stages")
+        if (stem, patch_size) != (2, 4) and stem != 1:
+            raise ValueError(f"a stem of {stem} convolutions cannot make patches of {patch_size}: take a stem of 1")
+        down = dict(kernel_size=3, stride=2, padding=1)
         self.patch_embed = Downsample(3, dims[0], kernel_size=patch_size, stride=patch_size)
+        if stem == 2:
+            half = dims[0] // 2
+            self.patch_embed = nn.Sequential(Downsample(3, half, **down), nn.GELU(), Downsample(half, dims[0], **down))
+        op = dict(d_state=d_state, gate=gate, conv_bias=conv_bias, force_fp32=force_fp32)
         self.layers = nn.ModuleList(
-            nn.Sequential(*(VSSBlock(dim, d_state, mlp_ratio, gate, force_fp32) for _ in range(depth)))
+            nn.Sequential(*(VSSBlock(dim, mlp_ratio, **op) for _ in range(depth)))
             for dim, depth in zip(dims, depths, strict=True)
         )
-        down = dict(kernel_size=3, stride=2, padding=1)
         self.downsamples = nn.ModuleList(Downsample(a, b, **down) for a, b in pairwise(dims))
         self.norm, self.head = LayerNorm(dims[-1]), nn.Linear(dims[-1], num_classes)
         for module in self.modules():
@@ -297,6 +329,13 @@ class VMamba(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        self.set_drop_path(drop_path)
+
+    def set_drop_path(self, p: float) -> None:
+        """Drop the last block's branches with probability p in training, those of earlier blocks linearly less."""
+        drops = [module for module in self.modules() if isinstance(module, DropPath)]
+        for i, drop in enumerate(drops):
+            drop.p = p * i / max(1, len(drops) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images.permute(0, 2, 3, 1))  # B, H / patch_size, W / patch_size, dims[0]

@@ -164,7 +164,7 @@ def test_version_2_clamps_its_scale_at_100_and_its_bias_at_16():
 @torch.no_grad()
 def test_tokens_that_the_shift_brought_together_do_not_see_each_other():
     torch.manual_seed(0)
-    block = SwinBlock(16, 2, grid=8, window=4, shift=2, version=1, fp32_logits=True, drop=0.0)
+    block = SwinBlock(16, 2, grid=8, window=4, shift=2, version=1, fp32_logits=True)
     x = torch.randn(1, 8, 8, 16)
     moved = x.clone()
     moved[0, 7, 7] += torch.randn(16)  # rolled by 2 it shares a window with 7, 0 and 0, 0, but no region
