@@ -41,7 +41,7 @@ import optim
 import report
 import validation
 from data import NAMES, SCALE, batches, fingerprint, load
-from models import MODELS, wrap
+from models import MODELS, set_drop_path, wrap
 from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing, share_buffers
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
@@ -85,13 +85,15 @@ def main(argv=None):
         train, val = ((batches.place(images, device), labels) for images, labels in (train, val))
         stream = batches.TrainBatches(
             *train, batch_size=args.batch_size, rank=rank, world_size=world_size, seed=args.seed, device=device,
-            scale=SCALE.get(dataset), size=val[0].shape[-1], cutout=args.cutout, workers=args.workers,
+            scale=SCALE.get(dataset), size=val[0].shape[-1], augment=recipe["augment"], cutout=args.cutout,
+            workers=args.workers,
         )
 
     # Model
     with refusing(ValueError):
         names = [str(name) for name in classes]
         net = build(names, val[0].shape[-1])
+        set_drop_path(net, args.drop_path)
     if hasattr(net, "init_from_data"):
         net.init_from_data(stream.normalize(train[0][:: max(10, len(train[1]) // 5000)]))
     net = net.to(device, memory_format=torch.channels_last)
@@ -119,7 +121,7 @@ def main(argv=None):
             optim.param_groups(net, args.weight_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
             lr=args.lr, betas=(0.9, 0.99), eps=args.adam_eps, amsgrad=args.amsgrad,
             clip=args.clip_grad or None, zclip=args.zclip, muon_options=recipe["muon_options"],
-            schedule=optim.warmup_cosine(total_steps, warmup, kind="linear"),
+            schedule=optim.warmup_cosine(total_steps, warmup, kind=recipe["schedule"]),
             masters=None if policy.param_dtype is torch.float32 else policy.masters,
         )
     scaler = amp_policy.LossScaler(device.type, enabled=policy.scales)
@@ -185,7 +187,7 @@ def main(argv=None):
     # The card: every decision with its reason
     micro, pinned, rule = args.batch_size // pieces, amp_policy.pinned(net), ""
     if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
-        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
+        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"], recipe["lr_rule"])
         rule = f"; the lr is not scaled, the rule would be {rule}"
     for name, decision in {
         "device": f"{hardware}, torch {torch.__version__}",
@@ -193,7 +195,7 @@ def main(argv=None):
         "evaluation": "fp32, whatever the training precision" if args.eval_precision == "fp32" else "as in training",
         "data": f"{dataset}: {len(train[1]):,} training and {len(val[1]):,} validation images, {len(classes)} classes",
         "model": f"{args.model}, {sum(p.numel() for p in net.parameters()) / 1e6:.2f} million parameters",
-        "optimizer": f"{optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
+        "optimizer": f"{optimizer.description}; lr {args.lr:g} after {warmup} updates, then {recipe['schedule']}",
         "batch": f"{args.batch_size} images = {micro} a micro-batch x {args.accum_steps} x {world_size} rank(s){rule}",
         "step": "one CUDA graph, guards included" if graphed else "kernel by kernel",
         "length": f"{total_steps} steps = {total_steps / epoch_steps:.1f} epochs: {why}",

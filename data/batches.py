@@ -155,6 +155,7 @@ class TrainBatches:
         device: where the batches are wanted; default: where the labels are.
         pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
         scale, size: where images are larger than size x size, crop a random box with this range of areas and resize it.
+        augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for models that draw.
         cutout: side of the square that is cut out of each image, in pixels; 0: none.
         workers: processes that decode, if the images are not decoded yet.
     """
@@ -172,17 +173,24 @@ class TrainBatches:
         pad: int | None = None,
         scale: tuple[float, float] | None = None,
         size: int | None = None,
+        augment: str = "crop",
         cutout: int = 0,
         workers: int = 0,
     ):
         N, _, H, _ = images.shape
         if batch_size > N:
             raise ValueError(f"a batch of {batch_size} images is more than the {N} there are: lower --batch-size")
+        if augment not in ("crop", "flip"):
+            raise ValueError(f"unknown augmentation {augment!r}: choose crop or flip")
         self.normalize = Normalize(images)
         self.images, self.labels, self.seed, self.workers = images, labels.cpu(), seed, workers
         self.cutout = cutout
         self.device, self.pad = device or labels.device, H // 16 if pad is None else pad
         self.size, self.scale = (size, scale) if scale and size and size < H else (H, None)
+        self.centre = slice(None)  # the rows and columns that are kept before the crop
+        if augment == "flip":
+            self.pad, self.scale, self.size = 0, None, min(H, size or H)
+            self.centre = slice((H - self.size) // 2, (H - self.size) // 2 + self.size)
         self.batch_size, self.steps_per_epoch = batch_size, N // batch_size
         self.mine = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.mirrored_first = torch.rand(N, generator=self.generator("flip", 0)) < 0.5
@@ -212,7 +220,7 @@ class TrainBatches:
         if step != self.next_step:  # the first step, or not the step that is being read ahead
             self.reader = stored(self.images, map(self.indices, count(step)), self.workers)
         self.next_step = step + 1
-        images, index = send(next(self.reader), self.device), self.indices(step)
+        images, index = send(next(self.reader), self.device)[:, :, self.centre, self.centre], self.indices(step)
         mirrored = send(self.mirrored_first[index] ^ (step // self.steps_per_epoch % 2 == 1), self.device)
         random = self.generator("crop", step)
         if self.scale:

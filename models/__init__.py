@@ -44,17 +44,40 @@ def patches(constructor, preset):
     return build
 
 
-RECIPE = {"lr": 1e-3, "lr_scale": {}, "warmup": 0.2, "weight_decay": 0.05, "muon": [], "muon_options": {},
-          "batch_size": 256, "label_smoothing": 0.0, "ema": 0.0, "epochs": 30, "cuda_graph": False}
+def set_drop_path(net, p):
+    """Drop residual branches in training with probability p: at the last block, linearly less before it."""
+    if not p < 1:
+        raise ValueError(f"--drop-path {p:g} drops every branch: take a probability below 1")
+    if hasattr(net, "set_drop_path"):
+        net.set_drop_path(p)
+    elif p:
+        raise ValueError(f"--drop-path {p:g}: {type(net).__name__} has no drop path, only swin and vmamba have")
+
+
+# lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with the batch: "sqrt",
+# "linear" or "none". warmup is a share of the run. augment is "crop" (a random crop and the flip) or "flip" (the centre
+# and the flip): a generative model would learn to draw the mirrored borders of padded crops.
+RECIPE = {"lr": 1e-3, "lr_rule": "sqrt", "lr_scale": {}, "warmup": 0.2, "schedule": "linear", "weight_decay": 0.05,
+          "muon": [], "muon_options": {}, "batch_size": 256, "label_smoothing": 0.0, "drop_path": 0.0, "ema": 0.0,
+          "augment": "crop", "epochs": 30, "cuda_graph": False}
 CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
 VMAMBA = TRANSFORMER | {"lr": 6e-3}
-DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99}
-SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128}
+DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, "augment": "flip"}
+SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128, "augment": "flip"}
 VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
+
+# The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
+SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
+                        "drop_path": 0.2, "epochs": 300}
+VMAMBA_T = SWIN_T  # VMamba took Swin's recipe
+DIT_S2 = DIT | {"lr": 1e-4, "lr_rule": "none", "batch_size": 256, "warmup": 0.0, "schedule": "constant", "ema": 0.9999,
+                "epochs": 80}
+SLAT_VAE_B = SLAT_VAE | {"lr": 1e-4, "lr_rule": "none", "batch_size": 32, "warmup": 0.0, "schedule": "constant",
+                         "weight_decay": 0.0, "ema": 0.9999}
 
 MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "cifarnet-tiny": (convnet(cifarnet.PRESETS["cifarnet-tiny"]), CIFARNET),
@@ -68,17 +91,18 @@ MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
     "swin": (patches(swin.Swin, swin.PRESETS["swin"]), TRANSFORMER),
     "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), TRANSFORMER),
-    "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), TRANSFORMER),
-    "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), TRANSFORMER),
+    "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
+    "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
     "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
     "vmamba": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba"]), VMAMBA),
-    "vmamba-t": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-t"]), VMAMBA),
+    "vmamba-t": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-t"]), VMAMBA_T),
     "dit-test": (patches(dit.DiT, dit.PRESETS["dit-test"]), DIT),
     "dit": (patches(dit.DiT, dit.PRESETS["dit"]), DIT),
-    "dit-s2": (patches(dit.DiT, dit.PRESETS["dit-s2"]), DIT),
+    "dit-s2": (patches(dit.DiT, dit.PRESETS["dit-s2"]), DIT_S2),
     "slat_vae-test": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-test"]), SLAT_VAE),
     "slat_vae": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae"]), SLAT_VAE),
-    "slat_vae-b": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-b"]), SLAT_VAE),
+    "slat_vae-half": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-half"]), SLAT_VAE),
+    "slat_vae-b": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-b"]), SLAT_VAE_B),
     "vlm-test": (patches(vlm.VLM, vlm.PRESETS["vlm-test"]), VLM),
     "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM),
     "nanovlm": (patches(vlm.VLM, vlm.PRESETS["nanovlm"]), VLM),

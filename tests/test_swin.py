@@ -174,6 +174,15 @@ def test_tokens_that_the_shift_brought_together_do_not_see_each_other():
     assert not change.any()
 
 
+@pytest.mark.parametrize("name", ["swin-t", "swin-v2-t"])
+def test_the_published_sizes_begin_with_the_published_deviation_of_0_02(name):
+    torch.manual_seed(0)
+    net = build(name, image_size=PRESETS[name]["image_size"])
+    for path, module in net.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.numel() > 4000 and path != "embed.proj":
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), path  # torch cuts at +-2, not at 2 stds
+
+
 def test_version_2_begins_with_branches_of_nothing():
     torch.manual_seed(0)
     net = build("swin-v2-test").eval()
