@@ -9,6 +9,9 @@ In the spirit of Keller Jordan's cifar10-airbench (MIT, arXiv 2404.00498), writt
     identity start     Each convolution begins by passing its input channels through unchanged.
     small logits       The head's output is divided by 9, which keeps the loss soft at the start.
 
+Differences from airbench94: Muon and AdamW, not SGD and Lookahead; batch norm's eps is 1e-5, not 1e-12; the bias of the
+whitening layer learns all the time, not for 3 epochs; evaluation without test-time augmentation.
+
 What low precision does to it: nothing here overflows in fp16, because batch norm rescales after every convolution.
 A test of overflows needs a planted fault. Autocast leaves BatchNorm's running statistics in fp32 on every device.
 

@@ -28,8 +28,8 @@ The residual stream has the dtype of the torso's weights: fp32 under autocast, h
 
 Differences from TRELLIS: images for voxels, so 2 coordinates for 3 and patches for DINOv2 features; a background, which
 the decoder reads; full attention for shifted windows of 8; the loss is a mean square error of patches, not L1, SSIM and
-LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is clamped; the last layer of the encoder does not start at 0, nor
-does the decoder's; the drawn latent is its mean in evaluation; gradients are clipped at a fixed norm, not a percentile.
+LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is clamped; the last layers of encoder and decoder do not start at
+0; one decoder, of patches, not of Gaussians, radiance fields or meshes.
 
 Copy this file alone: it needs torch and nothing else.
 """

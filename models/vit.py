@@ -18,7 +18,8 @@ The residual stream is fp32 too. Branches are added to the stream 2 * depth time
 stream is not added at all. In fp16, the few very large channels that ViTs grow would end at 65504.
 
 This is the plain ViT of Beyer et al. (arXiv 2205.01580): the mean over tokens instead of a class token, positions that
-begin as sines and cosines, one linear head. Matmuls run in the dtype of autocast or of the parameters.
+begin as sines and cosines, one linear head. Differences from big_vision's: the positions learn on, the head does not
+start at 0, and there is no RandAugment or mixup. Matmuls run in the dtype of autocast or of the parameters.
 
 Copy this file alone: it needs torch and nothing else.
 """

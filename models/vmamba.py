@@ -22,9 +22,10 @@ What half precision breaks here, and what this file does about it:
 The residual stream is fp32, as the original's is under CUDA's autocast, where layer norm returns fp32. O3 has no fp32
 norms by definition: it casts out_norm's input to fp16, so there the island ends at the sum.
 
-Differences from MzeroMiko/VMamba: channels last everywhere; one parameter tensor per direction and kind, transposed; no
-EMA; no dropout; `out_norm` in fp32 in every precision. `vmamba-t` is VMamba-T (vssm1_tiny_0230s, no gate). `vmamba` has
-its blocks in two stages, and a stem of one convolution; the published stem of two makes patches of 4 pixels only.
+Differences from MzeroMiko/VMamba: channels last everywhere; the stacked projections are transposed; the scan is as wide
+as the block (ssm_ratio 1), so the first version, of ratio 2, cannot be built; no dropout, post-norm or position.
+`vmamba-t` is VMamba-T (vssm1_tiny_0230s). `vmamba` has its blocks in two stages behind a stem of one convolution: the
+published stem of two makes patches of 4 pixels only.
 
 Copy this file alone: it needs torch and nothing else.
 """
