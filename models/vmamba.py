@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 BLOCK = dict(d_state=1, gate=False, conv_bias=False, mlp_ratio=4.0)  # the published second version's
 PRESETS = {
-    "vmamba-test": dict(grid=4, dims=(16, 24), depths=(1, 1), d_state=2, mlp_ratio=2.0),
+    "vmamba-test": dict(grid=4, dims=(16, 24), depths=(1, 1), d_state=2, mlp_ratio=2.0),  # gate, bias and MLP
     "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), **BLOCK),  # 0.5 million
     "vmamba-t": dict(patch_size=4, stem=2, dims=(96, 192, 384, 768), depths=(2, 2, 8, 2), **BLOCK),  # 30 million
 }
