@@ -71,6 +71,7 @@ def parse(argv: Sequence[str] | None, about: str, models: dict, datasets: Sequen
     optimizer.add_argument("--clip-grad", type=share, default=1.0, help="largest global norm of the gradient; 0: off")
     optimizer.add_argument("--zclip", type=positive, metavar="Z", help="clip norms Z deviations above their history")
     optimizer.add_argument("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    optimizer.add_argument("--drop-path", type=share, metavar="P", help="drop residual branches of swin and vmamba")
     optimizer.add_argument("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
     optimizer.add_argument("--accum-steps", type=count, default=1, help="micro-batches per update")
     optimizer.add_argument("--ema", type=share, metavar="DECAY", help="evaluate averaged weights; 0: off")
@@ -109,7 +110,7 @@ def parse(argv: Sequence[str] | None, about: str, models: dict, datasets: Sequen
     if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
         refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
     args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
-    for name in ("lr", "weight_decay", "batch_size", "ema", "muon", "cuda_graph"):
+    for name in ("lr", "weight_decay", "batch_size", "drop_path", "ema", "muon", "cuda_graph"):
         if getattr(args, name) is None:
             setattr(args, name, models[args.model][1][name])
     return args

@@ -98,11 +98,12 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
     return list(groups.values())
 
 
-def scaled_lr(lr: float, batch_size: int, base_batch: int) -> tuple[float, str]:
-    """The learning rate for another batch size, and the sentence to print. The square root is the rule for Adam: its
-    step has unit size, only the noise shrinks (arXiv 2205.10287)."""
-    new = lr * (batch_size / base_batch) ** 0.5
-    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** 0.5 (sqrt rule)"
+def scaled_lr(lr: float, batch_size: int, base_batch: int, rule: str = "sqrt") -> tuple[float, str]:
+    """The learning rate for another batch size, and the sentence to print. rule: "linear" (SGD, arXiv 1706.02677),
+    "sqrt" (Adam: its step has unit size, only the noise shrinks; arXiv 2205.10287) or "none"."""
+    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
+    new = lr * (batch_size / base_batch) ** power
+    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** {power:g} ({rule} rule)"
 
 
 def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.0, kind: str = "cosine") -> Tensor:

@@ -35,7 +35,7 @@ import muon
 import optim
 import report
 from data import SCALE, batches, fingerprint, load
-from models import MODELS, DoesNotFit, wrap
+from models import MODELS, DoesNotFit, set_drop_path, wrap
 from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing
 
 
@@ -99,7 +99,7 @@ def data(run: Any, local_rank: int) -> list[str]:
         run.stream = batches.TrainBatches(
             *run.train, batch_size=args.batch_size, rank=run.rank, world_size=run.world_size, seed=args.seed,
             device=run.device, scale=SCALE.get(run.dataset), size=run.val[0].shape[-1], cutout=args.cutout,
-            workers=args.workers,
+            workers=args.workers, augment=MODELS[args.model][1]["augment"],
         )
     return left_out
 
@@ -109,6 +109,7 @@ def network(run: Any) -> None:
     args, (build, recipe) = run.args, MODELS[run.args.model]
     with refusing(DoesNotFit):
         net = build(run.classes, run.val[0].shape[-1])
+        set_drop_path(net, args.drop_path)
     if hasattr(net, "init_from_data"):
         images, labels = run.train
         net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
@@ -178,7 +179,7 @@ def training(run: Any, warmup: int) -> None:
         optim.param_groups(run.net, args.weight_decay, args.no_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
         lr=args.lr, betas=args.betas, eps=args.adam_eps, amsgrad=args.amsgrad,
         clip=args.clip_grad or None, zclip=args.zclip, matrix_step=muon.turn, muon_options=recipe["muon_options"],
-        schedule=optim.warmup_cosine(run.total_steps, warmup, kind="linear"),
+        schedule=optim.warmup_cosine(run.total_steps, warmup, kind=recipe["schedule"]),
         masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
     )
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
@@ -199,7 +200,7 @@ def folder(run: Any) -> str:
     run.facts = {
         "model": args.model, "dataset": run.dataset, "num_classes": len(run.classes), **fingerprint(*run.train),
         "precision": run.policy.name, "world_size": run.world_size, "batch_size": args.batch_size,
-        "accum_steps": args.accum_steps, "lr": args.lr, "total_steps": run.total_steps, "ema": args.ema,
+        "accum_steps": args.accum_steps, "lr": args.lr, "drop_path": args.drop_path, "total_steps": run.total_steps, "ema": args.ema,
         "seed": args.seed, "torch": str(torch.__version__),
     }
     note = ""
@@ -256,7 +257,7 @@ def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
     args, (_, recipe) = run.args, MODELS[run.args.model]
     pinned, rule = fp32.pinned(run.net), ""
     if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
-        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"])
+        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"], recipe["lr_rule"])
         rule = f"; the lr is not scaled, the rule would be {rule}"
     islands = f"; fp32 islands: {', '.join(pinned)}" if pinned else ""
     pieces = f"{args.batch_size // (run.world_size * args.accum_steps)} a micro-batch x {args.accum_steps} x "
@@ -267,7 +268,8 @@ def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
         "data": f"{run.dataset}: {len(run.train[1]):,} training and {len(run.val[1]):,} validation images, "
                 f"{len(run.classes)} classes",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()) / 1e6:.2f} million parameters",
-        "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, then linear to 0",
+        "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, "
+                     f"then {recipe['schedule']}",
         "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){rule}",
         "step": "one CUDA graph, guards included" if run.graph else "kernel by kernel",
         "length": why,

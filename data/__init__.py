@@ -1,4 +1,4 @@
-"""Data: every loader returns ((train images, labels), (val images, labels), class names), images uint8 (N, 3, H, W)."""
+"""Data: a loader returns ((train images, labels), (val images, labels), class names). Images are uint8 (N, 3, H, W)."""
 
 import contextlib
 import math
@@ -12,14 +12,14 @@ import torch
 from . import cifar10, imagefolder, synthetic
 
 NAMES = ("cifar10", "imagefolder", "synthetic")
-SCALE = {"imagefolder": (0.35, 1.0)}  # area of the random resized crop; the others' images are padded and shifted
+SCALE = {"imagefolder": (0.35, 1.0)}  # areas of the random resized crop; the other sets' images are padded and shifted
 
 
 def load(name, folder, progress, image_size=None, max_bad_share=0.01, cache_dir=".cache", warn=warnings.warn):
     """(train, val, class names, name of what was loaded).
 
-    name None: CIFAR-10 from `folder` or by download, and the synthetic images where it can be had neither way.
-    image_size: of imagefolder; the others' images are 32 x 32. cache_dir None: imagefolder keeps none and streams.
+    name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
+    image_size: for imagefolder; the other sets' images are 32 x 32. cache_dir None: imagefolder streams, without cache.
     Raises FileNotFoundError and ValueError with a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
@@ -35,7 +35,7 @@ def load(name, folder, progress, image_size=None, max_bad_share=0.01, cache_dir=
         return *synthetic.load(), "synthetic"
 
     def from_images(folder):
-        """CIFAR-10 is 184 MB: where no cache can be kept, one for this run (a mapped file outlives its name)."""
+        """CIFAR-10 is 184 MB. Without a folder for the cache, one run's cache is temporary: its mapping stays valid."""
         cache = Path(cache_dir or ".cache")
         with tempfile.TemporaryDirectory() as temporary:
             with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def load(name, folder, progress, image_size=None, max_bad_share=0.01, cache_dir=
 
 
 def fingerprint(images, labels):
-    """Sums by which a resumed run knows its data again; of images too many to add up, every n-th pixel's."""
+    """Sums by which a resumed run recognises its data. Of a very large set, only every n-th image is summed."""
     some = images[:: 1 + math.prod(images.shape) // 2**28]
     return {"images": len(images), "pixels": int(some.sum(dtype=torch.int64)),
             "labels": int((labels * torch.arange(len(labels))).sum())}

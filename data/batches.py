@@ -1,19 +1,19 @@
 """
-Batches: gathered and augmented on the device, each one a pure function of (seed, step).
+Batches: gathered and augmented on the device. Each batch is a pure function of (seed, step).
 
 A data loader with workers has a state that nobody can save: which worker holds which half-built batch. Here there is no
-state. `TrainBatches.at(step)` computes the same batch whenever it is asked, so that a resumed run continues with the
-very batch it would have seen, a bad step can be run again with the same images, and two ranks together see exactly
-the batch that one process would have seen: every draw is made for the whole global batch, and a rank takes its slice.
+state. `TrainBatches.at(step)` computes the same batch at every call. A resumed run continues with the batch that it
+would have seen. A bad step can run again with the same images. Two ranks together see exactly the batch of one process:
+every random draw is made for the whole global batch, and each rank takes its slice.
 
-Augmentation works on the whole batch at once: a padded crop is a gather of rows and one of columns, whose indices
-reflect at the border and run backwards for a mirrored image; a random resized crop, where images are larger than the
-network wants them, is one bilinear grid_sample with a box of its own for each.
-The flip alternates: an image mirrored in this epoch is plain in the next (Jordan, arXiv 2404.00498: both views are seen
-in every two epochs instead of by luck).
+The augmentation works on the whole batch at once. A padded crop is a gather of rows and a gather of columns; their
+indices reflect at the border, and run backwards for a mirrored image. A random resized crop, for images larger than the
+network wants, is one bilinear grid_sample with a box for each image.
+The flip alternates: an image that is mirrored in one epoch is not mirrored in the next (Jordan, arXiv 2404.00498). So
+every two epochs show both views; a random flip would leave this to chance.
 
-The images lie on the device whole, or in a file mapped into memory when they are too many for that, or are decoded by
-worker processes as they are needed: whichever it is, the batches are the same to the bit.
+The images are on the device. If they are too many, they are in a file mapped into memory, or worker processes decode
+them when needed. In all three cases the batches are the same to the bit.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-Images = Tensor | Dataset  # a data set knows its shape and decodes images[i] and images[a:b:c] when asked
+Images = Tensor | Dataset  # a Dataset has a shape, and decodes images[i] and images[a:b:c] at each access
 
 
 def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
-    """The images on the device, if they take at most `share` of its free memory; else as they are. Channels last."""
+    """The images on the device, channels last, if they take at most `share` of its free memory; else unchanged."""
     if not isinstance(images, Tensor):
         return images
     if device.type == "cuda" and images.nbytes > share * torch.cuda.mem_get_info(device)[0]:
@@ -44,7 +44,7 @@ def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, from pinned memory where that is a GPU, so that nobody waits for it."""
+    """Copies to the device. A copy to a GPU starts from pinned memory, so that the host does not wait."""
     pin = device.type == "cuda" != tensor.device.type
     return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
 
@@ -52,17 +52,17 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[Tensor]:
     """The uint8 images of each of these index batches: gathered, or decoded by processes that read ahead."""
     if isinstance(images, Tensor):
-        pixels = images.permute(0, 2, 3, 1)  # as they are stored: an image is copied in one piece
+        pixels = images.permute(0, 2, 3, 1)  # N, H, W, 3, as stored: an image is copied in one piece
         return (pixels.index_select(0, send(index, images.device)).permute(0, 3, 1, 2) for index in batches)
-    order = (index.tolist() for index in batches)  # the generator, unused, keeps it from drawing from the global one
+    order = (index.tolist() for index in batches)  # without the unused generator, DataLoader draws from the global one
     return iter(DataLoader(images, batch_sampler=order, num_workers=workers, generator=torch.Generator()))
 
 
 class Normalize:
-    """uint8 (B, 3, H, W) -> fp32 with mean 0 and deviation 1 per channel, channels-last; statistics of `images`.
+    """uint8 (B, 3, H, W) -> fp32 with mean 0 and deviation 1 per channel, channels-last, by the statistics of `images`.
 
-    Taken from every tenth image, or fewer of a large set (64 MB): the sums are integers, so the result does not depend
-    on the number of threads.
+    The statistics are those of every tenth image, or of fewer in a large set (64 MB). The sums are integers, so they do
+    not depend on the number of threads.
     """
 
     def __init__(self, images: Images):
@@ -70,7 +70,7 @@ class Normalize:
         sample = images[:: max(10, N * 3 * H * W // 2**26)]
         total, squares, pixels = torch.zeros(3).long(), torch.zeros(3).long(), len(sample) * H * W
         for some in sample.split(256):
-            some = some.int()  # 255 ** 2 fits, and torch sums integers in 64 bits
+            some = some.int()  # 255 ** 2 fits into 32 bits, and torch sums integers in 64
             total, squares = total + some.sum((0, 2, 3)).cpu(), squares + (some * some).sum((0, 2, 3)).cpu()
         mean = total.double() / pixels
         variance = squares.double() / pixels - mean**2
@@ -79,9 +79,9 @@ class Normalize:
         self.sent: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def lines(self, images: Tensor) -> list[Tensor]:
-        """Mean and deviation as a line of pixels each, sent to a device once: a copy in each step would make it wait.
+        """Mean and deviation, each as a line of pixels (1, 3, 1, W). They are sent to a device once, not in each step.
 
-        A line, because over the three numbers of a pixel alone a CPU's innermost loop is too short to be vectorised.
+        A line, because a CPU cannot vectorise an innermost loop over the three numbers of one pixel.
         """
         key = images.device, images.shape[3]
         if key not in self.sent:
@@ -97,28 +97,28 @@ class Normalize:
 
 
 def padded_crop(images: Tensor, shift: Tensor, mirrored: Tensor, pad: int) -> Tensor:
-    """Pad by reflection, cut out the window at `shift` (2, B), mirror where `mirrored` (B,), by gathering."""
+    """(B, C, H, W): pad by reflection, cut out the window at `shift` (2, B), mirror where `mirrored` (B,) is True."""
     B, C, H, W = images.shape
 
     def lines(first: Tensor, n: int) -> Tensor:
         line = (first[:, None] - pad + torch.arange(n, device=images.device)).abs()
         return n - 1 - (n - 1 - line).abs()
 
-    down, right = lines(shift[0], H), lines(shift[1], W)
+    down, right = lines(shift[0], H), lines(shift[1], W)  # B, H; B, W: which row and column each pixel comes from
     right = torch.where(mirrored[:, None], right.flip(1), right)
-    down = down + H * torch.arange(B, device=images.device)[:, None]
-    right = C * right[:, :, None] + torch.arange(C, device=images.device)
+    down = down + H * torch.arange(B, device=images.device)[:, None]  # B, H: rows of the whole batch
+    right = C * right[:, :, None] + torch.arange(C, device=images.device)  # B, W, C
     rows = images.permute(0, 2, 3, 1).reshape(B * H, W * C).index_select(0, down.flatten()).view(B, H, W * C)
     columns = right.view(B, 1, W * C).expand_as(rows)
-    return rows.gather(2, columns).view(B, H, W, C).permute(0, 3, 1, 2)
+    return rows.gather(2, columns).view(B, H, W, C).permute(0, 3, 1, 2)  # B, C, H, W
 
 
 def resized_crop(images: Tensor, drawn: Tensor, mirrored: Tensor, size: int, scale: tuple[float, float]) -> Tensor:
     """A random box of each image (B, 3, H, W), resized to fp32 (B, 3, size, size) and mirrored where `mirrored` (B,).
 
     The box has `scale` of the area and a ratio of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842), from `drawn` (4, B),
-    uniform in [0, 1); a box too long for the image is cut, where torchvision draws again. Bilinear, not antialiased:
-    enough while boxes are hardly larger than `size`, and data/imagefolder.py sees to that.
+    uniform in [0, 1). A box too long for the image is cut; torchvision draws again. Bilinear without antialiasing is
+    enough for boxes hardly larger than `size`, and data/imagefolder.py stores images of that size.
     """
     area = scale[0] + (scale[1] - scale[0]) * drawn[0]
     ratio = (math.log(4 / 3) * (2 * drawn[1] - 1)).exp()
@@ -126,18 +126,18 @@ def resized_crop(images: Tensor, drawn: Tensor, mirrored: Tensor, size: int, sca
 
     def lines(length: Tensor, place: Tensor) -> Tensor:
         length = length.sqrt().clamp(max=1)
-        return 2 * (((1 - length) * place)[:, None] + length[:, None] * centres) - 1  # grid_sample's -1 .. 1
+        return 2 * (((1 - length) * place)[:, None] + length[:, None] * centres) - 1  # B, size; grid_sample's -1 .. 1
 
     x, y = lines(area * ratio, drawn[2]), lines(area / ratio, drawn[3])
     x = torch.where(mirrored[:, None], x.flip(1), x)
-    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)  # B, size, size, 2
     return F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
 
 
 def cut_out(images: Tensor, centre: Tensor, side: int) -> None:
     """Fill a square of `side` pixels around `centre` (2, B) with 0, the mean of normalised images, in place.
 
-    Parts outside the image are lost, as in the paper (DeVries and Taylor, arXiv 1708.04552).
+    The square may reach beyond the image, as in the paper (DeVries and Taylor, arXiv 1708.04552).
     """
     places = [torch.arange(n, device=images.device) - at[:, None] + side // 2
               for n, at in zip(images.shape[2:], centre, strict=True)]
@@ -150,13 +150,14 @@ class TrainBatches:
 
     Args:
         images, labels: uint8 (N, 3, H, W), see `place`, and int64 (N,).
-        batch_size: images per update over all ranks; N // batch_size steps make an epoch, the rest waits for
-            another epoch's shuffle.
-        device: where the batches are wanted; default: where the images are.
+        batch_size: images per update over all ranks. An epoch has N // batch_size steps and leaves out the remaining
+            images, which differ from epoch to epoch.
+        device: where the batches are wanted; default: where the labels are.
         pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
-        scale, size: of images larger than size x size crop instead a random box with this range of areas, and resize.
+        scale, size: where images are larger than size x size, crop a random box with this range of areas and resize it.
+        augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for models that draw.
         cutout: side of the square that is cut out of each image, in pixels; 0: none.
-        workers: processes that decode, where the images are not decoded yet.
+        workers: processes that decode, if the images are not decoded yet.
     """
 
     def __init__(
@@ -172,17 +173,24 @@ class TrainBatches:
         pad: int | None = None,
         scale: tuple[float, float] | None = None,
         size: int | None = None,
+        augment: str = "crop",
         cutout: int = 0,
         workers: int = 0,
     ):
         N, _, H, _ = images.shape
         if batch_size > N:
             raise ValueError(f"a batch of {batch_size} images is more than the {N} there are: lower --batch-size")
+        if augment not in ("crop", "flip"):
+            raise ValueError(f"unknown augmentation {augment!r}: choose crop or flip")
         self.normalize = Normalize(images)
         self.images, self.labels, self.seed, self.workers = images, labels.cpu(), seed, workers
         self.cutout = cutout
         self.device, self.pad = device or labels.device, H // 16 if pad is None else pad
         self.size, self.scale = (size, scale) if scale and size and size < H else (H, None)
+        self.centre = slice(None)  # the rows and columns that are kept before the crop
+        if augment == "flip":
+            self.pad, self.scale, self.size = 0, None, min(H, size or H)
+            self.centre = slice((H - self.size) // 2, (H - self.size) // 2 + self.size)
         self.batch_size, self.steps_per_epoch = batch_size, N // batch_size
         self.mine = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.mirrored_first = torch.rand(N, generator=self.generator("flip", 0)) < 0.5
@@ -191,14 +199,14 @@ class TrainBatches:
         self.quarantine: set[int] = set()  # images that are never drawn again
 
     def generator(self, purpose: str, number: int) -> torch.Generator:
-        """A fresh CPU generator for each purpose and number: the draws depend on nothing that happened before.
+        """A fresh CPU generator for each purpose and number, so that no draw depends on an earlier one.
 
-        Hashed, because torch's CPU generator keeps only the low 32 bits of a seed: seed * 2**40 + n would lose it.
+        The seed is hashed, because torch's CPU generator keeps only its low 32 bits: seed * 2**40 + n would be n.
         """
         return torch.Generator().manual_seed(random.Random(f"{self.seed} {purpose} {number}").getrandbits(32))
 
     def global_indices(self, step: int) -> Tensor:
-        """Which images batch number `step` is made of: int64 (batch_size,), on the CPU."""
+        """The images of batch number `step`, over all ranks: int64 (batch_size,), on the CPU."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self.epoch:
             self.epoch, self.order = epoch, torch.randperm(len(self.labels), generator=self.generator("order", epoch))
@@ -217,15 +225,15 @@ class TrainBatches:
         self.next_step = -1  # what has been read ahead may hold one of them
 
     def indices(self, step: int) -> Tensor:
-        """This rank's share of them."""
+        """This rank's share of global_indices."""
         return self.global_indices(step)[self.mine]
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of batch number `step`: normalised fp32 images and int64 labels, on the device."""
-        if step != self.next_step:  # the first one, or another than those which are being read ahead
+        if step != self.next_step:  # the first step, or not the step that is being read ahead
             self.reader = stored(self.images, map(self.indices, count(step)), self.workers)
         self.next_step = step + 1
-        images, index = send(next(self.reader), self.device), self.indices(step)
+        images, index = send(next(self.reader), self.device)[:, :, self.centre, self.centre], self.indices(step)
         mirrored = send(self.mirrored_first[index] ^ (step // self.steps_per_epoch % 2 == 1), self.device)
         random = self.generator("crop", step)
         if self.scale:
@@ -236,7 +244,7 @@ class TrainBatches:
             drawn, crop = send(shift[:, self.mine], self.device), partial(padded_crop, pad=self.pad)
         shape = (len(images), 3, self.size, self.size)
         batch = torch.empty(shape, device=self.device, memory_format=torch.channels_last)
-        # What fits into a CPU's cache goes 1.4 times as fast.
+        # Pieces that fit into a CPU's cache are 1.4 times as fast.
         piece = max(4, 2**19 // images[0].numel()) if self.device.type == "cpu" else len(images)
         for i in range(0, len(images), piece):
             some = slice(i, i + piece)
@@ -260,7 +268,7 @@ def val_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Every image exactly once over all ranks, in order: rank r takes images r, r + world_size, ...
 
-    The ranks' shares differ by at most one image, so sums and counts have to be added up over ranks, never means.
+    The ranks' shares may differ by one image, so add up sums and counts over ranks, never means.
     """
     device, shares = device or labels.device, torch.arange(rank, len(labels), world_size).split(batch_size)
     for index, x in zip(shares, stored(images, shares, workers), strict=True):

@@ -1,13 +1,13 @@
 """
-CIFAR-10, from whatever is there: torchvision's files, a folder of images, or a download.
+CIFAR-10: from torchvision's files, from a folder of images, or by download.
 
-    DIR/cifar-10-batches-py/            torchvision's files (checked against their MD5 sums by torchvision)
+    DIR/cifar-10-batches-py/            torchvision's files (torchvision checks their MD5 sums)
     DIR/train/<class>/*  DIR/test/<class>/*   image files in ten class folders (test may be called val)
     neither                             torchvision downloads 170 MB into DIR
 
-The 60,000 images are returned as two uint8 tensors (184 MB): small enough to live on the device whole, so that no
-loader process, no pinned copy and no queue stands between the data and the step. Image files are read as those of any
-other folder are, by a function that is handed in (data/imagefolder.py's, which decodes them once and for all).
+The 60,000 images are returned as two uint8 tensors (184 MB). They fit on the device, so the step needs no loader
+process, no pinned copy and no queue. Image files are read by a function that the caller passes: data/imagefolder.py's,
+which decodes each file once.
 
 Copy this file alone: it needs torch and torchvision.
 """
@@ -31,11 +31,11 @@ Sets = tuple[Split, Split, list[str]]
 def load(folder: str | Path, from_images: Callable[[Path], Sets] | None = None) -> Sets:
     """Return ((train images, labels), (test images, labels), class names).
 
-    from_images: reads a folder with train/<class>/* and test/<class>/*; without it such a folder is passed over.
+    from_images: reads a folder with train/<class>/* and test/<class>/*. Without it such a folder is ignored.
 
     Raises:
-        FileNotFoundError: nothing usable in `folder` and no download possible; the sentence says what to do.
-        ValueError: torchvision's files are damaged. Besides, whatever from_images raises.
+        FileNotFoundError: nothing usable in `folder` and no download possible. The sentence says what to do.
+        ValueError: torchvision's files are damaged. from_images may raise errors of its own.
     """
     folder = Path(folder)
     if (folder / "cifar-10-batches-py").is_dir():
@@ -52,7 +52,7 @@ def load(folder: str | Path, from_images: Callable[[Path], Sets] | None = None) 
 
 
 def reachable(url: str, seconds: float = 6.0) -> bool:
-    """Whether `url` answers in time. In a thread, because a name look-up obeys no time-out; proxies are honoured."""
+    """Whether `url` answers in time. Asked in a thread, since a name look-up has no time-out. Proxies are used."""
     answered = threading.Event()
 
     def knock() -> None:
@@ -72,7 +72,7 @@ def from_torchvision(folder: Path, download: bool) -> Sets:
         broken = folder / "cifar-10-batches-py"
         raise ValueError(f"{broken} is incomplete or damaged ({error}): delete it and run again") from error
     splits = [
-        (torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets))
+        (torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets))  # N, 3, 32, 32
         for split in (train, test)
     ]
     return splits[0], splits[1], list(train.classes)

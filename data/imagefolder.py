@@ -1,30 +1,30 @@
 """
-Image folders: decoded once, in parallel, into a memory-mapped cache; what cannot be decoded is named and left out.
+Image folders: decoded once, in parallel, into a memory-mapped cache. Unreadable files are named and left out.
 
     DIR/train/<class>/**   DIR/val/<class>/**  (or DIR/test/)     .jpg .jpeg .png .gif .webp .bmp .tif .tiff .ppm .pgm
 
-A loader that decodes the same JPEG in every epoch spends its processors on work whose result never changes, and finds
-a broken file in the middle of the night. Here every file is decoded before the first step, into one file of bytes
-(N, S', S', 3) a split, which is mapped into memory: a set larger than memory works, ranks share one copy, and the next
-run starts at once. The cache is fingerprinted by names, sizes and times of all files, their order and S', built under
-a lock, and renamed into place when it is complete: a run that is killed leaves nothing that looks finished.
+A loader that decodes the same JPEG in every epoch repeats work whose result never changes, and finds a broken file
+hours after the start. Here every file is decoded before the first step. Each split becomes one file of bytes
+(N, S', S', 3), which is mapped into memory. A set larger than memory works, ranks share one copy, and the next run
+starts at once. The fingerprint of the cache covers the names, sizes and times of all files, their order, and S'. The
+cache is built under a lock and renamed when it is complete, so a killed run leaves no file that looks finished.
 
-S' is the image size S where the images have that size already (nothing is resampled: Tiny ImageNet's 64), else 8/7 of
-it (256 for 224): the short side becomes S', a centre square is kept, and the random crop has some room. Validation
-images are the centre S x S of that, the usual evaluation. One process a core decodes: at 64 pixels two threads are 2.3
-times slower than one, because they quarrel over Python's lock. JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where
-that leaves twice the size wanted: a PSNR of 42 to 47 dB against the full decode on photographs, and once the size would
-be 36 to 39. torch resizes: Pillow's bilinear filter to within 2 of 255, and 2.3 times as fast on x86.
+S' is the image size S if the images have that size already: nothing is resampled (Tiny ImageNet's 64). Else S' is 8/7
+of S (256 for 224): the short side becomes S', a centre square is kept, and the random crop has some room. Validation
+images are the centre S x S of this square, the usual evaluation. One process a core decodes: at 64 pixels two threads
+are 2.3 times slower than one, because they wait for Python's lock. JPEGs are decoded at 1/2, 1/4 or 1/8 of their size
+if the result has at least twice the wanted size: then photographs have a PSNR of 42 to 47 dB against the full decode;
+at once the wanted size it is 36 to 39. torch resizes: within 2 of 255 of Pillow's bilinear filter, 2.3 times as fast.
 
-What is odd but decodable becomes RGB as Pillow says: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the
-first frame of an animation; alpha is dropped, as in torchvision; EXIF's rotation is applied, unlike there. Links are
-followed, wherever they lead; hidden files and other extensions are passed over; beyond 179 megapixels (Pillow's limit,
-0.7 GB a process) an image counts as unreadable. Class names that differ in case or Unicode form alone are refused.
+Pillow converts unusual files to RGB: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the first frame of an
+animation. Alpha is dropped, as in torchvision. EXIF's rotation is applied; torchvision ignores it. Links are followed.
+Hidden files and other extensions are ignored. An image above 179 megapixels (Pillow's limit, 0.7 GB a process) counts
+as unreadable. Class names that differ only in case or Unicode form are refused.
 
-Without a cache (where the disk has no room for one) the same images are decoded whenever they are asked for; `Files`
-stands for the tensor, and a DataLoader reads ahead. Then, too, every file is decoded once before the first step: the
-order of the images depends on how many are readable. (torchvision's ImageFolder would not do as the list of files: it
-takes in hidden ones, goes 40 times around a link in a circle, and all three of its methods would have to be replaced.)
+Without a cache (if the disk has no room), the same images are decoded at each access. `Files` replaces the tensor, and
+a DataLoader reads ahead. Here too every file is decoded once before the first step, because the order of the images
+depends on which are readable. (torchvision's ImageFolder cannot make the list of files: it includes hidden files,
+follows a circular link 40 times, and all three of its methods would have to be replaced.)
 
 Copy this file alone: it needs torch and Pillow, which comes with torchvision.
 """
@@ -59,7 +59,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff",
 
 
 class UnreadableImages(ValueError):
-    """More files than allowed could not be decoded; `files` maps each path to its reason."""
+    """More files than allowed could not be decoded. `files` maps each path to its reason."""
 
     def __init__(self, files: dict[str, str], total: int, max_bad_share: float):
         self.files = files
@@ -74,19 +74,19 @@ def listed(files: dict[str, str]) -> str:
 
 
 class OtherSize(ValueError):
-    """An image in a set whose images all have one size: not one to leave out, but the wrong folder."""
+    """An image of another size in a set of one size. It is an error and not left out: the folder is the wrong one."""
 
 
 class Crop(NamedTuple):
-    """What a file is turned into: its short side is resized to `short`, and a centre square of `side` is cut out."""
+    """The image made from a file: the short side is resized to `short`, and a centre square of `side` is cut out."""
 
     short: int
     side: int
-    only: str = ""  # name of a set whose images all have that size: nothing is resized
+    only: str = ""  # name of a set whose images all have this size: nothing is resized
 
 
 class Files(Dataset):
-    """Stands for the images (N, 3, S, S): files[i] and files[a:b:c] decode, into uint8."""
+    """Replaces the tensor of images (N, 3, S, S). files[i] and files[a:b:c] decode, into uint8."""
 
     def __init__(self, paths: list[str], crop: Crop):
         self.paths, self.crop, self.shape = paths, crop, (len(paths), 3, crop.side, crop.side)
@@ -116,15 +116,15 @@ def load(
 ) -> tuple[Split, Split, list[str]]:
     """Return ((train images, labels), (val images, labels), class names).
 
-    Training images are (N, 3, S', S'), validation images (N, 3, S, S). image_size None: the images' own size where a
-    hundred of them share one square size, else 224. The order is that of the sorted classes and names; where files had
-    to be left out, files from the end of the list took their places.
+    Training images are (N, 3, S', S'), validation images (N, 3, S, S). image_size None: the images' own size if a
+    hundred of them have the same square size, else 224. Images are in the order of their sorted classes and names. The
+    place of a file that was left out is taken by a file from the end of the list.
 
     Args:
-        only: the name of a set whose images all have image_size: one of another size is an error, not resized.
-        cache_dir: where to put the decoded images; None: nowhere, the images are `Files`.
-        progress: wraps the list of files that are being decoded; pass tqdm to see it advance.
-        warn: told about files that were left out, one sentence a split.
+        only: the name of a set whose images all have image_size. An image of another size is an error, not resized.
+        cache_dir: the folder of the decoded images. None: there is no cache, and the images are `Files`.
+        progress: wraps the list of files that are decoded; pass tqdm to show the progress.
+        warn: is called with one sentence a split about the files that were left out.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no images.
@@ -168,7 +168,7 @@ def load(
 
 
 def words(path: Path, classes: list[str]) -> list[str]:
-    """ImageNet's folders are WordNet numbers; where its words.txt lies beside them, the first synonym is the name."""
+    """ImageNet's folders are WordNet numbers. If its words.txt lies beside them, the first synonym is the name."""
     if not path.is_file():
         return classes
     meanings = dict(line.split("\t", 1) for line in path.read_text().splitlines() if "\t" in line)
@@ -204,7 +204,7 @@ def list_files(classes: dict[str, Path]) -> list[tuple[str, int]]:
 
 
 def own_side(paths: list[str]) -> int | None:
-    """The side of these images, where all that can be read are square and of one size. Reads their headers only."""
+    """The side of these images if all readable ones are square and of one size, else None. Reads headers only."""
     sizes = set()
     for path in paths:
         with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -216,14 +216,14 @@ def own_side(paths: list[str]) -> int | None:
 
 
 def decode(path: str, crop: Crop) -> bytes:
-    """RGB, side x side x 3. Raises whatever Pillow raises, which is about anything for a broken file."""
+    """RGB, side x side x 3. Raises what Pillow raises; for a broken file this may be any exception."""
     with Image.open(path) as image:
         if crop.only and image.size != (crop.side, crop.side):
             width, height = image.size
             raise OtherSize(f"{path} is {width}x{height} pixels; {crop.only} images are {crop.side}x{crop.side}")
-        image.draft(None, (2 * crop.short, 2 * crop.short))  # JPEG: the decoder itself halves, three times at most
+        image.draft(None, (2 * crop.short, 2 * crop.short))  # the JPEG decoder itself halves, at most three times
         image.load()
-        if image.mode.startswith("I"):  # 16 bits; conversion to RGB alone would clip them at 255
+        if image.mode.startswith("I"):  # 16 bits: a conversion to RGB alone would clip at 255
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         if image.mode != "RGB":
             image = image.convert("RGB")
@@ -238,16 +238,16 @@ def decode(path: str, crop: Crop) -> bytes:
 
 
 def resized(pixels: bytes, side: int, crop: Crop) -> bytes:
-    """A square of `side` x `side` x 3, resized and cropped. torch has vectorised code for uint8 with channels last."""
+    """Resize and crop a square of `side` x `side` x 3. torch has vectorised code for uint8 with channels last."""
     image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(1, side, side, 3).permute(0, 3, 1, 2)
     image = F.interpolate(image, (crop.short, crop.short), mode="bilinear", antialias=True)
     edge = (crop.short - crop.side) // 2
-    image = image[0, :, edge : edge + crop.side, edge : edge + crop.side].permute(1, 2, 0)
+    image = image[0, :, edge : edge + crop.side, edge : edge + crop.side].permute(1, 2, 0)  # side, side, 3
     return image.numpy().tobytes()
 
 
 def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> list[str | None]:
-    """Decode some files and write them to the cache, if there is one, from row `first` on; why each failed, or None."""
+    """Decode files and write them to the cache, if any, from row `first` on. Returns each file's error, or None."""
     rows, reasons = [], []
     for path in paths:
         try:
@@ -270,10 +270,10 @@ def opened(file: str) -> int:
 
 
 def prepare_worker() -> None:
-    """Pillow's warnings would come from every process; and a worker whose parent was killed must not wait for ever.
+    """Set up a worker: no warnings of Pillow, one thread (there is one process a core), and exit when the parent dies.
 
-    One thread each, as there is a process a core. The bytes are freed at once, which raises glibc's bound for keeping
-    memory; else it goes back to the system and comes again as zeros, 100 pages an image: a tenth of the time.
+    Allocating and freeing 32 MB once raises the size up to which glibc keeps freed memory in the process. Without it,
+    glibc returns 100 pages per image to the system, which must zero them again: 10 % of the time.
     """
 
     def follow_parent():
@@ -287,8 +287,8 @@ def prepare_worker() -> None:
 
 
 def decode_all(files: list[tuple[str, int]], crop: Crop, file: str | None, progress) -> dict[int, str]:
-    """Decode every file into its row of `file`, in one process a core; returns the reasons of those that failed."""
-    # Forked workers start in milliseconds; elsewhere than on Linux forking is unsafe.
+    """Decode every file into its row of `file`, in one process a core. Returns the errors: row -> reason."""
+    # Forked workers start in milliseconds. Outside Linux forking is unsafe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker) as pool:
@@ -302,35 +302,35 @@ def decode_all(files: list[tuple[str, int]], crop: Crop, file: str | None, progr
 def cached(
     where: Path, files: list[tuple[str, int]], crop: Crop, cache_dir: Path, progress
 ) -> tuple[Tensor, dict[int, str]]:
-    """(images in the order of `kept_rows`, reasons of those files that are unreadable), from the cache or into it."""
+    """(images in the order of `kept_rows`, reasons of the unreadable files). Reads the cache, or builds it first."""
     digest = hashlib.sha256(f"3 {crop}".encode())
     for path, _ in files:
         try:
             status = os.stat(path)
             facts = f" {status.st_size} {status.st_mtime_ns}\n"
-        except OSError:  # a link that leads nowhere: unreadable, like any other
+        except OSError:  # a broken link is an unreadable file like any other
             facts = " gone\n"
         digest.update(os.fsencode(path.removeprefix(str(where))) + facts.encode())
     home = hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:8]
-    name = f"{where.name}-{crop.side}-{home}"  # one cache of each folder and size: a new one replaces the old
+    name = f"{where.name}-{crop.side}-{home}"  # each folder and size has one cache: a new one replaces the old
     pixels, facts = (cache_dir / f"{name}-{digest.hexdigest()[:16]}.{kind}" for kind in ("images", "json"))
     cache_dir.mkdir(parents=True, exist_ok=True)
     with locked(cache_dir / f"{name}.lock"):
         if not (facts.exists() and pixels.exists()):
-            for old in cache_dir.glob(f"{name}-*"):  # of other files, or left by a run that was killed
+            for old in cache_dir.glob(f"{name}-*"):  # a cache of other files, or the rest of a killed run
                 old.unlink()
             build(files, crop, pixels, facts, progress)
         bad = {int(i): reason for i, reason in json.loads(facts.read_text()).items()}
         size = (len(files) - len(bad)) * 3 * crop.side**2
         if pixels.stat().st_size != size:
             raise ValueError(f"{pixels} is damaged: delete it and run again")
-        # Shared, because a private mapping counts against memory, and a set may be larger.
+        # Shared: a private mapping counts as used memory, and the set may be larger than memory.
         images = torch.from_file(str(pixels), shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0)
     return images.view(-1, crop.side, crop.side, 3).permute(0, 3, 1, 2), bad
 
 
 def kept_rows(total: int, bad: Iterable[int]) -> list[int]:
-    """Which file each row holds once the last rows have moved into the places of bad ones."""
+    """Which file each row holds after the last rows have moved into the places of the bad rows."""
     rows = list(range(total))
     for i in sorted(bad, reverse=True):
         rows[i] = rows[-1]
@@ -339,7 +339,7 @@ def kept_rows(total: int, bad: Iterable[int]) -> list[int]:
 
 
 def build(files: list[tuple[str, int]], crop: Crop, pixels: Path, facts: Path, progress) -> None:
-    """Write the cache of these files beside its final name, then rename it."""
+    """Write the cache of these files under a temporary name, then rename it."""
     row = 3 * crop.side**2
     temporary = f"{pixels}.{os.getpid()}.part"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -364,7 +364,7 @@ def build(files: list[tuple[str, int]], crop: Crop, pixels: Path, facts: Path, p
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time. A POSIX lock: it ends with this process, and forked workers do not inherit it."""
+    """One process at a time. The POSIX lock ends with this process, and forked workers do not inherit it."""
     with open(path, "w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

@@ -1,14 +1,14 @@
 """
-Synthetic images: a data set that needs no download, drawn by code, the same on every machine.
+Synthetic images: a data set that needs no download. Code draws it, and it is the same on every machine.
 
 32x32 RGB, ten classes: five shapes (disc, ring, square, cross, triangle), each either striped or checked. Place, size,
-rotation and colours are random and mean nothing; rectangles of clutter lie over the picture, and noise over everything.
-A linear classifier on the pixels has little to hold on to, because no pixel has the same meaning in two images;
-a convnet that has learnt edges, then shapes, reaches above 95 %.
+rotation and colours are random and say nothing of the class. Rectangles of clutter lie over the picture, and noise over
+everything. A linear classifier on the pixels stays below half, because no pixel has the same meaning in two images. A
+convnet learns edges, then shapes, and reaches above 95 %.
 
-Everything is computed in integers (a counter-based hash for the random numbers, a table for sine and cosine), because
-floating-point sin() and even torch.rand may differ in the last bit between machines, and then no two people
-would train on the same data.  CHECKSUM below is the proof; a test compares it.
+All arithmetic is in integers: a counter-based hash gives the random numbers, a table the sines and cosines. In floating
+point, sin() and even torch.rand may differ in the last bit between machines, and two machines would train on different
+data. A test compares the images with CHECKSUM.
 
     python data/synthetic.py     draws a sheet of examples to synthetic.png
 
@@ -29,7 +29,7 @@ TEXTURES = ("striped", "checked")
 CLASSES = [f"{texture} {shape}" for shape in SHAPES for texture in TEXTURES]
 CHECKSUM = "a13e7d2b7ded1ff303e08b0d1acec6b343965651ff96c6dfe664582b4dc0f7ff"  # of draw(0, 100, seed=0)
 
-# 256 times cosine and sine of 32 directions, rounded far from a tie, so that every libm gives the same integers.
+# 256 times cosine and sine of 32 directions. None is near a tie, so every libm rounds it to the same integer.
 COSINES = torch.tensor([round(256 * math.cos(2 * math.pi * k / 32)) for k in range(32)])
 SINES = torch.tensor([round(256 * math.sin(2 * math.pi * k / 32)) for k in range(32)])
 
@@ -37,7 +37,7 @@ SINES = torch.tensor([round(256 * math.sin(2 * math.pi * k / 32)) for k in range
 def hashed(counter: Tensor, seed: int) -> Tensor:
     """Non-negative pseudo-random int64 below 2^31, a pure function of (counter, seed): the finalizer of splitmix64.
 
-    int64 products wrap around on every machine alike. The masks turn the arithmetic right shift into a logical one.
+    int64 products wrap around in the same way on every machine. The masks make the right shift logical.
     """
     z = counter * -7046029254386353131 + (seed * -4658895280553007687 + 1) % (1 << 62)
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
@@ -46,7 +46,7 @@ def hashed(counter: Tensor, seed: int) -> Tensor:
 
 
 def shape_masks(u: Tensor, v: Tensor, radius: Tensor) -> Tensor:
-    """One boolean mask per shape, stacked: (5, N, 32, 32) from rotated coordinates and radii in eighths of a pixel."""
+    """Rotated coordinates and radii, in eighths of a pixel -> one boolean mask per shape, stacked: (5, N, 32, 32)."""
     square_of_distance, a, b = u * u + v * v, u.abs(), v.abs()
     disc = square_of_distance <= radius * radius
     ring = disc & (4 * square_of_distance >= radius * radius)
@@ -62,7 +62,7 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     field = iter(range(1000))
 
     def number(low: int, high: int, *shape: int) -> Tensor:
-        """Uniform integers in [low, high), shape (count, *shape, 1, 1), from this image's next random field."""
+        """Uniform integers in [low, high), (count, *shape, 1, 1), from the next random field of each image."""
         lanes = math.prod(shape)
         counter = (index[:, None] * 1000 + next(field)) * 64 + torch.arange(lanes)
         return (low + hashed(counter, seed) % (high - low)).view(count, *shape, 1, 1)
@@ -70,7 +70,7 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = (hashed(index, seed + 1) % len(CLASSES)).long()
     y, x = torch.meshgrid(torch.arange(SIDE) * 8 + 4, torch.arange(SIDE) * 8 + 4, indexing="ij")  # eighths of a pixel
 
-    # The object: place, size, rotation; its texture turns with it.
+    # The object: place, size and rotation. The texture has the object's rotation.
     dx, dy = x - number(80, 176), y - number(80, 176)
     angle = number(0, 32)
     u = (dx * COSINES[angle] + dy * SINES[angle]) >> 8
@@ -81,13 +81,13 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     bands_u, bands_v = (u + 1024) // period, (v + 1024) // period
     bright = torch.where((labels % 2 == 0)[:, None, None], bands_u & 1, (bands_u + bands_v) & 1)
 
-    # Colours: a background gradient, and two tones of the object half the range apart.
+    # Colours: the background is a gradient; the object has two tones, half the range apart.
     background = number(0, 200, 3) + (x * number(-40, 40, 3) + y * number(-40, 40, 3)) // 256
     tone = number(0, 256, 3)
     tones = torch.where(bright[:, None] == 1, tone, (tone + 128) % 256)
     image = torch.where(inside[:, None], tones, background)
 
-    for _ in range(5):  # clutter lies over everything, the object included
+    for _ in range(5):  # clutter lies over the object too
         left, top = number(0, 240), number(0, 240)
         covered = (x >= left) & (x < left + number(16, 64)) & (y >= top) & (y < top + number(16, 64))
         image = torch.where(covered[:, None], number(0, 256, 3), image)

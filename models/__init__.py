@@ -1,11 +1,17 @@
 """
-Models: one self-contained file each, and here the table of them. train.py calls every model alike:
+Models: one self-contained file each, and here the table of them. train.py calls every model in the same way:
 
     loss, metrics = model(images, labels)
 
-`loss` is an fp32 scalar; `metrics` maps a name to one fp32 number an image; `model.judged_by` says which of them picks
-the best weights ("acc1": the higher the better; "-loss": the lower). A model that has something to show, samples,
-reconstructions or answers, has `show(images, labels)`: images in the space of the input, or lines of text.
+`loss` is an fp32 scalar. `metrics` maps a name to one fp32 number per image. `model.judged_by` names the metric that
+picks the best weights ("acc1": higher is better; "-loss": lower is better). A model that has samples, reconstructions
+or answers to show has `show(images, labels)`, which returns images in the space of the input, or lines of text.
+
+To add a model, add one line to MODELS: its name, a function build(class_names, image_size) -> net, and its recipe.
+
+    "mine": (lambda names, size: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
+
+A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
 import torchvision
@@ -13,49 +19,100 @@ import torchvision
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
 
-RECIPE = {"lr": 1e-3, "lr_scale": {}, "warmup": 0.2, "weight_decay": 0.05, "muon": [], "muon_options": {},
-          "batch_size": 256, "label_smoothing": 0.0, "ema": 0.0, "epochs": 30, "cuda_graph": False}
-MODELS = {}  # name: (build(class_names, image_size) -> network, recipe)
-
 
 class DoesNotFit(ValueError):
-    """The images do not suit the model: a sentence for the user, not a bug."""
+    """What the user asked for does not suit the model: a sentence for the user, not a bug."""
 
 
-def add(presets, constructor, **recipe):
-    for name, preset in presets.items():
-        MODELS[name] = lambda names, size, preset=preset: constructor(names, size, preset), RECIPE | recipe
+def resnet(name):
+    return lambda names, size: torchvision.models.get_model(name, num_classes=len(names))
 
 
-def patches(constructor):
-    """For networks on patches: a preset's `grid`, patches a side, becomes the patch size that fits the images."""
+def convnet(preset):
+    return lambda names, size: cifarnet.CifarNet(num_classes=len(names), **preset)
 
-    def build(names, size, preset):
-        preset = dict(preset)
-        grid = preset.pop("grid", None)
+
+def patches(constructor, preset):
+    """For nets that cut images into patches. `grid`, the patches a side, becomes the patch size for these images."""
+
+    def build(names, size):
+        options, grid = dict(preset), preset.get("grid")
         if grid and size % grid:
             raise DoesNotFit(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
         if grid:
-            preset["patch_size"] = size // grid
+            del options["grid"]
+            options["patch_size"] = size // grid
         classes = {"class_names": names} if constructor is vlm.VLM else {"num_classes": len(names)}
-        return constructor(**preset | classes | {"image_size": size})
+        return constructor(**options | classes | {"image_size": size})
 
     return build
 
 
-add(cifarnet.PRESETS, lambda names, size, preset: cifarnet.CifarNet(num_classes=len(names), **preset),
-    lr=1.7e-2, lr_scale={"*.bias": 10.0}, warmup=0.025, weight_decay=0.2, muon=["groups.*.weight"],
-    muon_options={"momentum": 0.6, "ns_steps": 3}, batch_size=1000, label_smoothing=0.2, epochs=9, cuda_graph=True)
-add({name: name for name in ("resnet18", "resnet50")},
-    lambda names, size, name: torchvision.models.get_model(name, num_classes=len(names)), label_smoothing=0.1)
-add(vit.PRESETS, patches(vit.ViT), lr=2e-3, batch_size=128, label_smoothing=0.1)
-add(swin.PRESETS, patches(swin.Swin), lr=2e-3, batch_size=128, label_smoothing=0.1)
-add(vmamba.PRESETS, patches(vmamba.VMamba), lr=6e-3, batch_size=128, label_smoothing=0.1)
-add(dit.PRESETS, patches(dit.DiT), lr=3e-3, weight_decay=0.0, batch_size=64, ema=0.99)
-add(slat_vae.PRESETS, patches(slat_vae.SLatVAE), lr=2e-3, batch_size=128)
-add(vlm.PRESETS, patches(vlm.VLM), lr=3e-3, batch_size=128)
+def set_drop_path(net, p):
+    """Drop residual branches in training with probability p: at the last block, linearly less before it."""
+    if not p < 1:
+        raise DoesNotFit(f"--drop-path {p:g} drops every branch: take a probability below 1")
+    if hasattr(net, "set_drop_path"):
+        net.set_drop_path(p)
+    elif p:
+        raise DoesNotFit(f"--drop-path {p:g}: {type(net).__name__} has no drop path, only swin and vmamba have")
+
+
+# lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with the batch: "sqrt",
+# "linear" or "none". warmup is a share of the run. augment is "crop" (a random crop and the flip) or "flip" (the centre
+# and the flip): a generative model would learn to draw the mirrored borders of padded crops.
+RECIPE = {"lr": 1e-3, "lr_rule": "sqrt", "lr_scale": {}, "warmup": 0.2, "schedule": "linear", "weight_decay": 0.05,
+          "muon": [], "muon_options": {}, "batch_size": 256, "label_smoothing": 0.0, "drop_path": 0.0, "ema": 0.0,
+          "augment": "crop", "epochs": 30, "cuda_graph": False}
+CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
+                     "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
+                     "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
+RESNET = RECIPE | {"label_smoothing": 0.1}
+TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
+VMAMBA = TRANSFORMER | {"lr": 6e-3}
+DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, "augment": "flip"}
+SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128, "augment": "flip"}
+VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
+
+# The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
+SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
+                        "drop_path": 0.2, "epochs": 300}
+VMAMBA_T = SWIN_T  # VMamba took Swin's recipe
+DIT_S2 = DIT | {"lr": 1e-4, "lr_rule": "none", "batch_size": 256, "warmup": 0.0, "schedule": "constant", "ema": 0.9999,
+                "epochs": 80}
+SLAT_VAE_B = SLAT_VAE | {"lr": 1e-4, "lr_rule": "none", "batch_size": 32, "warmup": 0.0, "schedule": "constant",
+                         "weight_decay": 0.0, "ema": 0.9999}
+
+MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
+    "cifarnet-tiny": (convnet(cifarnet.PRESETS["cifarnet-tiny"]), CIFARNET),
+    "cifarnet": (convnet(cifarnet.PRESETS["cifarnet"]), CIFARNET),
+    "resnet18": (resnet("resnet18"), RESNET),
+    "resnet50": (resnet("resnet50"), RESNET),
+    "vit-test": (patches(vit.ViT, vit.PRESETS["vit-test"]), TRANSFORMER),
+    "vit": (patches(vit.ViT, vit.PRESETS["vit"]), TRANSFORMER),
+    "vit-s16": (patches(vit.ViT, vit.PRESETS["vit-s16"]), TRANSFORMER),
+    "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
+    "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
+    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), TRANSFORMER),
+    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), TRANSFORMER),
+    "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
+    "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
+    "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
+    "vmamba": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba"]), VMAMBA),
+    "vmamba-t": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-t"]), VMAMBA_T),
+    "dit-test": (patches(dit.DiT, dit.PRESETS["dit-test"]), DIT),
+    "dit": (patches(dit.DiT, dit.PRESETS["dit"]), DIT),
+    "dit-s2": (patches(dit.DiT, dit.PRESETS["dit-s2"]), DIT_S2),
+    "slat_vae-test": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-test"]), SLAT_VAE),
+    "slat_vae": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae"]), SLAT_VAE),
+    "slat_vae-half": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-half"]), SLAT_VAE),
+    "slat_vae-b": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-b"]), SLAT_VAE_B),
+    "vlm-test": (patches(vlm.VLM, vlm.PRESETS["vlm-test"]), VLM),
+    "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM),
+    "nanovlm": (patches(vlm.VLM, vlm.PRESETS["nanovlm"]), VLM),
+}  # fmt: skip
 
 
 def wrap(net, label_smoothing=0.0):
-    """The network itself if it speaks the protocol; a classifier's logits get their loss."""
+    """The net itself if it returns (loss, metrics) already; a net that returns logits gets its loss."""
     return net if hasattr(net, "judged_by") else Classifier(net, label_smoothing=label_smoothing)

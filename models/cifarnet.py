@@ -1,16 +1,19 @@
 """
 CifarNet: a convnet that learns CIFAR-10 in minutes on two CPU cores and in seconds on a GPU.
 
-In the spirit of Keller Jordan's cifar10-airbench (MIT, arXiv 2404.00498), written anew. Four ideas do the work:
+In the spirit of Keller Jordan's cifar10-airbench (MIT, arXiv 2404.00498), written anew. It rests on four ideas:
 
-    frozen whitening   the first layer is not learned but computed: the eigenvectors of the 2x2 patches' covariance,
-                       each divided by the root of its eigenvalue, so that the first feature maps arrive decorrelated
-    three conv groups  conv, pool, norm, GELU, conv, norm, GELU; every norm's scale stays 1, only its bias learns
-    identity start     each convolution begins as "pass the input channels through", so depth costs nothing at first
-    small logits       the head's output is divided by 9, which keeps the loss soft at the start
+    frozen whitening   The first layer is computed, not learned. Its filters are the eigenvectors of the covariance of
+                       2x2 patches, each divided by the root of its eigenvalue. The first feature maps are uncorrelated.
+    three conv groups  conv, pool, norm, GELU, conv, norm, GELU. The scale of every norm stays 1; only its bias learns.
+    identity start     Each convolution begins by passing its input channels through unchanged.
+    small logits       The head's output is divided by 9, which keeps the loss soft at the start.
 
-Where low precision bites: nothing here overflows in fp16 (batch norm re-scales after every convolution), so its
-overflow tests need a planted fault. BatchNorm's running statistics stay fp32 under autocast on every device.
+Differences from airbench94: Muon and AdamW, not SGD and Lookahead; batch norm's eps is 1e-5, not 1e-12; the bias of the
+whitening layer learns all the time, not for 3 epochs; evaluation without test-time augmentation.
+
+What low precision does to it: nothing here overflows in fp16, because batch norm rescales after every convolution.
+A test of overflows needs a planted fault. Autocast leaves BatchNorm's running statistics in fp32 on every device.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -30,10 +33,10 @@ PRESETS = {
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm with its scale frozen at 1: the next convolution can learn any scale, the bias it cannot."""
+    """BatchNorm with its scale frozen at 1: the next convolution can learn any scale, but it cannot learn the bias."""
 
     def __init__(self, channels: int):
-        # Momentum 0.4 forgets in a few steps: the weights move so fast here that older statistics are wrong.
+        # Momentum 0.4 forgets within a few steps. The weights move so fast here that older statistics are wrong.
         super().__init__(channels, momentum=0.4)
         self.weight.requires_grad_(False)
 
@@ -48,10 +51,10 @@ class ConvGroup(nn.Module):
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         self.norm2 = BatchNorm(channels_out)
         for conv in (self.conv1, self.conv2):
-            nn.init.dirac_(conv.weight[: conv.in_channels])  # filters beyond the input channels keep their random start
+            nn.init.dirac_(conv.weight[: conv.in_channels])  # the filters after these keep their random start
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))  # B, C_out, H/2, W/2
         return F.gelu(self.norm2(self.conv2(x)))
 
 
@@ -66,7 +69,7 @@ class CifarNet(nn.Module):
     def __init__(self, *, num_classes: int = 10, widths: tuple[int, int, int] = (64, 256, 256)):
         super().__init__()
         patch = 3 * 2 * 2
-        self.whiten = nn.Conv2d(3, 2 * patch, 2, bias=True)  # 32x32 -> 31x31; each eigenvector once plus, once minus
+        self.whiten = nn.Conv2d(3, 2 * patch, 2, bias=True)  # 32x32 -> 31x31; every eigenvector with both signs
         self.whiten.weight.requires_grad_(False)
         nn.init.zeros_(self.whiten.bias)
         channels = (2 * patch, *widths)
@@ -75,19 +78,19 @@ class CifarNet(nn.Module):
 
     @torch.no_grad()
     def init_from_data(self, images: Tensor, eps: float = 5e-4) -> None:
-        """Compute the whitening filters from normalised fp32 images (N, 3, H, W); a few thousand are enough.
+        """Compute the whitening filters from normalised fp32 images (N, 3, H, W). A few thousand are enough.
 
-        eps is added to the eigenvalues: the smallest are near 1e-3, and dividing by their bare root would turn
-        the finest (mostly JPEG and sensor) noise into the loudest features.
+        eps is added to the eigenvalues. The smallest eigenvalues are near 1e-3 and hold mostly JPEG and sensor noise.
+        Division by their root alone would make this noise as strong as the image.
         """
         patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1)  # N, 3, H-1, W-1, 2, 2
-        patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, 12).double()
-        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+        patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, 12).double()  # N * (H-1) * (W-1), 12
+        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))  # 12; 12, 12
         filters = (vectors / (values + eps).sqrt()).T.reshape(12, 3, 2, 2)
-        self.whiten.weight.copy_(torch.cat([filters, -filters]))
+        self.whiten.weight.copy_(torch.cat([filters, -filters]))  # 24, 3, 2, 2
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.gelu(self.whiten(images))
-        x = self.groups(x)
-        x = F.adaptive_max_pool2d(x, 1).flatten(1)
+        x = F.gelu(self.whiten(images))  # B, 24, 31, 31
+        x = self.groups(x)  # B, widths[-1], 3, 3
+        x = F.adaptive_max_pool2d(x, 1).flatten(1)  # B, widths[-1]
         return self.head(x) / 9

@@ -1,14 +1,14 @@
 """
-Classifier: gives any network from images to logits the one small protocol that train.py trains.
+Classifier: wraps a net that returns logits into a model that returns its loss and its metrics.
 
     loss, metrics = model(images, labels)
 
-`loss` is an fp32 scalar to call backward on. `metrics` maps a name to one fp32 number per image, so that whoever adds
-them up (over batches, over ranks, over an uneven last batch) can count every image exactly once.
+`loss` is an fp32 scalar to call backward on. `metrics` maps a name to one fp32 number per image. The caller adds these
+numbers up over batches, ranks and an uneven last batch, and so counts every image exactly once.
 
-The loss is computed on `logits.float()`, inside the model, whatever autocast says. Cross entropy in half precision is
-where many fp16 runs break first: CUDA's autocast would run log_softmax in fp32 and CPU's would not, and a loss that is
-itself fp16 receives the loss scale as its gradient: 65536 is more than fp16's largest number, 65504.
+The loss is computed from `logits.float()`, inside the model, whatever autocast says. Cross entropy in half precision is
+where many fp16 runs break first. CUDA's autocast runs log_softmax in fp32; the CPU's autocast does not. And a loss in
+fp16 receives the loss scale as its gradient: 65536 is above fp16's largest number, 65504.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -35,8 +35,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images (B, 3, H, W) and int64 labels (B,) to the mean loss (fp32 scalar) and metrics of shape (B,)."""
-        logits = self.net(images).float()
+        logits = self.net(images).float()  # B, num_classes
         smoothing = self.label_smoothing if self.training else 0.0
         losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        acc1 = (logits.argmax(1) == labels).float() * 100
+        acc1 = (logits.argmax(1) == labels).float() * 100  # B, each 0 or 100
         return losses.mean(), {"loss": losses.detach(), "acc1": acc1}

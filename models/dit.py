@@ -1,25 +1,25 @@
 """
 DiT: a diffusion transformer that draws images of a class (Peebles & Xie, arXiv 2212.09748), written anew, on pixels.
 
-Four places where half precision ruins a diffusion model without one NaN, and what this file does about each:
+Half precision ruins a diffusion model in four places, without one NaN. What this file does about each:
 
-    timestep     sin(t * f) for t up to 999. bf16 counts to 256, so t = 999 is 1000, and sin(999) = -0.03 is 0.83. fp16
-                 counts to 2048 but spaces t * f by 0.5 up there. Here t stays int64, and the angle is fp32.
+    timestep     sin(t * f) for t up to 999. bf16 counts exactly to 256: t = 999 becomes 1000, and sin(999) = -0.03
+                 becomes 0.83. fp16 counts to 2048, but its t * f are 0.5 apart there. Here t is int64, the angle fp32.
     schedule     1 - alpha_bar from a bf16 table is 0 for t < 21, where the noise reaches 0.044; O3 casts every buffer.
-                 Here there is no table: the cosine schedule (arXiv 2102.09672) is an angle, signal = cos, noise = sin.
-    modulate     x * (1 + scale) + shift. adaLN-Zero starts at scale = 0, and next to 1 bf16 has no number below
-                 1 + 2^-7: a scale under 0.4 % is none. It runs in fp32, and so do LayerNorm and the residual stream.
-    loss         mean squared error of the predicted noise. It ends near 0.1, where bf16's numbers are 5e-4 apart: more
-                 than two epochs differ by. Here it is taken in fp32, from the prediction on.
+                 Here no table exists: the cosine schedule (arXiv 2102.09672) is an angle, signal = cos, noise = sin.
+    modulate     x * (1 + scale) + shift. adaLN-Zero starts at scale = 0. The first bf16 number above 1 is 1 + 2^-7, so
+                 a scale under 0.4 % is lost. modulate runs in fp32; so do LayerNorm and the residual stream.
+    loss         The mean squared error of the predicted noise ends near 0.1. There, bf16's numbers are 5e-4 apart: two
+                 epochs differ by less. Here the loss is fp32, from the prediction on.
 
-The fifth needs no half precision: a fused kernel that is wrong. OpenDiT's modulate gave nearly every image of a batch
-image 0's shift and scale, and had been tested on batches of 1, where that is right. Its runs fell normally and were NaN
-around epoch 5 (failures/opendit_modulate_kernel.py). Here a fused path is used only where it agreed with the plain one,
-forward and backward, on several images (`verified`). "1000 classes for 10" was blamed: here the label table has
-`num_classes` rows, so that label 10 of 10 is an IndexError, and "no class" is a table of its own.
+A fifth fault needs no half precision: a wrong fused kernel. OpenDiT's modulate gave nearly every image of a batch the
+shift and scale of image 0. Its test had batches of 1, where this is right. The loss fell normally and was NaN around
+epoch 5 (failures/opendit_modulate_kernel.py). Here a fused path runs only where it agreed with the plain path, forward
+and backward, on several images (`verified`). The label table has `num_classes` rows: label 10 of 10 is an IndexError.
 
-Differences from the paper: pixels instead of latents (and a gated path for wide patches), cosine schedule, no learned
-variance, exact GELU. A CPU minute gives patches of plausible colour, not objects.
+Differences from facebookresearch/DiT: pixels, not latents (and a gated path for wide patches); the cosine schedule, not
+the linear one, and its angle at t / 1000, not (t + 1) / 1000; no learned variance; samples are clamped to the data's
+range; 25 DDIM steps, not 250 of DDPM; "no class" has a table of its own; fixed noise in evaluation; fp32 as above.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -35,11 +35,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TIMESTEPS = 1000
-GOLDEN = (math.sqrt(5) - 1) / 2  # the fractions of n * GOLDEN fill [0, 1) evenly, however many are taken
+GOLDEN = (math.sqrt(5) - 1) / 2  # the fractional parts of n * GOLDEN fill [0, 1) evenly for every number of n
 
 PRESETS = {
     "dit-test": dict(grid=8, dim=32, depth=2, heads=2),  # for tests: 53 thousand parameters at 32 px
-    # 0.6 million. 64 tokens: on a CPU in bf16, SDPA with its backward took 2.6 to 5 times as long as plain.
+    # 0.6 million. With 64 tokens in bf16 on a CPU, SDPA and its backward took 2.6 to 5 times as long as plain.
     "dit": dict(grid=8, dim=96, depth=3, heads=2, fused=()),
     "dit-s2": dict(patch_size=2, dim=384, depth=12, heads=6),  # 33 million: the paper's DiT-S/2
 }
@@ -49,21 +49,21 @@ PRESETS = {
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """adaLN's step in fp32: x (B, T, D), shift and scale (B, D) of any float dtype -> fp32 (B, T, D)."""
+    """adaLN's modulation in fp32: x (B, T, D), shift and scale (B, D) of any float dtype -> fp32 (B, T, D)."""
     return x.float() * (1 + scale.float()[:, None]) + shift.float()[:, None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for (B, H, T, D): matmuls in the inputs' dtype, softmax in fp32.
 
-    q is divided before the product: afterwards would be too late for fp16, which ends at 65504.
+    q is divided before the product. After the product is too late for fp16, where it may already be above 65504.
     """
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # B, H, T, T
     return scores.float().softmax(-1).to(v.dtype) @ v
 
 
 PLAIN: dict[str, Callable[..., Tensor]] = {"sdpa": attention, "modulate": modulate}
-FUSED: dict[str, Callable[[], Callable[..., Tensor]]] = {  # made when first wanted: torch.compile takes seconds
+FUSED: dict[str, Callable[[], Callable[..., Tensor]]] = {  # built at first use: torch.compile takes seconds
     "sdpa": lambda: F.scaled_dot_product_attention,
     "modulate": lambda: torch.compile(modulate),
 }
@@ -72,8 +72,8 @@ FUSED: dict[str, Callable[[], Callable[..., Tensor]]] = {  # made when first wan
 def worst_errors(plain: Callable, fused: Callable, inputs: Sequence[Tensor]) -> dict[str, float]:
     """How far `fused` is from `plain`: relative errors (2-norms) of the output and of each input's gradient.
 
-    They are the worst sample's (dimension 0): a mean would lose one wrong sample among many. The gradient is taken
-    along a random direction: ones would not notice a permutation.
+    Each error is that of the worst sample (dimension 0): a mean would hide one wrong sample among many. The gradient
+    is taken along a random direction: a direction of ones would not notice a permutation.
     """
     results = []
     for path in (plain, fused):
@@ -86,19 +86,19 @@ def worst_errors(plain: Callable, fused: Callable, inputs: Sequence[Tensor]) -> 
     for what, want, got in zip(whats, *results, strict=True):
         if (want.shape, want.dtype) != (got.shape, got.dtype):
             raise TypeError(f"its {what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
-        want, got = want.float().flatten(1), got.float().flatten(1)
+        want, got = want.float().flatten(1), got.float().flatten(1)  # samples, numbers of a sample
         error = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-        errors[what] = error.nan_to_num(math.inf).max().item()  # NaN is no agreement
+        errors[what] = error.nan_to_num(math.inf).max().item()  # NaN counts as the largest error
     return errors
 
 
 def verified(name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
     """FUSED[name] if it agrees with PLAIN[name], forward and backward; else PLAIN[name], and a warning.
 
-    Compared on 5 random samples of the inputs' sizes and dtypes: a kernel that takes sample 0 for all is right for one.
+    Both run on 5 random samples of the inputs' sizes and dtypes: 1 would not show a kernel that uses sample 0 for all.
     """
-    generator = torch.Generator().manual_seed(0)  # the global random state stays as it is
-    # Eight roundings of the coarsest input; for fp32 TF32's, since the policy may have switched it on.
+    generator = torch.Generator().manual_seed(0)  # the global random state does not change
+    # Eight roundings of the coarsest input. For fp32 these are TF32's roundings: the policy may have turned TF32 on.
     tolerance = 8 * max(2**-10, *(torch.finfo(t.dtype).eps for t in inputs))
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -106,7 +106,7 @@ def verified(name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
             fused = FUSED[name]()
             errors = worst_errors(PLAIN[name], fused, samples)
         fault = "; ".join(f"its {what} is off by {off:.2g}" for what, off in errors.items() if not off <= tolerance)
-    except Exception as error:  # whatever a kernel or a compiler throws: the plain path is always there
+    except Exception as error:  # a kernel or a compiler may raise anything; the plain path always works
         fault = f"it raised {type(error).__name__}: {error}"
     if not fault:
         return fused
@@ -116,10 +116,10 @@ def verified(name: str, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
 
 
 class Fused:
-    """Calls a path by name: the fused one if it is among `names` and verified, else the plain one.
+    """Calls a path by name: the fused path if `names` holds the name and the path is verified, else the plain path.
 
-    Verified at first use, for each device and dtypes. Not inside torch.compile, which cannot trace that and fuses the
-    plain path itself: what was chosen before (one eager step is enough) is kept there.
+    The check runs at first use, for each device and dtypes. torch.compile cannot trace it: there an earlier choice (of
+    one eager step) holds, else the plain path, which torch.compile fuses itself.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -141,17 +141,17 @@ class Fused:
 def sinusoids(x: Tensor, dim: int) -> Tensor:
     """Numbers (N,) -> (N, dim): cos and sin of x / 10000^(i / (dim / 2)), in fp32 in every precision.
 
-    For x < 1000 the angle is wrong by 6e-5 at worst; in fp16 it would be a quarter of a radian, in bf16 two.
+    For x < 1000 the angle is wrong by at most 6e-5; in fp16 by up to 0.25 radians, in bf16 by up to 2.
     """
     with torch.autocast(x.device.type, enabled=False):
         powers = torch.arange(dim // 2, device=x.device, dtype=torch.float32) / (dim // 2)
-        angles = x.float()[:, None] * torch.exp(-math.log(10000) * powers)
+        angles = x.float()[:, None] * torch.exp(-math.log(10000) * powers)  # N, dim / 2
         return torch.cat([angles.cos(), angles.sin()], 1)
 
 
 def signal_and_noise(t: Tensor) -> tuple[Tensor, Tensor]:
     """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at floating timesteps t in [0, TIMESTEPS), in t's dtype (not half)."""
-    angle = (t / TIMESTEPS + 0.008) / 1.008 * (math.pi / 2)  # 0.008: even t = 0 has noise of about a pixel's rounding
+    angle = (t / TIMESTEPS + 0.008) / 1.008 * (math.pi / 2)  # 0.008: t = 0 has noise of about a pixel's rounding
     return angle.cos(), angle.sin()
 
 
@@ -167,8 +167,7 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Labels (B,) and a mask (B,) of those to leave out -> (B, dim). A label that is no class is an IndexError (on CUDA
-    a device-side assertion), left out or not."""
+    """Labels (B,) and a mask (B,) of those to leave out -> (B, dim). Every label outside the classes is an error."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -188,33 +187,33 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        return self.proj(self.fused("sdpa", q, k, v).transpose(1, 2).reshape(B, T, D))
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # B, heads, T, ...
+        return self.proj(self.fused("sdpa", q, k, v).transpose(1, 2).reshape(B, T, D))  # from B, heads, T, D / heads
 
 
 class Block(nn.Module):
-    """x (B, T, D) in fp32 and the condition (B, D) -> fp32 (B, T, D). The identity until its gates open."""
+    """x (B, T, D) in fp32 and the condition (B, D) -> fp32 (B, T, D). The identity while its gates are 0."""
 
     def __init__(self, dim: int, heads: int, fused: Fused):
         super().__init__()
         self.fused = fused
         self.adaln = nn.Linear(dim, 6 * dim)
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)  # on an fp32 stream: fp32 on every device
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)  # the stream is fp32, so the norm is too
         self.attn = Attention(dim, heads, fused)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaln(condition).chunk(6, 1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaln(condition).chunk(6, 1)  # each B, D
         x = x + gate1[:, None] * self.attn(self.fused("modulate", self.norm1(x), shift1, scale1))
         return x + gate2[:, None] * self.mlp(self.fused("modulate", self.norm2(x), shift2, scale2))
 
 
 class FinalLayer(nn.Module):
-    """x (B, T, D), the condition (B, D), noisy patches (B, T, features), fp32 -> their noise: 0 before any update.
+    """x (B, T, D), the condition (B, D) and noisy patches (B, T, features), fp32 -> their noise; 0 before any update.
 
-    The noise of a patch of more than D numbers (8x8 has 192) does not fit through the stream: there noisy pixels go
-    straight to the output, past a gate for each image that is zero at first like the others.
+    The noise of a patch with more than D numbers (8x8 has 192) does not fit through the stream. Then noisy pixels are
+    also added to the output directly, times a gate for each image. Like the other gates, it is 0 at first.
     """
 
     def __init__(self, dim: int, features: int, fused: Fused):
@@ -226,7 +225,7 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, patches: Tensor) -> Tensor:
         shift, scale, gate = self.adaln(condition).tensor_split([self.dim, 2 * self.dim], 1)  # gate: 1 wide, or 0
-        noise = self.linear(self.fused("modulate", self.norm(x), shift, scale)).float()
+        noise = self.linear(self.fused("modulate", self.norm(x), shift, scale)).float()  # B, T, features
         return noise + gate.float()[:, None] * patches if self.gated else noise
 
 
@@ -234,26 +233,18 @@ class DiT(nn.Module):
     """Class-conditional diffusion on normalised images (B, 3, image_size, image_size).
 
     Args:
-        num_classes: of the data; labels run from 0 to num_classes - 1.
-        patch_size: side of a patch; (image_size / patch_size)^2 tokens.
-        label_dropout: share of training images shown without their label, which guidance needs (arXiv 2207.12598).
-        fused: any of "sdpa" and "modulate" (torch.compile); each is used only where it agrees with the plain path.
+        num_classes: number of classes of the data; labels run from 0 to num_classes - 1.
+        patch_size: side of a patch. There are (image_size / patch_size)^2 tokens.
+        label_dropout: share of training images without their label, which guidance needs (arXiv 2207.12598).
+        fused: any of "sdpa" and "modulate" (torch.compile). Each runs only where it agrees with the plain path.
     """
 
     judged_by = "-loss"
 
     def __init__(
-        self,
-        *,
-        num_classes: int,
-        image_size: int = 32,
-        patch_size: int = 4,
-        dim: int = 96,
-        depth: int = 3,
-        heads: int = 2,
-        label_dropout: float = 0.1,
-        fused: Sequence[str] = ("sdpa",),
-    ):
+        self, *, num_classes: int, image_size: int = 32, patch_size: int = 4, dim: int = 96, depth: int = 3,
+        heads: int = 2, label_dropout: float = 0.1, fused: Sequence[str] = ("sdpa",),
+    ):  # fmt: skip
         super().__init__()
         if image_size % patch_size:
             raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
@@ -273,40 +264,43 @@ class DiT(nn.Module):
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+        for linear in (self.time.mlp[0], self.time.mlp[2]):
+            nn.init.normal_(linear.weight, std=0.02)  # as published
         for zero in (*(block.adaln for block in self.blocks), self.final.adaln, self.final.linear):  # adaLN-Zero
             nn.init.zeros_(zero.weight)
-        side = torch.arange(grid)  # O3 casts both buffers to fp16: numbers of at most 4, off by 2^-10, do no harm
-        positions = [sinusoids(place, dim // 2) for place in (side.repeat_interleave(grid), side.repeat(grid))]
-        self.register_buffer("positions", torch.cat(positions, 1), persistent=False)
+        side = torch.arange(grid)  # O3 casts both buffers to fp16; their numbers are at most 4, off by at most 2^-10
+        columns, rows = (sinusoids(place, dim // 2) for place in (side.repeat(grid), side.repeat_interleave(grid)))
+        waves = [part for axis in (columns, rows) for part in reversed(axis.chunk(2, 1))]  # sines first, as published
+        self.register_buffer("positions", torch.cat(waves, 1), persistent=False)  # tokens, dim
         self.register_buffer("pixel_range", torch.tensor([[-3.0], [3.0]]).repeat(1, 3))
 
     @torch.no_grad()
     def init_from_data(self, images: Tensor) -> None:
-        """Darkest and lightest value of each channel of normalised images (N, 3, H, W): samples are kept in between."""
+        """Store the range of each channel of normalised images (N, 3, H, W). Samples are clamped to this range."""
         self.pixel_range.copy_(torch.stack([images.amin((0, 2, 3)), images.amax((0, 2, 3))]))
 
     def predict(self, noisy: Tensor, t: Tensor, labels: Tensor, left_out: Tensor) -> Tensor:
-        """The noise in fp32 images (B, 3, H, W) at int64 timesteps (B,); `left_out` masks labels to ignore. fp32."""
+        """The noise, fp32, of fp32 images (B, 3, H, W) at int64 timesteps (B,); `left_out` masks labels to ignore."""
         B, C, H, W = noisy.shape
         p = self.patch_size
         patches = noisy.reshape(B, C, H // p, p, W // p, p).permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * p * C)
-        x = self.patch(patches).float() + self.positions.float()
-        condition = F.silu(self.time(t) + self.label(labels, left_out))
+        x = self.patch(patches).float() + self.positions.float()  # B, T, dim
+        condition = F.silu(self.time(t) + self.label(labels, left_out))  # B, dim
         for block in self.blocks:
             x = block(x, condition)
-        noise = self.final(x, condition, patches)
+        noise = self.final(x, condition, patches)  # B, T, p * p * C
         return noise.view(B, H // p, W // p, p, p, C).permute(0, 5, 1, 3, 2, 4).reshape(B, C, H, W)
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images (B, 3, H, W) and int64 labels (B,) to the mean loss (fp32 scalar) and metrics of shape (B,).
 
-        In eval mode image i of a batch always meets the same timestep and the same noise, in every precision and on
-        every device: two evaluations differ by the weights only. Predicting 0 costs 1.0.
+        In eval mode, image i of a batch always has the same timestep and the same noise, in every precision and on
+        every device. Two evaluations then differ by the weights only. A prediction of 0 has loss 1.0.
         """
         images, B = images.float(), len(images)
         if self.training:
             t = torch.randint(TIMESTEPS, (B,), device=images.device)
-            noise = torch.randn(images.shape, device=images.device)  # randn_like is 8 times slower on channels-last
+            noise = torch.randn(images.shape, device=images.device)  # on channels-last, randn_like takes 8 times longer
             left_out = torch.rand(B, device=images.device) < self.label_dropout
         else:
             noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(images.device)
@@ -318,19 +312,17 @@ class DiT(nn.Module):
         return losses.mean(), {"loss": losses.detach()}
 
     def guided(self, x: Tensor, t: Tensor, labels: Tensor, guidance: float) -> Tensor:
-        """Classifier-free guidance (arXiv 2207.12598). guidance 0: no label; 1: the plain conditional prediction."""
+        """Classifier-free guidance (arXiv 2207.12598). 0: the prediction without label; 1: the conditional one."""
         left_out = torch.arange(2 * len(x), device=x.device) >= len(x)
-        noise, null = self.predict(torch.cat([x, x]), t.repeat(2), labels.repeat(2), left_out).chunk(2)
+        noise, null = self.predict(torch.cat([x, x]), t.repeat(2), labels.repeat(2), left_out).chunk(2)  # B, 3, H, W
         return noise + (guidance - 1) * (noise - null)
 
     @torch.no_grad()
-    def sample(
-        self, labels: Tensor, *, steps: int = 25, guidance: float = 2.0, eta: float = 0.0, seed: int = 0
-    ) -> Tensor:
+    def sample(self, labels: Tensor, *, steps=25, guidance: float = 2.0, eta: float = 0.0, seed: int = 0) -> Tensor:
         """Draw one image per label: fp32 (N, 3, H, W), in the space and within the range of the training images.
 
-        eta 0 is DDIM, which needs few steps; eta 1 with steps = TIMESTEPS is DDPM's ancestral sampling (arXiv
-        2010.02502, eq. 12 and 16). All noise comes from a CPU generator: the same seed starts alike on every device.
+        eta 0 is DDIM, which needs few steps. eta 1 with steps = TIMESTEPS is DDPM's ancestral sampling (arXiv
+        2010.02502, eq. 12 and 16). All noise comes from a CPU generator, so a seed gives the same noise everywhere.
         """
         generator, device = torch.Generator().manual_seed(seed), labels.device
         shape = (len(labels), 3, self.image_size, self.image_size)
@@ -341,7 +333,7 @@ class DiT(nn.Module):
         levels = [*zip(signal, sigma, strict=True), (1.0, 0.0)]  # the last step ends without noise
         for t, (a, s), (a_next, s_next) in zip(times.tolist(), levels[:-1], levels[1:], strict=True):
             noise = self.guided(x, torch.full_like(labels, int(t)), labels, guidance)
-            # At t = 999 the signal is 0.0016: bf16's rounding alone puts the image off by 1. The range holds it.
+            # At t = 999 the signal is 0.0016, so bf16's rounding alone moves the image by 1. The clamp bounds it.
             image = ((x - s * noise) / a).clamp(low, high)
             noise = (x - a * image) / s
             fresh = eta * s_next / s * math.sqrt(1 - (a / a_next) ** 2)
@@ -352,5 +344,5 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def show(self, images: Tensor, labels: Tensor) -> Tensor:
-        """What the model draws for `labels` (`images` are not looked at): DDIM, 25 steps, guidance 2, fixed noise."""
+        """The model's samples for `labels`: DDIM, 25 steps, guidance 2, fixed noise. `images` are not used."""
         return self.sample(labels)

@@ -1,30 +1,35 @@
 """
-SLatVAE: a structured-latent autoencoder, and the model on which AdamW once wrote NaN into every half weight.
+SLatVAE: a structured-latent autoencoder. On its original, AdamW once wrote NaN into every half weight.
 
-After TRELLIS (arXiv 2412.01506), written anew for images. There, a shape is a sparse set of active voxels with a small
-latent on each; a transformer encodes the set, another decodes it. Here the voxels are patches:
+After TRELLIS (arXiv 2412.01506), written anew for images. In TRELLIS a shape is a sparse set of active voxels with a
+small latent on each. One transformer encodes the set, another decodes it. Here the voxels are patches:
 
-    thumbnail    the mean colour of every patch, enlarged bilinearly: the background, given to the decoder for nothing
-    active       the half of the patches that it renders worst: as many in every image, so that batches are rectangular
-    latent       a few numbers (mean, log-variance) for each active patch; they carry what the thumbnail lacks
-    picture      background, plus the decoded detail at the active coordinates. The loss looks at active patches only
+    thumbnail    The mean colour of every patch, enlarged bilinearly. This is the background. The decoder gets it free.
+    active       The half of the patches that the background renders worst: the same number in every image of a batch.
+    latent       A few numbers (mean, log-variance) for each active patch. They hold what the background lacks.
+    picture      The background, plus the decoded detail at the active coordinates. The loss covers active patches only.
 
-What half precision does to it, and what is done here:
+What half precision does to it, and what this file does about it:
 
-    exp(logvar)  is inf in fp16 from logvar = 11.09 = ln 65504 on. fp32 and the usual clamp at 20 keep the KL finite,
-                 but then std = e^10 = 22026, and the 0.3 % of draws beyond 2.97 deviations are inf when the decoder
-                 reads them in fp16. So: fp32, clamped at 10, where std is 148.
-    e^v - 1 - v  the KL near the prior is a cancellation: e^v alone is off by up to 2^-8 in bf16, more than all of the
-                 KL wherever |v| < 0.06. So: fp32, by expm1.
-    top-k        turns a rounding into another set of patches: bf16 ties energies that differ by 0.4 %, and an
-                 evaluation in bf16 would reconstruct other patches than one in fp32. So: chosen in fp32.
-    positions    from the integer coordinates, in fp32, at every call: no table that a level could round.
-    half_torso   is the published configuration, TRELLIS's convert_to_fp16: both torsos' weights are fp16, input and
-                 output layers fp32. torch.optim.AdamW(eps=1e-8) on them is 0/0 in step one (microsoft/TRELLIS issue
-                 162): they need fp32 masters, and a loss scale (TRELLIS: 2^20), since half gradients below 3e-8 are 0.
-                 O2 with --keep-fp32 '*.input_layer' '*.out_layer' stores the same weights and brings both.
+    exp(logvar)  It is inf in fp16 above logvar = 11.09 = ln 65504. fp32 and the usual clamp at 20 keep the KL finite,
+                 but then std = e^10 = 22026. The 0.3 % of draws beyond 2.97 deviations are inf when the decoder reads
+                 them in fp16. Here: fp32, clamped at 10, where std is 148.
+    e^v - 1 - v  The KL near the prior is a cancellation. In bf16, e^v is wrong by up to 2^-8: more than the whole KL
+                 for |v| < 0.06. Here: fp32, by expm1.
+    top-k        A rounding selects other patches. bf16 makes energies equal that differ by 0.4 %, so an evaluation in
+                 bf16 would reconstruct other patches than one in fp32. Here: chosen in fp32.
+    positions    They are computed in fp32 from integer coordinates at every call. No level can round a table of them.
+    half_torso   This is the published configuration, TRELLIS's convert_to_fp16: the weights of both torsos are fp16,
+                 input and output layers are fp32. torch.optim.AdamW(eps=1e-8) computes 0/0 on them in step one
+                 (microsoft/TRELLIS issue 162). They need fp32 masters and a loss scale (TRELLIS: 2^20), since half
+                 gradients below 3e-8 are 0. O2 with --keep-fp32 '*.input_layer' '*.out_layer' does all of this.
 
 The residual stream has the dtype of the torso's weights: fp32 under autocast, half at O2, O3 and in a half torso.
+
+Differences from TRELLIS: images for voxels, so 2 coordinates for 3 and patches for DINOv2 features; a background, which
+the decoder reads; full attention for shifted windows of 8; the loss is a mean square error of patches, not L1, SSIM and
+LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is clamped; the last layers of encoder and decoder do not start at
+0; one decoder, of patches, not of Gaussians, radiance fields or meshes.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -40,48 +45,54 @@ from torch import Tensor, nn
 PRESETS = {
     "slat_vae-test": dict(grid=4, dim=32, depth=1, heads=2, latent=4),  # 44 thousand parameters at 32 pixels
     "slat_vae": dict(grid=8, dim=128, depth=2, heads=4, latent=8),  # 0.8 million
+    # The same with fp16 torsos. The default precision refuses it: --precision O2 has the masters that it needs.
+    "slat_vae-half": dict(grid=8, dim=128, depth=2, heads=4, latent=8, half_torso=True),
     "slat_vae-b": dict(patch_size=4, dim=768, depth=12, heads=12, latent=8),  # TRELLIS: 12 blocks, 768 wide, 8 channels
 }
 
 ACTIVE = 0.5  # share of the patches
-KL_WEIGHT = 1e-5  # of nats a token, beside a mean square error: keeps latents from drifting off; more blurs the picture
-LOGVAR = (-20.0, 10.0)  # std 4.5e-5 to 148: z stays far below 65504, see above. Beyond them logvar has no gradient
+KL_WEIGHT = 1e-5  # of the KL in nats a token, beside a mean square error: bounds the latents; more blurs the picture
+LOGVAR = (-20.0, 10.0)  # std 4.5e-5 to 148: z stays far below 65504. Outside this range logvar has no gradient
 
 
 def take(images: Tensor, coords: Tensor, patch_size: int) -> Tensor:
     """The patches of images (B, C, H, W) at coords (B, K, 2), int64 (row, column): (B, K, C * patch_size**2)."""
     patches = F.pixel_unshuffle(images, patch_size)  # B, P, H / patch_size, W / patch_size
     index = coords[..., :1] * patches.shape[3] + coords[..., 1:]
-    return patches.flatten(2).transpose(1, 2).gather(1, index.expand(-1, -1, patches.shape[1]))
+    return patches.flatten(2).transpose(1, 2).gather(1, index.expand(-1, -1, patches.shape[1]))  # B, K, P
 
 
 def put(images: Tensor, coords: Tensor, values: Tensor, patch_size: int) -> Tensor:
     """The inverse of take: a copy of images (B, C, H, W) whose patches at coords are values (B, K, P)."""
-    patches = F.pixel_unshuffle(images, patch_size)
+    patches = F.pixel_unshuffle(images, patch_size)  # B, P, H / patch_size, W / patch_size
     index = coords[..., :1] * patches.shape[3] + coords[..., 1:]
-    flat = patches.flatten(2).transpose(1, 2).scatter(1, index.expand_as(values), values)
-    return F.pixel_shuffle(flat.transpose(1, 2).reshape(patches.shape), patch_size)
+    flat = patches.flatten(2).transpose(1, 2).scatter(1, index.expand_as(values), values)  # B, patches, P
+    return F.pixel_shuffle(flat.transpose(1, 2).reshape(patches.shape), patch_size)  # B, C, H, W
 
 
 def positions(coords: Tensor, dim: int) -> Tensor:
-    """Sines and cosines of integer coords (..., 2), a quarter of dim each for row and column: fp32 (..., dim)."""
+    """Integer coords (..., 2) -> fp32 (..., dim): sines and cosines of row and column, a quarter of dim each."""
     k = torch.arange(dim // 4, device=coords.device, dtype=torch.float32)
     angles = coords.float()[..., None] * torch.exp(-math.log(1e4) * k / (dim // 4))  # ..., 2, dim / 4
     return torch.cat([angles.sin(), angles.cos()], -1).flatten(-2)
 
 
 class LayerNorm32(nn.Module):
-    """LayerNorm without parameters: statistics in fp32, whatever comes in, and the input's dtype comes out."""
+    """LayerNorm without parameters. The statistics are fp32; the result has the input's dtype."""
+
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return F.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over a set (B, K, dim): it knows no order, only what the tokens say of their place.
+    """Multi-head self-attention over a set (B, K, dim). The order of the tokens has no effect.
 
-    Written out, for so few tokens: on 2 CPU cores the whole model trains 1.7 times as fast as with
-    scaled_dot_product_attention, whose backward took a third of the step.
+    It is written out because the tokens are few. With scaled_dot_product_attention, whose backward took a third of the
+    step, the whole model trained 1.7 times as slowly on 2 CPU cores.
     """
 
     def __init__(self, dim: int, heads: int):
@@ -91,14 +102,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, K, D = x.shape
-        q, k, v = self.to_qkv(x).view(B, K, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        logits = (q * (D // self.heads) ** -0.5) @ k.transpose(-2, -1)  # scaled first: 8 times further from 65504
-        x = torch.softmax(logits.float(), -1).to(v.dtype) @ v
+        q, k, v = self.to_qkv(x).view(B, K, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # B, heads, K, ...
+        logits = (q * (D // self.heads) ** -0.5) @ k.transpose(-2, -1)  # B, heads, K, K; scaled first: far from 65504
+        x = torch.softmax(logits.float(), -1).to(v.dtype) @ v  # B, heads, K, D / heads
         return self.to_out(x.transpose(1, 2).reshape(B, K, D))
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. A branch returns to the stream's dtype: under autocast the stream stays fp32."""
+    """Pre-norm transformer block. Each branch is cast to the stream's dtype: under autocast the stream stays fp32."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -112,37 +123,37 @@ class Block(nn.Module):
 
 
 class SparseTransformer(nn.Module):
-    """Tokens (B, K, dim_in) at coords (B, K, 2) to (B, K, dim_out); permuting the tokens permutes the output.
+    """Tokens (B, K, dim_in) at coords (B, K, 2) -> (B, K, dim_out). Permuted tokens give the permuted output.
 
-    Its torso, `blocks`, is what half_torso makes fp16; input_layer and out_layer are not part of it.
+    `blocks` is the torso, which half_torso makes fp16. input_layer and out_layer are not part of the torso.
     """
 
     def __init__(self, dim_in: int, dim: int, dim_out: int, depth: int, heads: int):
         super().__init__()
         self.input_layer = nn.Linear(dim_in, dim)
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
-        self.norm = LayerNorm32()
+        self.norm = LayerNorm32(1e-5)  # the published eps of the last norm
         self.out_layer = nn.Linear(dim, dim_out)
 
     def forward(self, tokens: Tensor, coords: Tensor) -> Tensor:
-        x = self.input_layer(tokens)
+        x = self.input_layer(tokens)  # B, K, dim
         x = x.float() + positions(coords, x.shape[-1])
-        x = self.blocks(x.to(next(self.blocks.parameters()).dtype))  # asked at each call: fp32_eval lends fp32 weights
-        return self.out_layer(self.norm(x.float()))  # the norm in fp32 with an fp32 result, before out_layer casts it
+        x = self.blocks(x.to(next(self.blocks.parameters()).dtype))  # read at each call: fp32_eval lends fp32 weights
+        return self.out_layer(self.norm(x.float()))  # B, K, dim_out; the norm and its result are fp32
 
 
 class KLLatent(nn.Module):
-    """Moments (B, K, 2 * latent), any float dtype, to a latent (B, K, latent) and its KL to N(0, 1), both fp32.
+    """Moments (B, K, 2 * latent), any float dtype -> a latent (B, K, latent) and its KL to N(0, 1) (B, K), both fp32.
 
-    The KL is in nats a token (B, K): 1/2 sum(mean^2 + e^logvar - 1 - logvar), equation 10 of arXiv 1312.6114. In
-    training the latent is drawn from torch's global generator; in evaluation it is the mean.
+    The KL is in nats a token: 1/2 sum(mean^2 + e^logvar - 1 - logvar), equation 10 of arXiv 1312.6114. In training
+    the latent is drawn from torch's global generator. In evaluation it is the mean.
     """
 
     def forward(self, moments: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(moments.device.type, enabled=False):
-            mean, logvar = moments.float().chunk(2, -1)
+            mean, logvar = moments.float().chunk(2, -1)  # each B, K, latent
             logvar = logvar.clamp(*LOGVAR)
-            kl = (mean.square() + torch.expm1(logvar) - logvar).sum(-1) / 2
+            kl = (mean.square() + torch.expm1(logvar) - logvar).sum(-1) / 2  # B, K
             z = mean + torch.randn_like(mean) * (logvar / 2).exp() if self.training else mean
         return z, kl
 
@@ -151,11 +162,11 @@ class SLatVAE(nn.Module):
     """Autoencoder of images (B, 3, image_size, image_size), fp32 and normalised. Labels are not used.
 
     Args:
-        num_classes: not used; every model of this folder is built with it.
+        num_classes: not used. Every model of this folder takes it.
         patch_size: side of a patch in pixels.
-        dim, depth, heads: width, number of blocks and attention heads of the encoder, and of the decoder.
-        latent: numbers an active patch is squeezed into.
-        half_torso: store both torsos' parameters in fp16. Needs an optimizer with fp32 masters.
+        dim, depth, heads: width, number of blocks and attention heads of the encoder and of the decoder.
+        latent: numbers in the latent of an active patch.
+        half_torso: store both torsos' parameters in fp16. The optimizer then needs fp32 masters.
     Raises:
         ValueError: sizes that do not divide; in the forward, images of another size.
     """
@@ -191,7 +202,7 @@ class SLatVAE(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        # The first picture is nearly the background. At TRELLIS's 0 the torso's first gradient would be exactly 0 too.
+        # The first picture is nearly the background. With TRELLIS's 0 the torso's first gradient would be exactly 0.
         self.decoder.out_layer.weight.data.mul_(0.1)
         if half_torso:
             self.encoder.blocks.half()
@@ -199,51 +210,51 @@ class SLatVAE(nn.Module):
 
     @torch.no_grad()
     def structure(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the active patches are, int64 (B, K, 2) (row, column), and the background, fp32 and shaped like images.
+        """The active patches' (row, column), int64 (B, K, 2), and the background, fp32 and shaped like images.
 
-        Active are the patches with the most energy left when the background is taken off. All in fp32.
+        The active patches are those with the most energy in image - background. Everything here is fp32.
         """
         size = images.shape[2:]
         if size != (self.image_size, self.image_size):
             raise ValueError(f"images of {tuple(size)}, but this network was built for image_size={self.image_size}")
         with torch.autocast(images.device.type, enabled=False):
             images = images.float()
-            background = F.interpolate(F.avg_pool2d(images, self.patch_size), size=size, mode="bilinear")
+            background = F.interpolate(F.avg_pool2d(images, self.patch_size), size=size, mode="bilinear")  # as images
             energy = F.avg_pool2d((images - background).square().sum(1), self.patch_size)  # B, rows, columns
-            index = energy.flatten(1).topk(self.active).indices
+            index = energy.flatten(1).topk(self.active).indices  # B, K
         return torch.stack([index // energy.shape[2], index % energy.shape[2]], -1), background
 
     def code(self, images: Tensor, coords: Tensor, background: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Active patches through the latent and back. fp32: their detail and its copy (B, K, P), and the KL (B, K)."""
+        """Encode and decode the active patches. fp32: their detail and its copy (B, K, P), and the KL (B, K)."""
         detail = take(images.float() - background, coords, self.patch_size)
-        z, kl = self.latent(self.encoder(detail, coords))
-        known = take(background, coords, self.patch_size)
+        z, kl = self.latent(self.encoder(detail, coords))  # B, K, latent; B, K
+        known = take(background, coords, self.patch_size)  # B, K, P
         return detail, self.decoder(torch.cat([z, known], -1), coords).float(), kl
 
     def assemble(self, background: Tensor, coords: Tensor, detail: Tensor) -> Tensor:
-        """The picture, fp32: background everywhere, plus detail (B, K, P) at coords (B, K, 2)."""
+        """The picture, fp32 (B, C, H, W): the background, plus detail (B, K, P) at coords (B, K, 2)."""
         return put(background, coords, take(background, coords, self.patch_size) + detail, self.patch_size)
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images to the mean loss (fp32 scalar) and metrics of shape (B,). labels are not used.
 
-        loss: mean square error of the active patches + KL_WEIGHT * kl. mse: of the whole picture, background included.
-        kl: nats an active patch. Errors are in units of the normalised images.
+        loss: mean square error of the active patches + KL_WEIGHT * kl. mse: that of the whole picture. kl: nats an
+        active patch. Errors are in units of the normalised images.
         """
         coords, background = self.structure(images)
         detail, decoded, kl = self.code(images, coords, background)
         with torch.autocast(images.device.type, enabled=False):
-            kl = kl.mean(1)
-            losses = (decoded - detail).square().mean((1, 2)) + KL_WEIGHT * kl
+            kl = kl.mean(1)  # B
+            losses = (decoded - detail).square().mean((1, 2)) + KL_WEIGHT * kl  # B
             picture = self.assemble(background, coords, decoded.detach())
             mse = (picture - images.float()).square().mean((1, 2, 3))
         return losses.mean(), {"loss": losses.detach(), "mse": mse, "kl": kl.detach()}
 
     @torch.no_grad()
     def show(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Originals and reconstructions: eight of the one, then the same eight of the other, (2 B, 3, H, W) fp32."""
+        """fp32 (2 B, 3, H, W): eight originals, then the reconstructions of these eight, and so on."""
         training = self.training
-        self.eval()  # the latent's mean
+        self.eval()  # the latent is its mean
         coords, background = self.structure(images)
         pictures = self.assemble(background, coords, self.code(images, coords, background)[1])
         self.train(training)

@@ -1,25 +1,27 @@
 """
-Swin: attention in shifted windows, version 1 whose logits overflow fp16 and version 2 whose logits cannot.
+Swin: attention in shifted windows. The logits of version 1 overflow fp16; the logits of version 2 cannot.
 
-Version 1 (Liu et al., arXiv 2103.14030) takes softmax(q . k / sqrt(d) + bias). Nothing bounds q . k, and training makes
-it grow: twice the weights, four times the logit. Swin-L in fp16 (microsoft/Swin-Transformer, issue 82) was well until
-epoch 1, iteration 880, and NaN ever after. The mechanism that fits: past 65504 a logit is inf, softmax makes
-inf - inf = NaN, the loss scaler skips the step, and the weights stay as they are. A lower loss scale cannot help, since
-the inf is born in the forward. Here the logits are an fp32 island, from q @ k^T to the softmax. `fp32_logits=False`
-takes the product in half precision, as published, to see it fail.
+Version 1 (Liu et al., arXiv 2103.14030) computes softmax(q . k / sqrt(d) + bias). Nothing bounds q . k: when the
+weights double, the logit grows four times. Swin-L in fp16 (microsoft/Swin-Transformer, issue 82) trained until epoch 1,
+iteration 880, and was NaN from there on. This explanation fits: a logit above 65504 is inf, softmax makes
+inf - inf = NaN, the loss scaler skips the step, and the weights do not change. A lower loss scale cannot help, because
+the forward makes the inf. Here the logits are an fp32 island, from q @ k^T to the softmax. `fp32_logits=False` computes
+the product in half precision, as published, to show the failure.
 
-Version 2 (arXiv 2111.09883) is the authors' own answer, in two parts:
+Version 2 (arXiv 2111.09883) is the authors' own answer. It has two parts:
 
-    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), with scale <= 100: |logit| <= 116. The cosine needs fp32
-                       itself: one q of 256 has a square of 65536, and normalize's eps of 1e-12 is 0 in fp16, where a
-                       row of zeros would be 0 / 0.
-    res-post-norm      x + norm(branch(x)), and the norm's scale starts at 0. In version 1, x + branch(norm(x)), the
-                       stream x gathers amplitude from block to block.
+    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), with scale <= 100: |logit| <= 116. The cosine itself
+                       needs fp32. One q of 256 has a square of 65536, above fp16's range; and normalize's eps of 1e-12
+                       is 0 in fp16, so that a row of zeros gives 0 / 0.
+    res-post-norm      x + norm(branch(x)), where the norm's scale starts at 0. In version 1, x + branch(norm(x)), the
+                       amplitude of the stream x grows from block to block.
 
-Both versions depart from the papers in three places. Regions that the shift brought together are hidden from each other
-by -inf, not by -100, which hides nothing once logits reach 100; every token sees itself, so it makes no NaN. k has no
-bias (version 2 has none; in version 1 softmax ignores it). The residual stream is fp32: in bf16 a branch below 2^-9 of
-it would be lost.
+Both versions differ from the papers in three places. The shift brings distant regions of the image together; here they
+are hidden from each other by -inf, not by -100, because -100 hides nothing once logits reach 100. This makes no NaN:
+every token sees itself. k has no bias: version 2 has none, and in version 1 softmax ignores it. The residual stream is
+fp32: in bf16 a branch below 2^-9 of the stream would be lost. Other differences from microsoft/Swin-Transformer: a grid
+smaller than its window is refused; there the window shrinks. Nothing is rescaled from a pretrained window. There is no
+dropout and no absolute position. Small presets begin with Xavier's init, the published sizes with the published one.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -33,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TINY = dict(dim=96, depths=(2, 2, 6, 2), heads=(3, 6, 12, 24), patch_size=4)
+TINY = dict(dim=96, depths=(2, 2, 6, 2), heads=(3, 6, 12, 24), patch_size=4, init_std=0.02)
 SMALL = dict(dim=96, depths=(2, 2), heads=(3, 6), grid=8, window=4)
 TEST = dict(dim=16, depths=(2, 2), heads=(1, 2), grid=8, window=4)
 PRESETS = {
@@ -49,7 +51,7 @@ PRESETS = {
 class PatchEmbed(nn.Module):
     """(B, 3, H, W) -> (B, H / patch_size, W / patch_size, dim).
 
-    A convolution whose stride is its kernel, written as the matmul that it is: CPUs only emulate fp16 convolutions.
+    A convolution whose stride equals its kernel is a matmul. It is written as one: CPUs only emulate fp16 convolutions.
     """
 
     def __init__(self, patch_size: int, dim: int):
@@ -60,30 +62,30 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         p = self.patch_size
         x = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # B, 3, H/p, p, W/p, p
-        return self.norm(self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3)).float())
+        return self.norm(self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3)).float())  # B, H/p, W/p, dim
 
 
 class PatchMerging(nn.Module):
-    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): four neighbours side by side, then one matmul."""
+    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): concatenates four neighbours, then one matmul."""
 
     def __init__(self, dim: int, version: int):
         super().__init__()
         self.version = version
-        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)  # before the matmul in 1, after it in 2
+        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)  # version 1: before the matmul; 2: after it
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # B, H/2, 2, W/2, 2, D
-        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # the published order of the four: down first, then right
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # B, H/2, W/2, 4 D; the published order: down first, then right
         if self.version == 1:
             return self.reduction(self.norm(x)).float()
         return self.norm(self.reduction(x).float())
 
 
 def offsets(window: int) -> Tensor:
-    """Which of the (2 window - 1) ** 2 relative positions each pair of a window's N tokens has: int64 (N, N)."""
-    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)
-    dy, dx = y[:, None] - y + window - 1, x[:, None] - x + window - 1  # 0 ... 2 window - 2
+    """For each pair of the N tokens of a window, which of the (2 window - 1)^2 relative positions: int64 (N, N)."""
+    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)  # each N
+    dy, dx = y[:, None] - y + window - 1, x[:, None] - x + window - 1  # each N, N: 0 ... 2 window - 2
     return dy * (2 * window - 1) + dx
 
 
@@ -100,7 +102,7 @@ class RelativeBias(nn.Module):
         return {"table"}
 
     def forward(self) -> Tensor:
-        return self.table.float()[self.offsets].permute(2, 0, 1)
+        return self.table.float()[self.offsets].permute(2, 0, 1)  # N, N, heads -> heads, N, N
 
 
 class ContinuousBias(nn.Module):
@@ -109,8 +111,8 @@ class ContinuousBias(nn.Module):
     def __init__(self, window: int, heads: int):
         super().__init__()
         t = torch.arange(1 - window, window) / (window - 1)
-        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3  # -1 ... 1; in log scale a wider window is less of a leap
-        self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)  # (2 window - 1) ** 2, 2
+        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3  # -1 ... 1; on a log scale a wider window is a smaller change
+        self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)  # (2 window - 1)^2, 2
         self.register_buffer("offsets", offsets(window), persistent=False)
         self.mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, heads, bias=False))
 
@@ -118,11 +120,11 @@ class ContinuousBias(nn.Module):
         return {"mlp.0.weight", "mlp.2.weight"}  # as published
 
     def forward(self) -> Tensor:
-        return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)
+        return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)  # heads, N, N
 
 
 class WindowAttention(nn.Module):
-    """(windows, N, D) to the same, a token looking at the N of its window: dot products in version 1, cosines in 2."""
+    """(windows, N, D) -> the same. A token attends to its window: by dot products in version 1, by cosines in 2."""
 
     def __init__(self, dim: int, heads: int, window: int, version: int, fp32_logits: bool):
         super().__init__()
@@ -130,15 +132,15 @@ class WindowAttention(nn.Module):
         self.qv, self.k, self.proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim)
         self.bias = (RelativeBias if version == 1 else ContinuousBias)(window, heads)
         if version == 2:
-            self.logit_scale = nn.Parameter(torch.full((heads,), math.log(10.0)))  # one dimension: never decayed
+            self.logit_scale = nn.Parameter(torch.full((heads,), math.log(10.0)))  # 1-d, so weight decay skips it
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (windows, heads, N, D / heads)."""
-        (q, v), k = self.qv(x).chunk(2, -1), self.k(x)
+        (q, v), k = self.qv(x).chunk(2, -1), self.k(x)  # each windows, N, D
         return tuple(t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """(windows, heads, N, N) without bias, fp32 unless fp32_logits is False. Call it with autocast off."""
+        """(windows, heads, N, N) without the bias; fp32 unless fp32_logits is False. Call this with autocast off."""
         if self.version == 2:
             cosine = F.normalize(q.float(), dim=-1) @ F.normalize(k.float(), dim=-1).transpose(2, 3)
             return cosine * self.logit_scale.float().clamp(max=math.log(100.0)).exp()[:, None, None]
@@ -147,21 +149,21 @@ class WindowAttention(nn.Module):
         return (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """hidden: bool (windows of an image, 1, N, N), True where two tokens must not meet."""
+        """hidden: bool (windows of an image, 1, N, N), True where two tokens must not see each other."""
         q, k, v = self.project(x)
-        with torch.autocast(x.device.type, enabled=False):  # or it would cast q and k back to half for the product
-            bias = self.bias()[None]
+        with torch.autocast(x.device.type, enabled=False):  # autocast would cast q and k back to half for the product
+            bias = self.bias()[None]  # 1, heads, N, N
             if hidden is not None:
                 bias = bias.masked_fill(hidden, -math.inf)  # windows of an image, heads, N, N
-            logits = self.logits(q, k).float().unflatten(0, (-1, len(bias))) + bias
-            weights = logits.softmax(-1).flatten(0, 1).to(v.dtype)
-        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+            logits = self.logits(q, k).float().unflatten(0, (-1, len(bias))) + bias  # B, windows, heads, N, N
+            weights = logits.softmax(-1).flatten(0, 1).to(v.dtype)  # B * windows, heads, N, N
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))  # B * windows, N, D
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): in training, a sample's branch is left out with probability p."""
+    """Stochastic depth (arXiv 1603.09382): in training, each sample's branch is dropped with probability p."""
 
-    def __init__(self, p: float):
+    def __init__(self, p: float = 0.0):
         super().__init__()
         self.p = p
 
@@ -173,39 +175,37 @@ class DropPath(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """fp32 (B, grid, grid, D) to the same: attention in windows, rolled by `shift`, then an MLP."""
+    """fp32 (B, grid, grid, D) -> the same: attention in windows that are rolled by `shift`, then an MLP."""
 
-    def __init__(
-        self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool, drop: float
-    ):
+    def __init__(self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool):
         super().__init__()
         self.window, self.shift, self.version = window, shift, version
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        if version == 2:  # res-post-norm: every branch begins as nothing
+        if version == 2:  # res-post-norm: every branch adds 0 at first
             nn.init.zeros_(self.norm1.weight)
             nn.init.zeros_(self.norm2.weight)
         self.attn = WindowAttention(dim, heads, window, version, fp32_logits)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
-        self.drop = DropPath(drop)
+        self.drop = DropPath()
         hidden = None
-        if shift:  # rolled, the last windows hold both ends of the image: regions that must not meet
-            end = (torch.arange(grid) >= grid - shift).long()
+        if shift:  # the rolled last windows hold both ends of the image, whose tokens must not see each other
+            end = (torch.arange(grid) >= grid - shift).long()  # grid: 1 in the rolled part
             region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)  # windows, N: 0 ... 3
-            hidden = (region[:, :, None] != region[:, None])[:, None]
+            hidden = (region[:, :, None] != region[:, None])[:, None]  # windows, 1, N, N
         self.register_buffer("hidden", hidden, persistent=False)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, grid, grid, D) -> (B * windows, N, D)."""
         x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))  # B, rows, window, columns, window, D
-        return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
+        return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)  # B * rows * columns, N, D
 
     def join(self, x: Tensor, grid: int) -> Tensor:
-        """The inverse of split."""
+        """The inverse of split: (B * windows, N, D) -> (B, grid, grid, D)."""
         w, n = self.window, grid // self.window
         return x.view(-1, n, n, w, w, x.shape[-1]).transpose(2, 3).reshape(-1, grid, grid, x.shape[-1])
 
     def mix(self, x: Tensor) -> Tensor:
-        """Attention in the shifted windows, fp32 out."""
+        """Attention in the shifted windows: (B, grid, grid, D) -> fp32, the same shape."""
         grid, shift = x.shape[1], self.shift
         if shift:
             x = x.roll((-shift, -shift), (1, 2))
@@ -227,14 +227,15 @@ class Swin(nn.Module):
 
     Args:
         image_size, patch_size: pixels a side.
-        dim: channels of the first stage; each further stage has twice as many on half the grid.
+        dim: channels of the first stage. Each further stage has twice the channels on half the grid.
         depths, heads: blocks and attention heads of each stage.
-        window: tokens a side of a window; every second block of a stage is shifted by half of it.
+        window: tokens a side of a window. Every second block of a stage is shifted by half a window.
         version: 1 or 2.
         fp32_logits: False computes version 1's logits in the dtype of q and k, as published.
-        drop_path: stochastic depth of the last block, rising linearly from 0.
+        drop_path: probability that the last block's branches are dropped; it rises linearly from 0 in the first.
+        init_std: weights begin as a normal distribution of this deviation, cut at 2, as published; None: as Xavier's.
     Raises:
-        ValueError: half logits in version 2, sizes that do not divide; in the forward, images of another size.
+        ValueError: half logits in version 2; sizes that do not divide; in the forward, images of another size.
     """
 
     def __init__(
@@ -250,6 +251,7 @@ class Swin(nn.Module):
         version: int = 1,
         fp32_logits: bool = True,
         drop_path: float = 0.0,
+        init_std: float | None = None,
     ):
         super().__init__()
         if version not in (1, 2):
@@ -276,19 +278,29 @@ class Swin(nn.Module):
             blocks = nn.Sequential()
             for i in range(depth):
                 shift = window // 2 if i % 2 and grid > window else 0  # a single window has nothing to shift
-                drop = drop_path * (sum(depths[:stage]) + i) / max(1, sum(depths) - 1)
-                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits, drop))
+                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits))
             self.stages.append(nn.Sequential(OrderedDict(merge=merge, blocks=blocks)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and ".bias." not in name:  # the continuous bias keeps torch's start
-                nn.init.xavier_uniform_(module.weight)
+            # The published init leaves out the patches' convolution; ours leaves out the continuous bias.
+            if isinstance(module, nn.Linear) and not (name == "embed.proj" if init_std else ".bias." in name):
+                if init_std:
+                    nn.init.trunc_normal_(module.weight, std=init_std)
+                else:
+                    nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
+        self.set_drop_path(drop_path)
+
+    def set_drop_path(self, p: float) -> None:
+        """Drop the last block's branches with probability p in training, those of earlier blocks linearly less."""
+        drops = [module for module in self.modules() if isinstance(module, DropPath)]
+        for i, drop in enumerate(drops):
+            drop.p = p * i / max(1, len(drops) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[2:] != (self.image_size, self.image_size):  # another size would run, with the wrong mask
+        if images.shape[2:] != (self.image_size, self.image_size):  # another size would run with the wrong mask
             raise ValueError(f"images of {tuple(images.shape[2:])}, but this network was built for {self.image_size}")
-        x = self.stages(self.embed(images).float())
-        return self.head(self.norm(x).mean((1, 2)))
+        x = self.stages(self.embed(images).float())  # B, last grid, last grid, last dim
+        return self.head(self.norm(x).mean((1, 2)))  # B, num_classes

@@ -1,24 +1,25 @@
 """
-ViT: the plain pre-norm vision transformer, where attention logits are what grows.
+ViT: the plain pre-norm vision transformer. Its attention logits grow during training.
 
-A logit is the product of two learnt projections, q . k / sqrt(d), and nothing bounds it: twice the weights, four times
-the logit. Layer norm bounds what goes into the projections, not what comes out. Three things follow:
+A logit is the product of two learnt projections, q . k / sqrt(d), and nothing bounds it. When the weights double, the
+logit grows four times. Layer norm bounds the input of the projections, not their output. This has three consequences:
 
-    fp16     a hand-written q @ k^T is inf beyond 65504, and softmax makes inf - inf = NaN. scaled_dot_product_attention
-             keeps its logits in fp32, in registers, so there is no inf to see; what follows is still true of it.
-    bf16     q and k carry 8 bits. Where logits reach 1400 they are wrong by up to 6, and softmax turns an error of 6
-             into a factor of 400: attention looks at the wrong token, finite and without a warning.
-    any      where one logit leads by 20, softmax is one-hot and its gradient 2e-9: there is no way back. At 8 billion
-             parameters this made the loss diverge (ViT-22B, arXiv 2302.05442).
+    fp16     A hand-written q @ k^T is inf beyond 65504, and softmax makes inf - inf = NaN.
+             scaled_dot_product_attention keeps its logits in fp32 registers, so it makes no inf. The next two remain.
+    bf16     q and k have 8 significant bits. Logits of 1400 are wrong by up to 6, and softmax turns an error of 6 into
+             a factor of 400. Attention then looks at the wrong token, without an inf, a NaN or a warning.
+    any      When one logit leads by 20, softmax is one-hot and its gradient is 2e-9. The weights no longer learn. With
+             8 billion parameters the loss diverged for this reason (ViT-22B, arXiv 2302.05442).
 
-`qk_norm=True` is ViT-22B's cure: a layer norm over each head's q and k. Then |q| = |k| = sqrt(d) before the norm's
-learnt scale, so |logit| <= sqrt(d) whatever the projections do: 8 for heads of 64.
+`qk_norm=True` is ViT-22B's cure: a layer norm over the q and the k of each head. Then |q| = |k| = sqrt(d) before the
+norm's learnt scale, so |logit| <= sqrt(d) for any projection: 8 for heads of 64.
 
-The other fp32 place is the residual stream. Branches are added to it 2 * depth times; in bf16, a branch below 2^-9 of
-the stream is not added at all, and in fp16 the few giant channels that ViTs grow have 65504 as their ceiling.
+The residual stream is fp32 too. Branches are added to the stream 2 * depth times. In bf16, a branch below 2^-9 of the
+stream is not added at all. In fp16, the few very large channels that ViTs grow would end at 65504.
 
-What is plain here (Beyer et al., arXiv 2205.01580): no class token but the mean over tokens, positions that begin as
-sines and cosines, one linear head. Matmuls run in whatever dtype autocast or the parameters say.
+This is the plain ViT of Beyer et al. (arXiv 2205.01580): the mean over tokens instead of a class token, positions that
+begin as sines and cosines, one linear head. Differences from big_vision's: the positions learn on, the head does not
+start at 0, and there is no RandAugment or mixup. Matmuls run in the dtype of autocast or of the parameters.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -39,7 +40,7 @@ PRESETS = {
 class PatchEmbed(nn.Module):
     """(B, 3, H, W) -> (B, H / patch_size, W / patch_size, dim).
 
-    A convolution whose stride is its kernel, written as the matmul that it is: CPUs only emulate fp16 convolutions.
+    A convolution whose stride equals its kernel is a matmul. It is written as one: CPUs only emulate fp16 convolutions.
     """
 
     def __init__(self, patch_size: int, dim: int):
@@ -50,26 +51,26 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         p = self.patch_size
         x = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # B, 3, H/p, p, W/p, p
-        return self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3))
+        return self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3))  # B, H/p, W/p, 3 p^2 -> B, H/p, W/p, dim
 
 
 class HeadNorm(nn.Module):
-    """Layer norm without bias over the last dimension, of any float dtype; computed in fp32, returned as it came."""
+    """Layer norm without bias over the last dimension. Computed in fp32; the result has the input's dtype."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        # .float(): a q of 300 has squares beyond 65504, and CPU autocast would leave the norm in half precision
+        # .float(): a q of 300 has a square above 65504, and CPU autocast would leave the norm in half precision.
         return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), eps=1e-6).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """(B, N, D) -> (B, N, D), each token looking at all.
+    """(B, N, D) -> (B, N, D). Every token attends to all tokens.
 
     Args:
-        qk_norm: normalise q and k in each head, so that no logit exceeds sqrt(D / heads) times the norms' scales.
+        qk_norm: normalise q and k in each head. No logit then exceeds sqrt(D / heads) times the norms' scales.
     """
 
     def __init__(self, dim: int, heads: int, qk_norm: bool):
@@ -80,18 +81,18 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(dim // heads) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (B, heads, N, D / heads), q and k normalised if that was asked for."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        """q, k and v, each (B, heads, N, D / heads). q and k are normalised if qk_norm is True."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B, heads, N, D / heads
         return self.q_norm(q), self.k_norm(k), v
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)
-        if x.is_cpu:  # fp32 there: the half-precision backward takes three times as long (57 ms, not 19, a layer)
+        if x.is_cpu:  # in fp32: the backward in half precision takes 57 ms a layer on a CPU, in fp32 19 ms
             with torch.autocast("cpu", enabled=False):
                 x = F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(v.dtype)
         else:
             x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        return self.proj(x.transpose(1, 2).flatten(2))  # B, heads, N, D / heads -> B, N, D
 
 
 class Block(nn.Module):
@@ -109,12 +110,12 @@ class Block(nn.Module):
 
 
 def sincos(grid: int, dim: int) -> Tensor:
-    """fp32 (grid * grid, dim): a quarter of the channels each for sin y, cos y, sin x, cos x (arXiv 2104.02057)."""
+    """fp32 (grid * grid, dim): sin y, cos y, sin x and cos x have a quarter of the channels each (arXiv 2104.02057)."""
     frequency = 10_000.0 ** -torch.linspace(0, 1, dim // 4)
-    angle = torch.arange(grid)[:, None] * frequency
+    angle = torch.arange(grid)[:, None] * frequency  # grid, dim / 4
     waves = torch.cat([angle.sin(), angle.cos()], 1)  # grid, dim / 2
-    y, x = waves[:, None].expand(-1, grid, -1), waves[None].expand(grid, -1, -1)
-    return torch.cat([y, x], 2).flatten(0, 1)
+    y, x = waves[:, None].expand(-1, grid, -1), waves[None].expand(grid, -1, -1)  # each grid, grid, dim / 2
+    return torch.cat([y, x], 2).flatten(0, 1)  # grid^2, dim
 
 
 class ViT(nn.Module):
@@ -122,12 +123,12 @@ class ViT(nn.Module):
 
     Args:
         num_classes: width of the head.
-        image_size, patch_size: pixels a side; the first is a multiple of the second.
+        image_size, patch_size: pixels a side. image_size is a multiple of patch_size.
         dim: width of a token, a multiple of `heads` and of 4.
         depth: number of blocks.
-        qk_norm: ViT-22B's normalised queries and keys; without it the attention logits are unbounded.
+        qk_norm: ViT-22B's normalised queries and keys. Without it the attention logits have no bound.
     Raises:
-        ValueError: one of the sizes does not divide the other; in the forward, images of another size.
+        ValueError: sizes that do not divide; in the forward, images of another size.
     """
 
     def __init__(
@@ -161,13 +162,13 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
 
     def no_weight_decay(self) -> set[str]:
-        """Decay would pull every position towards the same one."""
+        """Weight decay would make all positions alike."""
         return {"pos"}
 
     def forward(self, images: Tensor) -> Tensor:
         if images.shape[2:] != (self.image_size, self.image_size):
             raise ValueError(f"images of {tuple(images.shape[2:])}, but this network was built for {self.image_size}")
-        x = self.embed(images).flatten(1, 2).float() + self.pos.float()  # the residual stream, fp32 from here on
+        x = self.embed(images).flatten(1, 2).float() + self.pos.float()  # B, N, dim: the residual stream, in fp32
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x).mean(1))
+        return self.head(self.norm(x).mean(1))  # B, dim -> B, num_classes

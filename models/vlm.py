@@ -1,34 +1,38 @@
 """
-VLM: nanoVLM in miniature. It looks at an image, reads a question, and writes the answer byte by byte.
+VLM: nanoVLM in miniature. It reads an image and a question, and writes the answer byte by byte.
 
-A ViT makes patch tokens, a pixel shuffle folds 2x2 of them into one, a Llama-style decoder (RoPE, RMSNorm, SwiGLU,
+A ViT makes patch tokens. A pixel shuffle folds 2x2 of them into one. A Llama-style decoder (RoPE, RMSNorm, SwiGLU,
 grouped-query attention, tied embeddings) reads
 
     <pad> <pad> <bos> <image> ... <image> What is it? frog <eos>       padded on the left, so that answers end together
 
-and learns the bytes of the answer. The model is that of huggingface/nanoVLM (Apache-2.0), written anew; its issues 50,
-165 and 187 (loss NaN) are why the first two lines below exist. Where half precision breaks text models:
+and learns the bytes of the answer. The model is that of huggingface/nanoVLM (Apache-2.0), written anew. Its issues 50,
+165 and 187 (loss NaN) are the reason for the first two points. Half precision breaks text models in these places:
 
     masks       A padding row sees padding only. The published mask adds finfo(float32).min = -3.4028e38, which rounds
-                to -inf in fp16 and in bf16 too (largest 3.3895e38); a softmax over nothing but -inf is 0/0 = NaN. The
-                loss ignores that row, the next layer's 0 * NaN does not. Here: bool masks (True = attend), and every
+                to -inf in fp16 and in bf16 (largest 3.3895e38). A softmax over -inf alone is 0/0 = NaN. The loss
+                ignores this row, but the next layer computes 0 * NaN. Here masks are bool (True = attend), and every
                 row may see itself. finfo(half).min is no cure: two such masks add up to -inf.
-    counting    A mean over no answer token is 0/0. Here an image's loss is its summed token losses / max(tokens, 1),
-                and the batch's the mean over images, however they are cut into micro-batches and ranks.
-    positions   bf16 counts exactly to 256, fp16 to 2048: position 257 is 256. Frequencies rounded to bf16 turn position
-                1000 of a head of 64 wrong by up to 0.44 radians. Here angles are fp32 from int64 positions, and nothing
-                of RoPE is a buffer that O3 could cast.
-    norms       x * x overflows fp16 from |x| = 256 on. RMSNorm is an fp32 island; so is the cross entropy.
+    counting    A mean over no answer token is 0/0. Here an image's loss is its summed token losses / max(tokens, 1).
+                The batch's loss is the mean over images, for any split into micro-batches and ranks.
+    positions   bf16 counts exactly to 256, fp16 to 2048: in bf16 position 257 is 256. Frequencies rounded to bf16 turn
+                position 1000 of a head of 64 by up to 0.44 radians too far. Here angles are fp32, from int64 positions.
+    norms       x * x overflows fp16 from |x| = 256 on. RMSNorm is an fp32 island, and so is the cross entropy.
 
-Exact match is judged in one pass, with the true answer as the input ("teacher forced"). Greedy generation scores the
-same: where every argmax is right it writes that very answer, where one is wrong it leaves it.
+Exact match is judged in one pass, with the true answer as the input ("teacher forced"). Greedy generation gives the
+same score: if every argmax is right it writes the true answer, and if one is wrong it writes another.
+
+Differences from nanoVLM: bytes, not its tokenizer and chat template; one image of one size, not tiles; both backbones
+from scratch (init by fan-in, one rate), not SigLIP and SmolLM2 (three rates); q, k, v in one matrix, and gate, up too;
+positions that skip padding; the mask; the counting; no dropout; no cache. The stream is fp32, as there under autocast.
 
 Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,50 +41,48 @@ from torch import Tensor, nn
 PAD, BOS, IMAGE, EOS = range(256, 260)  # after the 256 bytes; text needs no other tokenizer
 VOCABULARY = 260
 FOLD = 2  # patches a side that become one token of the decoder
-IGNORE = -100  # cross_entropy's mark for "this token does not count": loss and gradient are exactly 0
+IGNORE = -100  # cross_entropy's mark for a token that does not count: loss and gradient are exactly 0
 
 QUESTIONS = ("What is it? ", "Name the object in this picture: ", "Look closely and say what this shows: ")
-ASK = "Is this a {}? "  # the true class half the time, else any of them
+ASK = "Is this a {}? "  # half the time with the true class, else with a random class
 
 PRESETS = {
     "vlm-test": dict(grid=4, vit_dim=32, vit_depth=1, vit_heads=2, vit_mlp=64, lm_dim=32, lm_depth=2, lm_heads=4,
                      lm_kv_heads=2, lm_mlp=64),  # 46 thousand parameters
     "vlm": dict(grid=8, vit_dim=96, vit_depth=3, vit_heads=2, vit_mlp=256, lm_dim=64, lm_depth=2, lm_heads=2,
                 lm_kv_heads=1, lm_mlp=128),  # 0.4 million
-    # SigLIP-B/16 and SmolLM2-135M, as nanoVLM-222M: 28 million fewer, since bytes need no table of 49,152 words
+    # SigLIP-B/16 and SmolLM2-135M, as nanoVLM-222M. Bytes need no table of 49,152 words: 28 million parameters fewer
     "nanovlm": dict(patch_size=16, vit_dim=768, vit_depth=12, vit_heads=12, vit_mlp=3072, lm_dim=576,
                     lm_depth=30, lm_heads=9, lm_kv_heads=3, lm_mlp=1536, rope_base=100_000.0),
 }  # fmt: skip
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v: (B, heads, T, d) each, bool mask (B, 1, T, T) or None; returns (B, T, heads * d).
+    """softmax(q k^T / sqrt(d)) v: each (B, heads, T, d), bool mask (B, 1, T, T) or None. Returns (B, T, heads * d).
 
-    On a CPU in fp32, where it is faster: (128, 4, 72, 32) forward and backward takes 18 ms, bf16 60 (torch 2.15, 2
-    cores). On CUDA in the dtype given; the fused kernels keep scores and sums in fp32.
-    """
+    A CPU computes it in fp32, three times as fast as in bf16. CUDA's fused kernels keep scores and sums in fp32."""
     dtype = torch.float32 if q.device.type == "cpu" else v.dtype
     with torch.autocast(q.device.type, enabled=False):
         out = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask)
-    return out.to(v.dtype).transpose(1, 2).flatten(2)
+    return out.to(v.dtype).transpose(1, 2).flatten(2)  # B, T, heads * d
 
 
 def attention_mask(real: Tensor) -> Tensor:
-    """real, bool (B, T): False where there is padding. Returns bool (B, 1, T, T), True = row may attend to column."""
+    """real, bool (B, T): False at padding. Returns bool (B, 1, T, T): True where the row may attend to the column."""
     T = real.shape[1]
     causal = torch.ones(T, T, dtype=torch.bool, device=real.device).tril()
     itself = torch.eye(T, dtype=torch.bool, device=real.device)  # the guard: no row is empty
-    return (causal & real[:, None] | itself)[:, None]
+    return (causal & real[:, None] | itself)[:, None]  # B, 1, T, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864) on (B, heads, T, d): i and i + d/2 turn together. Half x gives fp32, as cos is."""
-    a, b = x.chunk(2, -1)
+    """RoPE (arXiv 2104.09864) on (B, heads, T, d): i and i + d/2 are a pair. A half x gives fp32, cos's dtype."""
+    a, b = x.chunk(2, -1)  # each B, heads, T, d / 2
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class RotaryAngles(nn.Module):
-    """int64 positions (B, T) to cos and sin, fp32 (B, 1, T, head_dim / 2). No buffers: O3 would cast them to half."""
+    """int64 positions (B, T) -> cos and sin, fp32 (B, 1, T, head_dim / 2). O3 would cast buffers to half: none here."""
 
     def __init__(self, head_dim: int, base: float = 10_000.0):
         super().__init__()
@@ -96,7 +98,7 @@ class RotaryAngles(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (arXiv 1910.07467), in fp32; returns the input's dtype."""
+    """x / rms(x) * weight over the last dimension (arXiv 1910.07467), in fp32. The result has the input's dtype."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -110,7 +112,7 @@ class RMSNorm(nn.Module):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Causal attention in which `heads / kv_heads` query heads share a key and value head (arXiv 2305.13245)."""
+    """Causal attention. `heads / kv_heads` query heads share one key and value head (arXiv 2305.13245)."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
@@ -122,44 +124,42 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # B, heads + 2 kv_heads, T, head_dim
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)  # each B, its heads, T, head_dim
         qk = rotate(qkv[:, : self.heads + self.kv_heads], cos, sin).to(v.dtype)
         q, k = qk.split([self.heads, self.kv_heads], 1)
-        # Repeated by hand: enable_gqa=True with a mask would leave CUDA only its plain kernel
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
+        # Repeated by hand: with enable_gqa=True and a mask, CUDA has only its plain kernel.
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))  # each B, heads, T, head_dim
         return self.proj(attend(q, k, v, mask))
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) * up), arXiv 2002.05202: a product of two activations, in fp16 the first thing to overflow."""
+    """down(silu(gate) * up), arXiv 2002.05202. This product of two activations is the first to overflow in fp16."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.gate_up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        gate, up = self.gate_up(x).chunk(2, -1)  # each B, T, hidden
         return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Pre-norm, of the decoder and of the vision transformer: x + attn(norm1(x), ...), then x + mlp(norm2(x))."""
+    """Pre-norm: x + attn(norm1(x), ...), then x + mlp(norm2(x)). x is fp32 (B, T, dim); a branch may be half."""
 
-    def __init__(self, norm: type[nn.Module], dim: int, attn: nn.Module, mlp: nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module], dim: int, attn: nn.Module, mlp: nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm(dim), attn, norm(dim), mlp
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), *context)
-        return x + self.mlp(self.norm2(x))
+        x = x + self.attn(self.norm1(x), *context).float()
+        return x + self.mlp(self.norm2(x)).float()
 
 
 class Decoder(nn.Module):
-    """Token ids (B, T) and image tokens (B, n, dim) to logits (B, last, VOCABULARY) of the last positions.
+    """Token ids (B, T) and image tokens (B, n, dim) -> logits (B, last, VOCABULARY) of the last positions.
 
-    The i-th <image> of a row is replaced by its i-th image token. Padding may stand anywhere; it is never attended to,
-    and positions count real tokens only, so it changes nothing.
-    """
+    The i-th <image> of a row becomes its i-th image token. Padding may stand anywhere: nothing sees or counts it."""
 
     def __init__(self, dim: int, depth: int, heads: int, kv_heads: int, hidden: int, rope_base: float):
         super().__init__()
@@ -171,15 +171,15 @@ class Decoder(nn.Module):
         self.head.weight = self.embed.weight  # tied
 
     def forward(self, ids: Tensor, image_tokens: Tensor, last: int) -> Tensor:
-        x, here, real = self.embed(ids), ids == IMAGE, ids != PAD
-        nth = (here.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(x)
-        images = image_tokens.gather(1, nth).to(x.dtype)  # masked_scatter's backward would wait for the device
+        x, here, real = self.embed(ids).float(), ids == IMAGE, ids != PAD  # B, T, dim; bool B, T; bool B, T
+        nth = (here.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(x)  # which image token each position takes
+        images = image_tokens.gather(1, nth).to(x.dtype)  # masked_scatter's backward makes the host wait
         x = torch.where(here[..., None], images, x)
         mask = attention_mask(real)
         cos, sin = self.angles((real.cumsum(1) - 1).clamp(min=0))
         for block in self.blocks:
             x = block(x, mask, cos, sin)
-        return self.head(self.norm(x[:, -last:]))
+        return self.head(self.norm(x[:, -last:]))  # B, last, VOCABULARY
 
 
 class VisionAttention(nn.Module):
@@ -190,12 +190,12 @@ class VisionAttention(nn.Module):
         self.heads, self.qkv, self.proj = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B, heads, T, head_dim
         return self.proj(attend(q, k, v))
 
 
 class VisionTransformer(nn.Module):
-    """Images (B, 3, H, W) to patch tokens (B, (H / patch_size)^2, dim), row by row; pre-norm, no class token."""
+    """Images (B, 3, H, W) -> patch tokens (B, (H / patch_size)^2, dim), row by row. Pre-norm, no class token."""
 
     def __init__(self, image_size: int, patch_size: int, dim: int, depth: int, heads: int, hidden: int):
         super().__init__()
@@ -207,20 +207,20 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential()
         for _ in range(depth):
             attn = VisionAttention(dim, heads)
-            mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
-            self.blocks.append(Block(nn.LayerNorm, dim, attn, mlp))
-        self.norm = nn.LayerNorm(dim)
+            mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, dim))
+            self.blocks.append(Block(partial(nn.LayerNorm, eps=1e-6), dim, attn, mlp))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
 
     def no_weight_decay(self) -> set[str]:
         return {"position"}
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch(F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2))  # B, grid^2, dim
-        return self.norm(self.blocks(x + self.position.to(x.dtype)))
+        return self.norm(self.blocks(x.float() + self.position.float()))
 
 
 class ModalityProjector(nn.Module):
-    """Pixel shuffle (as in Idefics3, arXiv 2408.12637): FOLD x FOLD neighbours become one decoder token."""
+    """Pixel shuffle (Idefics3, arXiv 2408.12637): (B, grid^2, dim) -> decoder tokens (B, (grid / FOLD)^2, out_dim)."""
 
     def __init__(self, dim: int, out_dim: int, grid: int):
         super().__init__()
@@ -230,21 +230,21 @@ class ModalityProjector(nn.Module):
         self.proj = nn.Linear(dim * FOLD**2, out_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2).unflatten(2, (self.grid, self.grid))  # B, dim, grid, grid
-        return self.proj(F.pixel_unshuffle(x, FOLD).flatten(2).transpose(1, 2))
+        x = x.unflatten(1, (self.grid // FOLD, FOLD, self.grid // FOLD, FOLD)).transpose(2, 3)  # B, g, g, 2, 2, dim
+        return self.proj(x.flatten(3).flatten(1, 2))  # B, g^2, 4 dim (row, column, channel) -> B, g^2, out_dim
 
 
 class VLM(nn.Module):
-    """Images (B, 3, image_size, image_size) and int64 labels (B,) to (loss, metrics); see the head of the file.
+    """Images (B, 3, image_size, image_size) and int64 labels (B,) -> (loss, metrics).
 
-    In training each image is asked a question drawn from torch's global generator on the images' device; in eval
-    always the first of QUESTIONS, so that exact match is classification by writing the name.
+    In training, each image gets a random question, from torch's global generator on the images' device. In eval it
+    gets the first of QUESTIONS, so that exact match is classification by writing the name.
 
     Args:
-        class_names: what the answers are made of; UTF-8, short ones are cheaper.
-        vit_mlp, lm_mlp: hidden widths, of GELU and SwiGLU.
-        max_length: tokens of a sequence, image included. A longer one loses its end, up to the whole answer: then no
-            token counts and its loss is 0. ValueError if the plain question and the longest name do not fit.
+        class_names: the answers, in UTF-8. Short names cost less.
+        vit_mlp, lm_mlp: hidden widths of the ViT's MLP and of the decoder's SwiGLU.
+        max_length: tokens of a sequence, image included. A longer one is cut at its end; without an answer its loss is
+            0. ValueError if the plain question and the longest name do not fit.
     """
 
     judged_by = "exact_match"
@@ -264,21 +264,21 @@ class VLM(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and module is not self.decoder.head:
                 depth = vit_depth if name.startswith("vision") else lm_depth
-                out = name.endswith(("attn.proj", "mlp.2", "mlp.down"))  # 2 a block write into the residual stream
+                out = name.endswith(("attn.proj", "mlp.2", "mlp.down"))  # the 2 a block that add to the stream
                 nn.init.normal_(module.weight, std=(module.in_features * (2 * depth if out else 1)) ** -0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.normal_(self.decoder.embed.weight, std=lm_dim**-0.5)  # normed states times this: logits of order 1
+        nn.init.normal_(self.decoder.embed.weight, std=lm_dim**-0.5)  # the head is tied to it: logits of order 1
 
     def prompt(self, question: str) -> list[int]:
         """The tokens before the answer."""
         return [BOS, *[IMAGE] * self.image_length, *question.encode()]
 
     def write_sequences(self) -> None:
-        """Every (question, answer) once, as integer buffers that are not saved: a batch is a gather of rows.
+        """Write every (question, answer) into integer buffers, which are not saved. A batch is a gather of their rows.
 
-        With C classes and K questions: row k * C + c is question k about class c; rows K * C + 2 * c and the next are
-        ASK about class c, answered no and yes.
+        With C classes and K questions, row k * C + c asks question k about class c, and row K * C + 2 * c + i asks ASK
+        about class c, with the answer no (i = 0) or yes (i = 1).
         """
         pairs = [(question, name) for question in QUESTIONS for name in self.class_names]
         pairs += [(ASK.format(name), answer) for name in self.class_names for answer in ("no", "yes")]
@@ -296,7 +296,7 @@ class VLM(nn.Module):
         self.register_buffer("counts", torch.tensor(counts), persistent=False)  # answer tokens, <eos> included
 
     def choose(self, labels: Tensor) -> Tensor:
-        """A row of the table for each label: a random one in training, the plain question in eval."""
+        """int64 (B,): a row of `sequences` for each label, random in training, the plain question in eval."""
         if not self.training:
             return labels
         C, K = len(self.class_names), len(QUESTIONS)
@@ -306,18 +306,18 @@ class VLM(nn.Module):
         return torch.where(kind < K, kind * C + labels, K * C + 2 * asked + (asked == labels))
 
     def image_tokens(self, images: Tensor) -> Tensor:
-        return self.projector(self.vision(images))
+        return self.projector(self.vision(images))  # B, image_length, lm_dim
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         rows = self.choose(labels)
         ids = self.sequences[rows, -(self.width if self.training else self.eval_width) :]  # padding is on the left
-        logits = self.decoder(ids[:, :-1], self.image_tokens(images), self.answer_length)
+        logits = self.decoder(ids[:, :-1], self.image_tokens(images), self.answer_length)  # B, answer_length, V
         losses, exact = score(logits, ids[:, -self.answer_length :], self.counts[rows])
         return losses.mean(), {"loss": losses.detach(), "exact_match": exact}
 
     @torch.no_grad()
     def generate(self, images: Tensor, question: str = QUESTIONS[0]) -> list[str]:
-        """Greedy answers, one text per image; without a cache, each byte costs a whole pass of the decoder."""
+        """Greedy answers, one text per image. There is no cache: each byte costs a whole pass of the decoder."""
         ids = torch.tensor(self.prompt(question), device=images.device).expand(len(images), -1)
         prompt, image_tokens = ids.shape[1], self.image_tokens(images)
         if prompt >= self.max_length:
@@ -335,10 +335,10 @@ class VLM(nn.Module):
 
 
 def score(logits: Tensor, targets: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, A, V) and targets (B, A), of which the last counts[i] are the answer: (losses, exact), fp32 (B,).
+    """Logits (B, A, V) and targets (B, A), whose last counts[i] are the answer -> (losses, exact), each fp32 (B,).
 
-    losses[i] = summed cross entropy of the answer's tokens / how many; 0 if there is none. exact[i] = 100 if there is
-    one and all argmaxes are right, else 0.
+    losses[i] is the mean cross entropy of the answer's tokens, and 0 if there are none. exact[i] is 100 if there are
+    tokens and all argmaxes are right, else 0.
     """
     A = targets.shape[1]
     answer = torch.arange(A, device=targets.device) >= A - counts[:, None]

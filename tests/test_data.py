@@ -94,6 +94,24 @@ def test_images_that_have_the_size_wanted_are_padded_by_a_sixteenth_and_cropped_
     assert torch.equal(plain.at(3)[0], scaled.at(3)[0])
 
 
+@pytest.mark.parametrize("size", [None, 32, 24])
+def test_flips_alone_show_the_centre_and_no_mirrored_border(size):
+    images = synthetic.draw(0, 96, seed=0)[0]
+    s, edge = stream(augment="flip", size=size, scale=(0.35, 1.0)), 4 if size == 24 else 0
+    for step in range(8):
+        x, y = s.at(step)
+        for image, label in zip(x, y, strict=True):
+            plain = s.normalize(images[label][None])[0, :, edge : 32 - edge, edge : 32 - edge]
+            mirrored = s.mirrored_first[label] ^ (step >= 4)
+            assert torch.equal(image, plain.flip(2) if mirrored else plain)
+    assert not torch.equal(s.at(0)[0], stream(size=size, scale=(0.35, 1.0)).at(0)[0])
+
+
+def test_an_unknown_augmentation_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown augmentation 'boxes': choose crop or flip"):
+        stream(augment="boxes")
+
+
 def test_a_batch_is_the_same_whether_the_images_are_stored_by_pixels_or_by_channels():
     images, labels = synthetic.draw(0, 96, seed=0)[0], torch.arange(96)
     by_pixels = batches.place(images, torch.device("cpu"))

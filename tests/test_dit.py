@@ -107,6 +107,11 @@ def test_zero_init_predicts_exactly_0_and_the_first_loss_is_that_of_predicting_0
     assert net(images, labels)[0].item() == pytest.approx(1, abs=0.02)
 
 
+def test_the_timestep_mlp_begins_with_a_deviation_of_0_02():
+    for linear in (build().time.mlp[0], build().time.mlp[2]):
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
 def test_a_block_is_the_identity_until_its_gates_open():
     net = build(random=True)
     block, x, condition = net.blocks[0], torch.randn(2, 16, 32), torch.randn(2, 32)

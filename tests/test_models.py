@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import amp_policy
 import models
+import optim
 from data import synthetic
 from models.cifarnet import PRESETS, CifarNet
 from models.classifier import Classifier
@@ -24,6 +26,54 @@ def test_every_model_gives_a_finite_fp32_loss_and_one_metric_per_image_in_every_
     assert {value.shape for value in metrics.values()} == {(4,)} and "loss" in metrics
     (loss * 1024).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
+    for name, (_, recipe) in models.MODELS.items():
+        assert recipe.keys() == models.RECIPE.keys(), name
+        assert recipe["augment"] in ("crop", "flip") and recipe["lr_rule"] in ("sqrt", "linear", "none")
+        assert optim.warmup_cosine(10, int(10 * recipe["warmup"]), kind=recipe["schedule"])[1] > 0
+        draws = name.split("-")[0] in ("dit", "slat_vae")
+        assert recipe["augment"] == ("flip" if draws else "crop"), f"{name}: mirrored borders would be drawn"
+
+
+@pytest.mark.parametrize("name, lr, batch_size, drop_path, schedule, weight_decay", [
+    ("swin-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("swin-v2-t", 1e-3, 1024, 0.2, "cosine", 0.05),
+    ("vmamba-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("dit-s2", 1e-4, 256, 0.0, "constant", 0.0),
+    ("slat_vae-b", 1e-4, 32, 0.0, "constant", 0.0)])  # fmt: skip
+def test_the_published_sizes_carry_the_published_recipes(name, lr, batch_size, drop_path, schedule, weight_decay):
+    recipe = models.MODELS[name][1]
+    published = dict(lr=lr, batch_size=batch_size, drop_path=drop_path, schedule=schedule, weight_decay=weight_decay)
+    assert {key: recipe[key] for key in published} == published
+
+
+@pytest.mark.parametrize("name, expected", [("swin-test", [0.0, 0.1, 0.2, 0.3]), ("vmamba-test", [0.0, 0.3])])
+def test_drop_path_rises_from_block_to_block_and_changes_training_alone(name, expected):
+    torch.manual_seed(0)
+    net, x = models.MODELS[name][0](list("abcdefg"), 32), torch.randn(4, 3, 32, 32)
+    before, evaluated = net.train()(x), net.eval()(x)
+    models.set_drop_path(net, 0.3)
+    drops = [m.p for m in net.modules() if type(m).__name__ == "DropPath"]
+    assert drops == pytest.approx(expected)
+    assert torch.equal(net.eval()(x), evaluated) and not torch.equal(net.train()(x), before)
+
+
+def test_drop_path_is_refused_where_there_is_none_and_at_1():
+    net = models.MODELS["vit-test"][0](list("abc"), 32)
+    models.set_drop_path(net, 0.0)
+    with pytest.raises(ValueError, match="ViT has no drop path"):
+        models.set_drop_path(net, 0.1)
+    with pytest.raises(ValueError, match="below 1"):
+        models.set_drop_path(net, 1.0)
+
+
+def test_a_newcomer_s_line_in_the_table_is_a_model(monkeypatch):
+    monkeypatch.setitem(models.MODELS, "mine", (lambda names, size: nn.Sequential(nn.Flatten(), nn.Linear(
+        3 * size * size, len(names))), models.RECIPE | {"lr": 3e-4}))  # fmt: skip
+    build, recipe = models.MODELS["mine"]
+    model = models.wrap(build(["a", "b"], 8), recipe["label_smoothing"])
+    loss, metrics = model(torch.ones(4, 3, 8, 8), torch.zeros(4).long())
+    assert loss.dtype == torch.float32 and metrics["acc1"].shape == (4,)
 
 
 def test_the_loss_ignores_half_precision_and_smooths_in_training_only():

@@ -165,7 +165,7 @@ def test_version_2_clamps_its_scale_at_100_and_its_bias_at_16():
 @torch.no_grad()
 def test_tokens_that_the_shift_brought_together_do_not_see_each_other():
     torch.manual_seed(0)
-    block = SwinBlock(16, 2, grid=8, window=4, shift=2, version=1, fp32_logits=True, drop=0.0)
+    block = SwinBlock(16, 2, grid=8, window=4, shift=2, version=1, fp32_logits=True)
     x = torch.randn(1, 8, 8, 16)
     moved = x.clone()
     moved[0, 7, 7] += torch.randn(16)  # rolled by 2 it shares a window with 7, 0 and 0, 0, but no region
@@ -173,6 +173,15 @@ def test_tokens_that_the_shift_brought_together_do_not_see_each_other():
     assert change[7, 7] > 0.1 and change[6:, 6:].all()
     change[6:, 6:] = 0
     assert not change.any()
+
+
+@pytest.mark.parametrize("name", ["swin-t", "swin-v2-t"])
+def test_the_published_sizes_begin_with_the_published_deviation_of_0_02(name):
+    torch.manual_seed(0)
+    net = build(name, image_size=PRESETS[name]["image_size"])
+    for path, module in net.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.numel() > 4000 and path != "embed.proj":
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), path  # torch cuts at +-2, not at 2 stds
 
 
 def test_version_2_begins_with_branches_of_nothing():

@@ -62,6 +62,18 @@ def test_loss_is_finite_fp32_and_every_parameter_gets_a_finite_gradient_in_every
         assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.any(), name
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O2", "O3"])
+def test_both_residual_streams_are_fp32_in_every_precision(precision):
+    policy, seen = amp_policy.choose_policy(precision, amp_policy.capabilities("cpu")), []
+    net = policy.prepare(make())
+    for module in net.modules():
+        if isinstance(module, vlm.Block):
+            module.register_forward_hook(lambda _, inputs, out: seen.extend([inputs[0].dtype, out.dtype]))
+    with policy.autocast():
+        net(torch.randn(2, 3, 32, 32), torch.arange(2))
+    assert set(seen) == {torch.float32} and len(seen) == 6
+
+
 @pytest.mark.parametrize(("preset", "image_size"), [("vlm", 32), ("vlm", 64), ("nanovlm", 224)])
 def test_presets_have_the_sizes_they_promise(preset, image_size):
     with torch.device("meta"):

@@ -1,0 +1,93 @@
+"""True to the originals: frozen outputs of VMamba, DiT, nanoVLM and TRELLIS. Swin and ViT have torchvision beside them.
+
+The numbers are those of the ORIGINAL code, never of ours: `python tests/upstream.py FOLDER` ran it on the CPU in fp32
+(torch 2.14) with our weights copied in, at the commits that upstream.COMMITS names. Largest differences then: 9e-7.
+"""
+
+import pytest
+import torch
+import upstream
+from torch import nn
+
+from models import vmamba
+
+TOLERANCE = 1e-5  # of outputs of order 1: fp32 sums in another order. The faults below move them by 1e-4 or more
+
+FROZEN = {
+    "VMamba": [[0.416593, 0.792669, -0.013195, -0.432212, 0.409371],
+               [0.651366, 0.700232, -0.255975, -0.215528, 0.42198]],
+    "VMamba, gated": [[0.085866, -0.159642, -0.323043, 0.84364, 0.392701],
+                      [0.425295, -0.065732, -0.887073, 0.800776, 0.352193]],
+    "DiT": [[0.412989, -0.856951, 1.011849, -0.099713, -0.96588],
+            [-0.960586, 0.370123, 0.369418, -0.058421, 2.212425],
+            [1.471106, -1.636915, 0.015767, -3.628758, -0.012617]],
+    "nanoVLM": [[0.433958, -0.090141, 0.115098, -2.503832, -1.119654],
+                [-1.374111, 1.384116, -0.019205, -0.975114, 1.871372]],
+    "TRELLIS": [[-0.657033, -0.529214, -0.403385, -0.99818, 0.056906],
+                [-0.368987, -0.473202, 0.011692, 0.100242, -0.629668]],
+}  # fmt: skip
+
+
+def off(name, **how):
+    return float((upstream.five(upstream.ours(name, **how)) - torch.tensor(FROZEN[name])).abs().max())
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_our_model_returns_what_the_original_returned(name):
+    assert FROZEN.keys() == upstream.CASES.keys()
+    assert off(name) < TOLERANCE
+
+
+def exact_gelu(net):
+    for module in net.modules():
+        if isinstance(module, nn.GELU):
+            module.approximate = "none"
+
+
+def tanh_gelu(net):
+    for module in net.modules():
+        if isinstance(module, nn.GELU):
+            module.approximate = "tanh"
+
+
+def eps(value, kind=nn.LayerNorm):
+    def plant(net):
+        for module in net.modules():
+            if isinstance(module, kind):
+                module.eps = value
+
+    return plant
+
+
+def rows_for_columns(net):
+    net.positions.copy_(net.positions.roll(net.positions.shape[1] // 2, 1))
+
+
+def channels_first(net):
+    """The projector's columns in the order of pixel_unshuffle."""
+    weight = net.projector.proj.weight
+    weight.copy_(weight.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1))
+
+
+def another_rope(net):
+    net.decoder.angles.base = 100_000.0
+
+
+def unnormalised(net):
+    net.encoder.norm = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [("VMamba", tanh_gelu), ("VMamba", eps(1e-3)), ("DiT", exact_gelu), ("DiT", rows_for_columns), ("DiT", eps(1e-4)),
+     ("nanoVLM", exact_gelu), ("nanoVLM", eps(1e-4)), ("nanoVLM", channels_first), ("nanoVLM", another_rope),
+     ("TRELLIS", exact_gelu), ("TRELLIS", unnormalised)],
+)  # fmt: skip
+def test_a_planted_departure_from_the_original_shows(name, fault):
+    assert off(name, fault=torch.no_grad()(fault)) > 10 * TOLERANCE
+
+
+def test_two_directions_exchanged_show(monkeypatch):
+    straight = vmamba.cross_scan
+    monkeypatch.setattr(vmamba, "cross_scan", lambda x: straight(x)[[1, 0, 2, 3]])
+    assert off("VMamba") > 10 * TOLERANCE
