@@ -200,8 +200,8 @@ def folder(run: Any) -> str:
     run.facts = {
         "model": args.model, "dataset": run.dataset, "num_classes": len(run.classes), **fingerprint(*run.train),
         "precision": run.policy.name, "world_size": run.world_size, "batch_size": args.batch_size,
-        "accum_steps": args.accum_steps, "lr": args.lr, "drop_path": args.drop_path, "total_steps": run.total_steps, "ema": args.ema,
-        "seed": args.seed, "torch": str(torch.__version__),
+        "accum_steps": args.accum_steps, "lr": args.lr, "drop_path": args.drop_path,
+        "total_steps": run.total_steps, "ema": args.ema, "seed": args.seed, "torch": str(torch.__version__),
     }
     note = ""
     with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
