@@ -214,8 +214,8 @@ def self_test(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.29 and 18 billion products forward
-    "cpu": ((16, 64, 16, 16), (64, 64, 3, 3), (512, 512), (512, 512)),
+SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.14 and 18 billion products forward
+    "cpu": ((8, 64, 16, 16), (64, 64, 3, 3), (256, 512), (512, 512)),
     "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
 }
 
@@ -225,21 +225,22 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[i
               budget: float | None = None) -> tuple[float, ...]:
     """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
 
-    The dtypes take turns, so a slow moment of the machine strikes all. `budget` seconds follow one round of warm-up
-    (default: 0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
+    The dtypes take turns, so a slow moment of the machine strikes all. After one round of warm-up come two or more
+    for `budget` seconds (default: 0.6 on a CPU, 0.2 elsewhere).
+    `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
     """
     inputs = _inputs(device, sizes or SIZES["cpu" if device == "cpu" else "gpu"])
-    seconds, end = {dtype: [] for dtype in dtypes}, float("inf")
+    budget = budget or (0.6 if device == "cpu" else 0.2)
+    seconds, end = {dtype: [] for dtype in dtypes}, 0.0
     set_tf32(False)
-    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 2:
+    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 3:
         for dtype in dtypes:
             began = time.perf_counter()
             _gradients(device, dtype, inputs)
             if device != "cpu":
                 torch.accelerator.synchronize()
             seconds[dtype].append(time.perf_counter() - began)
-        if end == float("inf"):  # the first round was warm-up
-            end = time.perf_counter() + (budget or (0.6 if device == "cpu" else 0.2))
+        end = end or time.perf_counter() + budget  # the first round was warm-up: it loads kernels
     return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
 
 

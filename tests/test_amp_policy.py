@@ -172,11 +172,11 @@ def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_medians(monkeypatc
     monkeypatch.setattr(amp_policy.F, "linear", slow_in_bf16)
     state, sizes = torch.get_rng_state(), ((2, 4, 8, 8), (4, 4, 3, 3), (64, 64), (64, 64))
     amp_policy.stopwatch.cache_clear()
-    fp32, bf16 = amp_policy.stopwatch(device, (F32, BF16), sizes, 0.05)
-    assert seen == [F32, BF16] * (len(seen) // 2) and len(seen) >= 4
+    fp32, bf16 = amp_policy.stopwatch(device, (F32, BF16), sizes, 0.6)
+    assert seen == [F32, BF16] * (len(seen) // 2) and len(seen) >= 2
     assert 0 < fp32 < bf16 and torch.equal(torch.get_rng_state(), state)
     count = len(seen)
-    assert amp_policy.stopwatch(device, (F32, BF16), sizes, 0.05) == (fp32, bf16) and len(seen) == count
+    assert amp_policy.stopwatch(device, (F32, BF16), sizes, 0.6) == (fp32, bf16) and len(seen) == count
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
