@@ -98,6 +98,8 @@ def main(argv=None):
     with refusing(ValueError):
         fp32.keep_fp32(net, args.keep_fp32)
         net = policy.prepare(net)
+        if not policy.masters and not torch.tensor(args.adam_eps, dtype=policy.param_dtype) > 0:  # O3
+            raise ValueError(optim.refusal(policy.param_dtype, args.adam_eps, 0.99))
         injector = inject.Injector(net, inject.parse_inject(args.inject), rank, scales=policy.scales)
     model = wrap(net, recipe["label_smoothing"])
     torch.manual_seed(args.seed + rank)  # from here on ranks draw different noise

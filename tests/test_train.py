@@ -264,7 +264,7 @@ def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identi
         (["--epochs", "1", "--max-steps", "5"], 2, ["--max-steps", "not allowed with"]),
         (["--no-such-flag"], 2, ["--no-such-flag", "--help"]),
         (["--device", "tpu"], 2, ["--device tpu", "cuda"]),
-        (["--precision", "O3"], 2, ["eps=1e-08 is 0 in torch.float16"]),
+        (["--precision", "O3"], 2, ["eps=1e-08 is exactly 0 in torch.float16"]),
         (["--keep-fp32", "nothing.like.it"], 2, ["nothing.like.it"]),
         (["--precision", "O2", "--resume", "/nowhere.pt"], 2, ["/nowhere.pt"]),
     ],
