@@ -41,8 +41,8 @@ from torch import Tensor
 import amp_policy
 import autopsy
 import checkpoint
-import fp32
 import inject
+from fp32 import fp32_eval, keep_fp32, pinned
 from ranks import parallel
 
 
@@ -93,7 +93,7 @@ def in_pieces(run: Any, batch: tuple, fp32: bool = False) -> tuple[Tensor, dict,
     while True:
         try:
             total = 0.0
-            with fp32.fp32_eval(run.net) if fp32 else run.policy.autocast():
+            with fp32_eval(run.net) if fp32 else run.policy.autocast():
                 for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
                     loss, _ = run.model(x, y)
                     loss = loss * (len(x) / size)
@@ -142,7 +142,7 @@ def examine(run: Any, kept: autopsy.StepRecord) -> autopsy.Report:
     if report.rank == run.rank and not calibrates(run, report) and not any(run.folder.glob("bad_step_*")):
         autopsy.save_capsule(
             run.folder / f"bad_step_{report.step}_rank{run.rank}.pt", kept, report, **facts,
-            pinned=fp32.pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
+            pinned=pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
             inject=run.args.inject, class_names=run.classes, image_size=kept.batches[0][0].shape[-1],
         )
     return report
@@ -170,8 +170,8 @@ def respond(run: Any, report: autopsy.Report) -> str:
     if run.cures.total() - run.cures["data"] > run.args.max_cures:
         run.status, run.code = "diverged", 3
         return f"given up after {run.args.max_cures} cures"
-    if verdict == "precision" and module and module not in fp32.pinned(run.net):
-        fp32.keep_fp32(run.net, [module])
+    if verdict == "precision" and module and module not in pinned(run.net):
+        keep_fp32(run.net, [module])
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         run.healed.append(module)
         return f"{module} is kept in fp32 from now on"
@@ -282,7 +282,7 @@ def turn_back(run: Any, symptom: str) -> Cure:
 
 def state_dict(run: Any) -> dict:
     return {"healed": list(run.healed), "counts": dict(run.cures), "hunt_until": run.hunt_until,
-            "pinned": fp32.pinned(run.net), "policy": run.policy.name, "asked": run.asked,
+            "pinned": pinned(run.net), "policy": run.policy.name, "asked": run.asked,
             "accum": run.accum, "scaler": run.scaler.state_dict(), "trend": dict(run.trend),
             "quarantine": sorted(run.stream.quarantine)}
 
@@ -293,7 +293,7 @@ def load_state_dict(run: Any, state: dict) -> None:
     run.hunt_until, run.accum = state["hunt_until"], max(run.accum, state["accum"])
     run.trend |= state.get("trend", {})
     run.stream.leave_out(state.get("quarantine", ()))
-    fp32.keep_fp32(run.net, state["pinned"])
+    keep_fp32(run.net, state["pinned"])
     run.guard.watch(run.net)  # pinning may have exchanged buffers
     if state["asked"] == run.asked != state["policy"]:
         adopt(run, state["policy"])
@@ -312,7 +312,7 @@ def replay(path: Any, models: dict, wrap: Callable) -> int:
     net = build(capsule["class_names"], capsule["image_size"])
     policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"), None, None)
     if capsule["pinned"]:
-        fp32.keep_fp32(net, capsule["pinned"])
+        keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
     kept = autopsy.unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
