@@ -22,9 +22,8 @@ its inputs, and the guilty one is the first among the ancestors of the loss (or,
 So what is swallowed on the way is never blamed: -inf written by a mask and turned to 0 by softmax, log(0) behind a
 `where`, the padding of a max-pool. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
 
-The report says module, operation, line of source, samples, and the line to try. A capsule holds the step, the weights
-and the report; on another machine, a CPU too, it gives the verdict again. This file does not cure and does not decide
-when to look. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow found and healed.
+The report says module, operation, line of source, samples, and the line to try. This file does not cure and does not
+decide when to look. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow found and healed.
 """
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38)
@@ -483,37 +482,6 @@ def _line(stack: Iterable[str]) -> str:
         if frame and not frame[1].startswith((os.path.dirname(torch.__file__), "<")):
             return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
     return ""
-
-
-# --- Capsules
-
-def save_capsule(path: str | os.PathLike, record: StepRecord, report: Report, **more: Any) -> None:
-    """The step on disk: weights, buffers, RNG, micro-batches, report, and `more` (plain values and tensors: arguments,
-    optimizer state). Written whole or not at all; read by load_capsule without running any code."""
-    capsule = {"format": 1, "step": record.step, "rank": record.rank, "model": record.net.state_dict(),
-               "buffers": record.buffers, "rng": record.rng, "batches": record.batches, "indices": record.indices,
-               "report": asdict(report), **more}
-    torch.save(tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, capsule), f"{path}.part")
-    os.replace(f"{path}.part", path)
-
-
-def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
-    """ValueError if the file is no capsule. Tensors on the CPU."""
-    capsule = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
-        raise ValueError(f"{path} is no capsule of a bad step")
-    return capsule
-
-
-def unpack(capsule: Mapping[str, Any], net: nn.Module) -> StepRecord:
-    """Weights into `net` (same architecture, any device); the record, ready for examine(). A CUDA generator's state
-    means nothing on a CPU: there, dropout draws other masks."""
-    net.load_state_dict(capsule["model"])
-    record = StepRecord(capsule["step"], net, rank=capsule["rank"])
-    record.rng, record.indices = capsule["rng"], capsule["indices"]
-    kept = capsule["buffers"], capsule["batches"]
-    record.buffers, record.batches = tree_map(lambda v: v.to(record.device) if isinstance(v, Tensor) else v, kept)
-    return record
 
 
 # --- python autopsy.py

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopsy
-from autopsy import Locator, StepRecord, agree, examine, load_capsule, save_capsule, unpack
+from autopsy import Locator, StepRecord, agree, examine
+from heal import load_capsule, save_capsule, unpack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
