@@ -209,9 +209,14 @@ class Birth:
         for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
             name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name).lower()
             name = re.sub("_|native|linalg|^new", "", name)
-            if name in plain:
+            if name in plain and not (name == "mul" and self.made != "nan") and not (name == "pow" and self.grown):
                 return plain[name]
         return ""
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     @property
     def state(self) -> bool:
@@ -256,7 +261,9 @@ class Report(Birth):
             return f"x.float() before {self.line or 'that line'}, or the whole step in {name}"
         if self.verdict == "precision" and kind == "precision":
             return f"--precision {name}" if self.advice == "flags" else f"the whole step in {name}"
-        if self.verdict in ("data", "divergence", "precision") and self.weak:
+        if self.verdict == "data" and self.made and not self.source:
+            return NO_LABEL
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return general
@@ -264,11 +271,6 @@ class Report(Birth):
             return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
                     "the batch: a constant, or a state carried over from an earlier step")
         return "this operation has no finite value at these inputs: keep them away from it, or write it otherwise"
-
-    @property
-    def grown(self) -> bool:
-        """Finite inputs so large that their result overflows."""
-        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     def __str__(self) -> str:
         lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
@@ -343,7 +345,7 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
                 verdict, more["names"], more["tried"] = _finite(rerun, state, num_classes, scale, run_compiled)
                 symptom = f"{more['names'][0]} was bad before the step" if verdict == "weights" else symptom
                 if verdict == "data":
-                    more["micro_batch"], birth = _bad_labels(record, num_classes)[1:]
+                    more["micro_batch"], birth = rerun.bad_labels(num_classes)[1:]
             else:
                 verdict, birth, symptom, more["tried"] = _judge(rerun, symptom, birth, precision, scale)
                 more["names"] = rerun.names(birth, verdict)
@@ -392,26 +394,11 @@ def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run
     named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
     if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
         return "weights", names, ()
-    if names := _bad_labels(rerun.record, num_classes)[0]:
+    if names := rerun.bad_labels(num_classes)[0]:
         return "data", names, ()
     if scale > 1:
         return "calibration", (), ("loss scale 1: finite",)
     return "not reproducible", (), ()
-
-
-def _bad_labels(record: StepRecord, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
-    """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
-    for k, batch in enumerate(record.batches if num_classes is not None else ()):
-        for name, t in named_tensors(batch):
-            first, _, last = name.partition(".")
-            label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
-            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
-                wrong = ((t < 0) | (t >= num_classes)) & (t != -100)
-                if wrong.any():
-                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
-                    rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
-                    return names, k, Birth(samples=tuple(rows))
-    return (), 0, Birth()
 
 
 class Rerun:
@@ -468,9 +455,24 @@ class Rerun:
             order = {name: k for k, name in enumerate(self.locator.order)}
             bad = [(n[12:], t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
             bad.sort(key=lambda row: order.get(row[0], len(order)))
-            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), t.numel()) for n, t in bad)
+            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel()) for n, t in bad)
             self.unused = tuple(n for n, p in self.net.named_parameters() if p.requires_grad and p.grad is None)
         return symptom, birth
+
+    def bad_labels(self, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
+        """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
+        for k, batch in enumerate(self.record.batches if num_classes is not None else ()):
+            for name, t in named_tensors(batch):
+                first, _, last = name.partition(".")
+                label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
+                if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+                    lawful = torch.tensor([*self.locator.lawful], device=t.device)
+                    wrong = ((t < 0) | (t >= num_classes)) & ~torch.isin(t, lawful)
+                    if wrong.any():
+                        names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
+                        rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
+                        return names, k, Birth(samples=tuple(rows))
+        return (), 0, Birth()
 
     def names(self, birth: Birth, verdict: str) -> tuple[str, ...]:
         if verdict == "weights":
@@ -504,6 +506,7 @@ class Locator(TorchDispatchMode):
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.ignored: int | None = None  # the ignore_index of a loss all of whose labels are ignored
+        self.lawful = {-100}  # every ignore_index seen
         self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
         self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
         self._clock = 0
@@ -729,8 +732,9 @@ class Locator(TorchDispatchMode):
         """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
         for index, size, ignore, low in rule.index(*args):
             wrong = ((index < low) | (index >= size)) & (index != ignore)
-            if rule.name.startswith("nll") and index.numel() and bool((index == ignore).all()):
-                self.ignored = ignore
+            if rule.name.startswith("nll"):
+                self.lawful.add(ignore)
+                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
             if wrong.any():
                 what = "label" if rule.name.startswith("nll") else "index"
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
@@ -917,6 +921,12 @@ class Mended(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if func is Tensor.backward:  # a checkpoint repeats its forward in there
+            root, (gradient, *_) = args[0], (*args[1:], kwargs.get("gradient"))
+            with self:
+                return torch.autograd.graph._engine_run_backward(
+                    (root,), (torch.ones_like(root) if gradient is None else gradient,), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True)
         if SAME.get(name, name) == self.weak and _line(traceback.format_stack(sys._getframe(1))) == self.line:
             self.hits += 1
             args, kwargs = WEAK[self.weak][1](*args, **kwargs)
