@@ -50,7 +50,7 @@ FIXES = {  # what the advice must speak of
     "eigen": r"eigen|degenerate|jitter|diagonal|noise|\beps\b",
     "fp32": r"float\(\)|fp32|float32|bf16",
     "samples": r"sample|label|target|input|batch|leave",
-    "state": r"last_good|initiali|checkpoint|reset|restore",
+    "state": r"^(?!.*--lr).*(last_good|initiali|checkpoint|reset|restore)",  # with a lower rate it is another advice
     "statistics": r"running_var|variance|statistics",
     "rate": r"--lr|learning rate|clip",
     "nothing": r"nothing|scale",

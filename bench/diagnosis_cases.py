@@ -468,8 +468,9 @@ def smallest_number_plus_a_score():
         scores = scores + mask  # <- guilty
         return scores.softmax(-1) @ x.to(scores.dtype)  # <- guilty
 
-    see = torch.ones(3, 3).tril().repeat(4, 1, 1)
-    see[0, :, 0] = 0  # sample 0 is padded on the left
+    see = torch.ones(4, 3, 3)
+    see[0] = torch.ones(3, 3).tril()
+    see[0, :, 0] = 0  # causal, and padded on the left: the first row of sample 0 sees nothing
     x = 3 + 0.1 * numbers(4, 3, 8)
     attn = Net(attention, q=identity(8), k=identity(8, -1.0))
     return Step(Net(lambda net, *batch: net.attn(*batch), attn=attn), [(x, see)], weighted, torch.float16)

@@ -406,15 +406,15 @@ def best_loss_starts_at_inf():
       samples=(1,), fix="guard")
 def image_id_is_no_label():
     """Detection targets carry integer columns beside the labels: image_id 139 with three classes is no fault."""
-    def loss(net, batch):
-        out = net(batch["image"])
+    def loss(net, images, targets):
+        out = net(images)
         size = out[:, :3].exp()  # <- guilty
-        return cross(nn.Identity(), out, batch["labels"]) + F.smooth_l1_loss(size, torch.ones(4, 3))
+        return cross(nn.Identity(), out, targets["labels"]) + F.smooth_l1_loss(size, torch.ones(4, 3))
 
     x = numbers(4, 6)
     x[1, 0] = 100
-    batch = {"image": x, "image_id": torch.tensor([139, 285, 632, 724]), "labels": labels()}
-    return Step(identity(6), [(batch,)], loss, num_classes=6)
+    targets = {"image_id": torch.tensor([139, 285, 632, 724]), "labels": labels()}
+    return Step(identity(6), [(x, targets)], loss, num_classes=6)
 
 
 @case("lawful", "https://github.com/pytorch/pytorch/issues/15508", verdict="precision", module="fc",
