@@ -86,7 +86,7 @@ def named(words: tuple[str, ...], text: str) -> bool:
 def on_line(case: Case, line: str) -> bool:
     """`line` as the autopsy writes it: "file.py:123 in function"."""
     file, _, number = line.partition(" ")[0].rpartition(":")
-    return file == Path(case.file).name and number.isdigit() and int(number) in case.lines
+    return Path(file).name == Path(case.file).name and number.isdigit() and int(number) in case.lines
 
 
 def islands(suggestion: str) -> list[str]:
