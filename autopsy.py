@@ -249,6 +249,8 @@ class Report(Birth):
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return VERDICTS[self.verdict][not flags]
+        if not self.op:
+            return "no operation was found: the bad number was made where none is seen (another thread or library)"
         if self.source:
             return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
                     "the batch: a constant, or a state carried over from an earlier step")
@@ -330,7 +332,7 @@ def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: floa
     if birth.origin:
         holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
         return birth.origin, birth, {"names": (holds,)}
-    if not birth.made:  # the step raised, and not because of a bad number
+    if birth.op and not birth.made:  # the step raised, and not because of a bad number
         data = where.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class values", symptom)
         return "data" if data else "error", birth, {"names": where.wrong}
     if where.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
@@ -375,6 +377,8 @@ class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
     def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
+        if not record.batches:
+            raise ValueError("the record holds no micro-batch: call record.keep(...) before the step")
         self.run_step, self.record, self.net = run_step, record, net
         self.factor, self.last, self.gradients = 1.0, 0, ()
 
@@ -451,8 +455,6 @@ class Locator(TorchDispatchMode):
         self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
         self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
         self._clock, self._handles = 0, []
-        if net is not None:
-            self._name(net)
         leaves = dict(named_tensors(batch))
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
@@ -479,6 +481,8 @@ class Locator(TorchDispatchMode):
         self.order.append(name)
 
     def __enter__(self) -> Locator:
+        if self.net is not None:
+            self._name(self.net)
         self._handles.append(hooks.register_module_forward_pre_hook(self._enter_module))
         self._handles.append(hooks.register_module_forward_hook(self._leave_module, always_call=True))
         return super().__enter__()
@@ -512,6 +516,8 @@ class Locator(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a tensor that wraps others: their operations come here next
         kwargs = kwargs or {}
         rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
         inputs, kept = _flat((*args, *kwargs.values())), args
@@ -847,8 +853,11 @@ def _stance(stance: str) -> AbstractContextManager:
 # --- Looking at tensors, and naming what is found
 
 def _values(t: Tensor) -> Tensor:
-    """The numbers of a sparse tensor, or the tensor."""
-    return t if t.layout is torch.strided else t._values() if t.layout is torch.sparse_coo else t.values()
+    """The numbers of a sparse or nested tensor, this rank's part of a sharded one, or the tensor."""
+    t = t.to_local() if hasattr(t, "to_local") else t
+    if t.layout is torch.strided:
+        return t.values() if t.is_nested else t
+    return t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.is_mkldnn else t.values()
 
 
 def _key(t: Tensor) -> int:
@@ -862,7 +871,8 @@ def extent(t: Tensor) -> tuple[float, float]:
     t = _values(t)
     if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
-    low, high = torch.aminmax(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t)
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t if t.element_size() > 1 else t.float()
+    low, high = torch.aminmax(t)
     return float(low), float(high)
 
 

@@ -584,6 +584,42 @@ def test_complex_numbers_whose_conjugation_is_only_a_bit_do_not_crash_it():
     assert autopsy.extent(torch.tensor([1 + 2j, 3 - 4j]).conj()) == (-2.0, 4.0)
 
 
+class Wrapped(torch.Tensor):  # as sharded and quantised tensors do: operations see the tensor inside
+    @staticmethod
+    def __new__(cls, inside):
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __tensor_flatten__(self):
+        return ["inside"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def bare(v):
+            return v.inside if isinstance(v, Wrapped) else v
+        return torch.utils._pytree.tree_map(lambda v: Wrapped(v) if isinstance(v, torch.Tensor) else v,
+                                            func(*map(bare, args), **kwargs or {}))
+
+
+def test_a_tensor_that_wraps_another_is_looked_into():
+    with Locator() as locator:
+        out = Wrapped(X) / 0
+    assert locator.blame([out.inside]).op == "aten.div.Tensor"
+
+
+@pytest.mark.parametrize("between", [
+    lambda h: torch.vmap(lambda row: torch.log(row * 0 - 1))(h),
+    lambda h: torch.log(torch.nested.nested_tensor([h[:3], h[3:]], layout=torch.jagged).values() * 0 - 1),
+    lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
+    lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
+], ids=["vmap", "nested", "csr", "float8"])
+def test_tensors_of_every_layout_are_looked_at(between):
+    report = autopsied(Net(between))
+    assert (report.verdict, report.op) == ("divergence", "aten.log.default")
+
+
 # --- Samples
 
 def test_time_first_batches_name_the_second_dimension():
@@ -748,7 +784,8 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
         assert locator.blame([loss.detach()]) is None
         held = [reference for reference, _ in locator._causes.values() if not reference.expired()]
         assert len(held) <= 4
-        bad = torch.frombuffer(bytearray(struct.pack("4f", *[math.nan] * 4)), dtype=torch.float32)  # no operation made it
+        numbers = bytearray(struct.pack("4f", *[math.nan] * 4))
+        bad = torch.frombuffer(numbers, dtype=torch.float32)  # no operation made it
         assert locator.blame([bad * 2]).op == "aten.mul.Tensor"
         net.between = lambda h: torch.log(h * 0 - 1)
         loss = stepper(net)((X, Y), False)
