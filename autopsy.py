@@ -154,7 +154,8 @@ class StepRecord:
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
-    return [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list) and any(named_tensors(v))]
+    values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
+    return [(n, v) for n, v in values if (isinstance(v, Tensor) or len(v) < 99) and any(named_tensors(v))]
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class Report(Birth):
             lines.append("the same batch in fp32: " + ("finite" if self.verdict == "precision" else "bad as well"))
         if self.gradients:
             told = (f"{name} {kind} ({bad} of {of} values)" for name, kind, bad, of in self.gradients)
-            lines.append(f"{len(self.gradients)} bad gradients, in the order of the backward: {_few(told, 4)}")
+            lines.append(f"bad gradients in the order of the backward, {len(self.gradients)} in all: {_few(told, 4)}")
         return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
 
 
@@ -445,7 +446,7 @@ class Locator(TorchDispatchMode):
     def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
         super().__init__()
         self.net, self.names, self.calls = net, {}, Counter()  # modules: their names, how often each was called
-        self.order: list[str] = []  # parameters, as the backward finishes their gradients
+        self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
@@ -478,7 +479,7 @@ class Locator(TorchDispatchMode):
                 self._handles.append(p.register_post_accumulate_grad_hook(partial(self._done, name)))
 
     def _done(self, name: str, p: Tensor) -> None:
-        self.order.append(name)
+        self.order.setdefault(name)
 
     def __enter__(self) -> Locator:
         if self.net is not None:
@@ -510,8 +511,9 @@ class Locator(TorchDispatchMode):
     def _mark(self) -> None:
         if len(self._since) > 1 << 18:  # many steps long: the older half is of graphs that are gone
             del self._since[: 1 << 17], self._module[: 1 << 17]
-        self._since.append(torch._C._autograd._get_sequence_nr())
-        self._module.append(self._stack[-1] if self._stack else ("", 0))
+        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1]:  # a GPU's backward thread counts anew
+            self._since.append(number)
+            self._module.append(self._stack[-1] if self._stack else ("", 0))
 
     # Operations
 
