@@ -86,6 +86,7 @@ CLAMP, INSIDE = _first(lambda x: x.clamp(min=EPS)), _first(lambda x: x.clamp(-1 
 UNMASK = "over a wholly masked row: write -1e4 into the mask instead of -inf", _first(lambda x: x.clamp(min=-1e4))
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
 EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal", None
+ONE = "the spread of one number is 0 / 0: no batch of one, or correction=0", lambda *a, **k: (a, k | {"correction": 0})
 WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and how to change the call's arguments
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
@@ -96,13 +97,13 @@ WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, an
     "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "softmax": UNMASK, "log_softmax": UNMASK, "logsumexp": UNMASK,
     "layer_norm": ("a row of equal numbers, and an eps too small for it: eps=1e-5",
                    lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k)),
     "ctc_loss": ("a target longer than its input has no alignment: look at the lengths, or zero_infinity=True",
                  lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
-    "std": ("the standard deviation of one number is 0 / 0: no batch of one, or std(correction=0)",
-            lambda *a, **k: (a, k | {"correction": 0})),
+    "std": ONE, "var": ONE,
     "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
     "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
     "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
@@ -255,7 +256,7 @@ class Report(Birth):
         if self.source:
             return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
                     "the batch: a constant, or a state carried over from an earlier step")
-        return "this operation has no finite value at these inputs: keep them away from it, or write it otherwise"
+        return "this operation has no finite value at these inputs: clamp or mask them before it, or write it otherwise"
 
     def __str__(self) -> str:
         lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
