@@ -421,7 +421,7 @@ class Rerun:
                 break
         else:
             return "", Birth()
-        loss = float(results["loss"])
+        loss = float(results["loss"].float().mean())
         self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
         order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
         bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
@@ -826,12 +826,13 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
-        if func is Tensor.backward and args[0].numel() == 1 and not any(v is not None and v is not False for v in (
-                *args[1:], *kwargs.values())):
+        if func is Tensor.backward and args[0].numel() == 1 and len(args) == 1 and kwargs.get("gradient") is None:
             self.root, gradient = float(args[0].detach()), torch.ones_like(args[0]) / self.factor
-            with self if self.weak else nullcontext():  # a checkpoint repeats its forward in there
-                return torch.autograd.graph._engine_run_backward(
-                    args[:1], (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if self.weak and not any(kwargs.values()):
+                with self:  # a checkpoint repeats its forward in there; func itself would switch this mode off
+                    return torch.autograd.graph._engine_run_backward(
+                        args, (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            kwargs = kwargs | {"gradient": gradient} if self.factor > 1 else kwargs
         if self.weak and SAME.get(name, name) == self.weak and _line(traceback.format_stack()) == self.line:
             self.hits += 1
             args, kwargs = WEAK[self.weak][1](*args, **kwargs)
