@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.utils import save_image
 
-import fp32
 from amp_policy import Policy
 from data import batches
+from fp32 import disagreement, fp32_eval
 from ranks import share_buffers
 
 
@@ -38,7 +38,7 @@ def validate(run: Any) -> str:
     forced, warning = run.args.eval_precision == "fp32", ""
     weights = optimizer.params if forced else optimizer.model_params
     with run.average.swap(weights) if run.average else contextlib.nullcontext():
-        with fp32.fp32_eval(run.net, masters) if forced else run.policy.autocast():
+        with fp32_eval(run.net, masters) if forced else run.policy.autocast():
             split = batches.val_batches(*run.val, normalize, batch_size=500, rank=run.rank, device=run.device,
                                         world_size=run.world_size, workers=run.args.workers)
             run.scores = evaluate(run.model, split)
@@ -96,7 +96,7 @@ def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: 
 
     amp_changed: share of predictions that differ from fp32's. amp_nonfinite: share of images whose loss is NaN or inf.
     """
-    gaps = [fp32.disagreement(model, x, y, policy, masters) for x, y in split]
+    gaps = [disagreement(model, x, y, policy, masters) for x, y in split]
     parted = [f"{policy.name} and fp32 evaluation differ: {gap}" for gap in gaps if gap.parted]
     means = {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps) for what in ("changed", "nonfinite")}
     return means, parted[0] if parted else ""

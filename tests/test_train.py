@@ -158,7 +158,7 @@ class Buggy(torch.nn.Module):
 
     def forward(self, images):
         self.calls += self.training
-        if self.where == "forward" and self.calls == 4:
+        if self.where == "forward" and self.calls == 2 + 4:  # two calls time the step
             _a, _b = (1, 2, 3)
         return self.head(images.flatten(1))
 
