@@ -1,30 +1,35 @@
 """
-Autopsy: find the operation that made the first bad number, and say which of five things it was.
+Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
 
-A rejected step tells that something is wrong, not what. The loss names nobody; a forward hook names the module that
-*received* the inf (between two Linears, `log(h * 0 - 1)` makes the second one look guilty); autograd's anomaly mode
-passes over inf, and in fp16 it shouts at every calibration overflow. And `sqrt` at 0 has a finite loss: only its
-backward is infinite. So, after the fact, when time does not matter, the step is put back and run again:
+A rejected step tells that something is wrong, not what. The loss names nobody. A forward hook names the module that
+*received* the inf: between two Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode
+passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again:
 
-    record = StepRecord(step, net)            before the forward: RNG states and buffers are copied
+    record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
     report = examine(run_step, record, net)   after a rejected step; the weights are still those from before it
 
-1. Weights, buffers or optimizer state already bad?                         -> weights
-2. A value in the batch bad, or a label out of range?                       -> data
-3. Run again under a dispatch mode that looks at the result of every aten operation, forward and backward.
-   Nothing bad this time?                                                   -> not reproducible
-   A mean over labels that are all ignored, 0 / 0?                          -> data
-4. Run again in fp32.        Finite?   -> precision        Bad as well?     -> divergence
+1. The record is put back, and the step runs under a dispatch mode that looks at the result of every aten operation,
+   forward and backward. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
+   of its inputs. The guilty birth is the first among the ancestors of the loss (if the loss is finite: of the
+   gradients). So what is swallowed on the way is never blamed: a mask of -inf that softmax turns to 0, log(0) behind a
+   `where`, a NaN target that is left out. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
+2. The verdict follows from where the guilty result comes from:
 
-An operation with good inputs and a bad result is a birth. Births are only suspects: every bad result inherits those of
-its inputs, and the guilty one is the first among the ancestors of the loss (or, if that is finite, of the gradients).
-So what is swallowed on the way is never blamed: -inf written by a mask and turned to 0 by softmax, log(0) behind a
-`where`, the padding of a max-pool. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
+    weights            from a parameter, buffer or hidden state that was bad before the step
+    data               from a bad value in the batch, a label out of range, or labels that are all ignored
+    precision          from an operation; in fp32 the step is finite
+    divergence         from an operation; the step is bad in fp32 too
+    calibration        nothing is bad at loss scale 1
+    compiler           nothing is bad in eager mode, but the compiled step is
+    not reproducible   nothing is bad the second time
+    error              the step raised an exception, and the data is not the cause
 
-The report says module, operation, line of source, samples, and the line to try. A capsule holds the step, the weights
-and the report; on another machine, a CPU too, it gives the verdict again. This file does not cure and does not decide
-when to look. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow found and healed.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64. A cure is tried on the recorded step before it
+   is printed: the guilty module in fp32, its parents, an eps at that line, bf16, fp32. The report says how it went.
+
+This file changes no weights and does not decide when to look. To copy it: it needs torch, nothing else.
+`python autopsy.py` shows one overflow found and mended.
 """
 from __future__ import annotations
 
@@ -34,44 +39,82 @@ import re
 import sys
 import traceback
 import warnings
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
+from math import inf, nan
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.module_tracker import ModuleTracker
+from torch.utils._pytree import tree_map
 
-LIMIT = 1.8e19  # just under sqrt(3.4e38)
-IGNORED = -100  # cross_entropy's default ignore_index
-VERDICTS = {  # and what to try; the gravest first: when ranks differ, that one counts
-    "data": "look at these samples; leave them out",
-    "weights": "--resume last_good.pt, and look at what the steps before this one did",
-    "divergence": "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-    "precision": "x.float() before that line, or --precision bf16",
-    "not reproducible": "the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
-}
-FRAGILE = {  # operations whose result or slope is bad at some ordinary number, and what to write instead
-    "sqrt": "sqrt has no finite slope at 0: sqrt(x + eps)",
-    "rsqrt": "rsqrt of 0 or less: rsqrt(x + eps)",
-    "log": "log of 0 or less: log(x.clamp(min=eps))",
-    "div": "division by zero: divide by x + eps",
-    "reciprocal": "division by zero: add an eps",
-    "pow": "a power of 0 or of a negative base: clamp the base",
-    "exp": "exp beyond 88 is inf: clamp before it",
-    "acos": "no finite slope at -1 and 1: clamp inside",
-    "softmax": "softmax over a wholly masked row",
-    "log_softmax": "log_softmax over a wholly masked row",
-    "nll_loss_forward": "a mean over no label at all: divide the sum of the losses by max(1, number of labels)",
-    "nll_loss2d_forward": "a mean over no label at all: divide the sum of the losses by max(1, number of labels)",
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
+TORCH = os.path.dirname(torch.__file__)
+HALF = (torch.float16, torch.bfloat16)
+EPS = 1e-6
+EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
+VERDICTS = {  # what to do, in train.py's flags and as code; the gravest first: when ranks differ, that one counts
+    "data": ("look at these samples; leave them out",) * 2,
+    "weights": ("--resume last_good.pt, and look at what the steps before this one did",
+                "reset it, or load the last checkpoint that is finite; examine the step that wrote it"),
+    "error": ("mend the code at this line",) * 2,
+    "divergence": ("--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
+                   "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, clipping"),
+    "precision": ("x.float() before that line, or --precision bf16", "x.float() before that line"),
+    "compiler": ("train without --compile", "run the step under torch.compiler.set_stance('force_eager')"),
+    "calibration": ("nothing: the loss scale falls by itself", "skip the step and halve the loss scale"),
+    "not reproducible": ("the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
+                         "torch.use_deterministic_algorithms(True); if it recurs, suspect this machine's hardware"),
 }
 
 
-# --- The evidence
+def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple]:
+    return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
+
+
+CLAMP, INSIDE = _first(lambda x: x.clamp(min=EPS)), _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+UNMASK = "over a wholly masked row: write -1e4 into the mask instead of -inf", _first(lambda x: x.clamp(min=-1e4))
+NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
+EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal", None
+ONE = "the spread of one number is 0 / 0: no batch of one, or correction=0", lambda *a, **k: (a, k | {"correction": 0})
+WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and how to change the call's arguments
+    "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
+    "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
+    "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
+    "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
+    "div": ("division by zero: x / (y + eps), eps = 1e-6", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
+    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
+    "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
+    "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "softmax": UNMASK, "log_softmax": UNMASK, "logsumexp": UNMASK,
+    "layer_norm": ("a row of equal numbers, and an eps too small for it: eps=1e-5",
+                   lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k)),
+    "ctc_loss": ("a target longer than its input has no alignment: look at the lengths, or zero_infinity=True",
+                 lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
+    "std": ONE, "var": ONE,
+    "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
+    "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
+    "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
+    "eigh": EQUAL, "svd": EQUAL, "eig": EQUAL,
+    "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
+    "empty": ("memory that nobody wrote: torch.zeros instead of torch.empty", None),
+}
+SAME = {"truediv": "div", "divide": "div", "true_divide": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal"}
+
+
+# --- The record
 
 class StepRecord:
     """What is needed to run one step again, apart from the weights (a rejected step has not touched those).
@@ -82,8 +125,9 @@ class StepRecord:
 
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
         self.step, self.rank, self.net = step, rank, net
-        self.device = next(net.parameters()).device
+        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
         self.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
+        self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
         self.rng = rng_states(self.device)
         self.batches: list[tuple[Any, ...]] = []
         self.indices: list[list[int] | None] = []
@@ -94,16 +138,25 @@ class StepRecord:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """RNG and buffers as they were before the step; no gradients."""
+        """RNG, buffers and carried tensors as they were before the step; no gradients."""
         set_rng_states(self.rng, self.device)
         for name, b in self.net.named_buffers():
-            b.copy_(self.buffers[name])
+            if name in self.buffers:
+                b.copy_(self.buffers[name])
+        for module, name, value in self.carried:
+            setattr(module, name, value)
         self.net.zero_grad(set_to_none=True)
 
     def indices_of(self, micro_batch: int, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Where in the data set these samples of a micro-batch are, if that is known."""
         known = self.indices[micro_batch] if samples else None
         return tuple(known[i] for i in samples) if known else ()
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
+    values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
+    return [(n, v) for n, v in values if (isinstance(v, Tensor) or len(v) < 99) and any(named_tensors(v))]
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
@@ -123,23 +176,44 @@ def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> Non
 
 @dataclass(frozen=True)
 class Birth:
-    """An operation with good inputs and a bad result. Empty where there is none."""
+    """The first operation with a bad result. Empty where there is none."""
 
     op: str = ""  # "aten.log.default"
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     phase: str = ""  # "forward" or "backward"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
-    made: str = ""  # what the result holds
+    made: str = ""  # what the result holds; "" = the operation raised
+    result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
+    largest: float = 0.0  # the largest finite magnitude among the inputs
     samples: tuple[int, ...] = ()  # positions in the micro-batch
+    source: str = ""  # "parameter head.weight", "input", ...: bad before the step; the operation is the first to use it
+    again: str = ""  # the operation repeated on the same inputs: "finite in float32", "nan in float32, nan in float64"
+    call: int = 0  # which call of the module in this step; 0 = not known
+    caller: str = ""  # the line of that call
+
+    @property
+    def origin(self) -> str:
+        """The verdict, where the source alone says it."""
+        state = self.source.startswith(("parameter ", "buffer ", "attribute "))
+        return "weights" if state else "data" if self.source not in ("", CONSTANT) else ""
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     @property
     def weak(self) -> str:
-        """The key of FRAGILE for a node like "LogBackward0" or an operation like "aten.log_.default", or ""."""
-        forward = re.sub(r"Backward\d*$", "", self.node).lower()
-        own = self.op.partition(".")[2].partition(".")[0].strip("_")
-        return forward if forward in FRAGILE else own if own in FRAGILE else ""
+        """The key of WEAK for a node like "LogBackward0" or an operation like "aten.log_.default", or ""."""
+        plain = {key.replace("_", ""): key for key in WEAK}
+        for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
+            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name).lower()
+            name = re.sub("_|native|linalg|^new", "", name)
+            if name in plain and not (name == "mul" and self.made != "nan") and not (name == "pow" and self.grown):
+                return plain[name]
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,31 +225,52 @@ class Report(Birth):
     rank: int
     precision: str = ""
     scale: float = 1.0
-    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", ...
+    advice: str = "code"  # or "flags": those of this repository's train.py
+    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
     micro_batch: int = 0
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
-    norms: tuple[tuple[str, float], ...] = ()  # largest gradients of the re-run, as run_step left them
-    unused: tuple[str, ...] = ()  # parameters without a gradient
+    gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones, as the backward made them: name, type, bad, of
+    calls: int = 0  # how often the module is called in a step
+    tried: tuple[str, ...] = ()  # "block in fp32: finite"
+    cure: tuple[str, str] = ("", "")  # the first that was finite: ("module, result in fp32", "block")
 
     @property
     def suggestion(self) -> str:
-        if self.verdict == "precision" and self.module:
-            return f"--keep-fp32 '{self.module}'"
-        if self.verdict in ("data", "divergence") and self.weak:
-            return FRAGILE[self.weak]
-        return VERDICTS[self.verdict]
+        (kind, name), flags = self.cure, self.advice == "flags"
+        if self.verdict == "precision" and kind.startswith("module"):
+            back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
+            code = f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
+            return f"--keep-fp32 '{name}'" if flags else code
+        if self.verdict == "precision" and kind == "precision":
+            whole = f"--precision {name}" if flags else f"the whole step in {name}"
+            return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
+        if self.verdict == "data" and self.made and not self.source:
+            return NO_LABEL
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+            return WEAK[self.weak][0]
+        if self.verdict != "divergence" or self.grown:
+            return VERDICTS[self.verdict][not flags]
+        if not self.op:
+            return "no operation was found: the bad number was made where none is seen (another thread or library)"
+        if self.source:
+            return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
+                    "the batch: a constant, or a state carried over from an earlier step")
+        return "this operation has no finite value at these inputs: clamp or mask them before it, or write it otherwise"
 
     def __str__(self) -> str:
         lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
                  f"scale {self.scale:g}, rank {self.rank}) -> {self.verdict}"]
         if self.op:
-            node = f" of {self.node}" if self.node else ""
-            line = f", {self.line}" if self.line else ""
-            lines.append(f"first bad op: {self.op} in {self.module or 'the model itself'} "
-                         f"({self.phase}{node}{line}) made {self.made}")
+            node, line = f" of {self.node}" if self.node else "", f", {self.line}" if self.line else ""
+            call = f", call {self.call} of {self.calls} from {self.caller}" if self.call and self.calls > 1 else ""
+            first = f"first to use {self.source}" if self.source else "first bad op"
+            lines.append(f"{first}: {self.op} in {self.module or 'the model itself'}{call} "
+                         f"({self.phase}{node}{line}) {'made ' + self.made if self.made else 'raised'}")
         if self.inputs:
             lines.append("its inputs: " + "; ".join(self.inputs))
+        if self.again:
+            lines.append(f"repeated on the same inputs: {self.again}")
         if self.names:
             lines.append(("already bad: " if self.verdict == "weights" else "in the batch: ") + _few(self.names, 5))
         if self.samples:
@@ -183,77 +278,10 @@ class Report(Birth):
             lines.append(f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, rank {self.rank}{known}")
         if self.verdict in ("precision", "divergence"):
             lines.append("the same batch in fp32: " + ("finite" if self.verdict == "precision" else "bad as well"))
-        if self.norms:
-            lines.append("largest gradients: " + ", ".join(f"{name} {norm:.3g}" for name, norm in self.norms))
-        lines.append("causes: " + ", ".join(f"[{'x' if hit else ' '}] {cause}" for cause, hit in self._causes()))
-        lines.append(f"try: {self.suggestion}")
-        return "\n  ".join(lines)
-
-    def _causes(self) -> list[tuple[str, bool]]:
-        """The usual ones, and whether it was that."""
-        diverged = self.verdict == "divergence"
-        unused = f" (unused: {_few(self.unused)})" if self.unused else ""
-        weak = f" ({self.weak})" if self.weak else ""
-        return [(f"uninitialised or unused parameters{unused}", self.verdict == "weights"),
-                (f"division by zero, log, sqrt{weak}", diverged and bool(weak)),
-                ("bad input or label", self.verdict == "data"),
-                ("learning rate", diverged and not weak),
-                ("dtype", self.verdict == "precision")]
-
-
-def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord, net: nn.Module, *,
-            state: Any = None, num_classes: int | None = None, precision: str = "", scale: float = 1.0) -> Report:
-    """Run the recorded step again and say what was wrong. On every rank, each with its own record; then agree().
-
-    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP, no compile), no
-    optimizer; returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no
-    loss scale; if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). `state`: nest of
-    optimizer tensors. `scale`, the step's loss scale, is only told in the report. Labels are integer tensors after the
-    first item of a batch, checked if `num_classes` is given. Gradients are None afterwards, RNG untouched, buffers as
-    before the step.
-    """
-    told = {"step": record.step, "rank": record.rank, "precision": precision, "scale": float(scale)}
-    if names := _bad_state(net, state):
-        return Report(verdict="weights", **told, symptom=f"{names[0]} was bad before the step", names=names)
-    for k, batch in enumerate(record.batches):
-        names, samples = _bad_batch(batch, num_classes)
-        if names:
-            return Report(verdict="data", **told, symptom=names[0], names=names, micro_batch=k, samples=samples,
-                          indices=record.indices_of(k, samples))
-    outside = rng_states(record.device)
-    try:
-        return _run_again(run_step, record, net, told)
-    finally:
-        record.restore()
-        set_rng_states(outside, record.device)
-
-
-def _run_again(run_step: Callable, record: StepRecord, net: nn.Module, told: dict[str, Any]) -> Report:
-    """The micro-batches up to the first bad one, with every operation watched; then the same ones in fp32."""
-    record.restore()
-    symptom, birth, ran = "", Birth(), []
-    for batch in record.batches:
-        ran.append(batch)
-        symptom, birth = _watch(run_step, batch, net)
-        if symptom:
-            break
-    unused = tuple(n for n, p in net.named_parameters() if p.requires_grad and p.grad is None)
-    norms = [(n, float(p.grad.float().norm())) for n, p in net.named_parameters() if p.grad is not None]
-    norms.sort(key=lambda row: row[1] if row[1] <= LIMIT else float("inf"), reverse=True)  # NaN is the largest
-    names: tuple[str, ...] = ()
-    if not symptom:
-        verdict = "not reproducible"
-    elif birth.op.startswith("aten.nll_loss") and any((t == IGNORED).all() for t in _integers(ran[-1][1:])):
-        verdict, names = "data", (f"every label is ignored ({IGNORED}): their mean is 0/0",)
-    else:
-        record.restore()
-        bad = any(_symptom(_results(run_step, batch, True, net)) for batch in ran)
-        verdict = "divergence" if bad else "precision"
-        if verdict == "precision" and told["precision"] in ("fp32", "O0"):
-            verdict = "not reproducible"  # it was fp32 already: two equal runs, two answers
-    last = len(ran) - 1
-    return Report(verdict=verdict, **told, **asdict(birth), symptom=symptom, micro_batch=last, names=names,
-                  indices=record.indices_of(last, birth.samples), norms=tuple(norms[:5]), unused=unused)
+        if self.gradients:
+            told = (f"{name} {kind} ({bad} of {of} values)" for name, kind, bad, of in self.gradients)
+            lines.append(f"bad gradients in the order of the backward, {len(self.gradients)} in all: {_few(told, 4)}")
+        return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
 
 
 def agree(report: Report) -> Report:
@@ -265,167 +293,590 @@ def agree(report: Report) -> Report:
     return min(every, key=lambda r: (list(VERDICTS).index(r.verdict), r.rank))
 
 
-# --- Before the re-run: bad weights, bad data
+# --- The examination
 
-def _bad_state(net: nn.Module, state: Any) -> tuple[str, ...]:
-    """Names of bad parameters, optimizer tensors and buffers. A mask may be a buffer; a running statistic is none."""
-    named = {f"parameter {n}": p for n, p in net.named_parameters()}
-    named |= {f"optimizer state {n}": t for n, t in _named_tensors(state)}
-    named |= {f"buffer {n}": b for n, b in net.named_buffers() if "running_" in n or not is_mask(extent(b))}
-    return tuple(name for name, t in named.items() if is_bad(extent(t)))
+def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord, net: nn.Module, *,
+            state: Any = None, num_classes: int | None = None, precision: str = "", scale: float = 1.0,
+            try_cures: bool = True, advice: str = "code", run_compiled: Callable | None = None) -> Report:
+    """Run the recorded step again and say what was wrong. On every rank, each with its own record; then agree().
 
-
-def _bad_batch(batch: tuple[Any, ...], num_classes: int | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(what is wrong with it, in which samples)."""
-    names, samples = [], set()
-    for k, item in enumerate(batch):
-        for t in _tensors(item):
-            if is_bad(extent(t)):
-                names.append(f"{'target' if k else 'input'} holds {_made(extent(t))}")
-                samples.update(_rows(_beyond(t)))
-        for t in _integers(item) if k and num_classes is not None else ():
-            wrong = ((t < 0) | (t >= num_classes)) & (t != IGNORED)
-            names += [f"label {int(v)} is not in 0..{num_classes - 1}" for v in t[wrong].unique()]
-            samples.update(_rows(wrong))
-    return tuple(names), tuple(sorted(samples))
-
-
-# --- The re-run: which operation was it
-
-def _watch(run_step: Callable, batch: tuple[Any, ...], net: nn.Module) -> tuple[str, Birth]:
-    """Run one micro-batch and look at every operation: (what is bad in the end, or ""; the operation that made it)."""
-    size = next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
-        with torch.autograd.set_detect_anomaly(True, check_nan=False), Locator(net, size) as locator:
-            results = _results(run_step, batch, False, net)
-    birth = locator.blame([results["loss"]]) or locator.blame(results.values())
-    return _symptom(results), birth or Birth()
+    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP), no optimizer;
+    returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no loss scale;
+    if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). Compiled code in it runs eagerly.
+    `run_compiled`: the same through the compiled model, where `run_step` does without. `state`: nest of optimizer
+    tensors. `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels' range, where no
+    loss says it. Gradients are None afterwards, RNG untouched, buffers as before the step.
+    """
+    outside, more = rng_states(record.device), {}
+    try:
+        with _stance("force_eager"):
+            rerun = Rerun(run_step, record, net)
+            symptom, birth = rerun.watch()
+            if symptom:
+                verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
+                if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
+                    kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
+                    more["tried"], more["cure"] = _try(rerun, birth, verdict, kinds)
+            else:
+                verdict, birth, more = _finite(rerun, state, num_classes, scale, run_compiled)
+    finally:
+        record.restore()
+        set_rng_states(outside, record.device)
+    told = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients} | asdict(birth) | more
+    return Report(verdict=verdict, step=record.step, rank=record.rank, precision=str(precision), scale=float(scale),
+                  advice=advice, calls=rerun.locator.calls[birth.module],
+                  indices=record.indices_of(told["micro_batch"], birth.samples), **told)
 
 
-def _results(run_step: Callable, batch: tuple[Any, ...], fp32: bool, net: nn.Module) -> dict[str, Tensor]:
-    """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., ...}."""
-    out = run_step(batch, fp32)
-    loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in net.named_parameters()})
-    return {"loss": loss.detach()} | {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple[str, Birth, dict[str, Any]]:
+    """(verdict, birth, what else to report) of a step that is bad again."""
+    where = rerun.locator
+    if birth.origin:
+        holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
+        return birth.origin, birth, {"names": (holds,)}
+    if birth.op and not birth.made:  # the step raised, and not because of a bad number
+        data = where.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class values", symptom)
+        return "data" if data else "error", birth, {"names": where.wrong}
+    if where.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
+        return "data", birth, {"names": (f"every label is ignored ({where.ignored}): their mean is 0/0",)}
+    if not rerun(fp32=True):
+        factor = rerun.factor if rerun.factor < inf else max(scale, 2.0**16)
+        if factor > 1.5 and not rerun(Calls(factor)):
+            return "calibration", birth, {"tried": ("loss scale 1: finite",)}
+        return "not reproducible" if re.fullmatch(EXACT, str(precision).lower()) else "precision", birth, {}
+    if "float16" in birth.result and birth.again == "finite in float32":  # something else is bad in fp32
+        symptom, other = rerun.watch(fp32=True)
+        half = "float16" in other.result and other.again == "finite in float32"  # run_step leaves this one in half
+        return other.origin or ("precision" if half else "divergence"), other, {"symptom": symptom}
+    return "divergence", birth, {}
 
 
-def _symptom(results: Mapping[str, Tensor]) -> str:
-    """The first bad result, or ""."""
-    return next((f"{name} is {_made(extent(t))}" for name, t in results.items() if is_bad(extent(t))), "")
+def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None) -> tuple:
+    """The same for a step that is not bad again."""
+    if run_compiled or "torch._dynamo" in sys.modules:
+        with _stance("default"):
+            if said := Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)():
+                return "compiler", Birth(), {"tried": (f"compiled: {said}", "in eager mode: finite")}
+    named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
+    named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
+    if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
+        return "weights", Birth(), {"names": names, "symptom": f"{names[0]} was bad before the step"}
+    for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
+        for name, t in named_tensors(batch):  # labels: the later items of a tuple; in a mapping what is called so
+            label = re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0"
+            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+                wrong = ((t < 0) | (t >= num_classes)) & ~sum(t == i for i in rerun.locator.lawful).bool()
+                if wrong.any():
+                    rows = tuple(wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist())
+                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
+                    return "data", Birth(samples=rows), {"names": names, "micro_batch": k}
+    if scale > 1:
+        return "calibration", Birth(), {"tried": ("loss scale 1: finite",)}
+    return "not reproducible", Birth(), {}
 
 
-# What a bad tensor descends from: the index of its first birth, or, larger than any, one of these.
-LAWFUL = sys.maxsize - 1  # a mask: only large negative values, written on purpose
-NOBODY = sys.maxsize  # nothing that this step did
+class Rerun:
+    """The recorded step, as often as needed, each time from the same buffers and random numbers."""
+
+    def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
+        if not record.batches:
+            raise ValueError("the record holds no micro-batch: call record.keep(...) before the step")
+        self.run_step, self.record, self.net = run_step, record, net
+        self.factor, self.last, self.gradients = 1.0, 0, ()
+
+    def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
+        """Run it: what is bad, "" for nothing."""
+        self.record.restore()
+        try:
+            with context or nullcontext():
+                return next(filter(None, (_symptom(self.results(b, fp32)) for b in self.record.batches)), "")
+        except Exception as error:
+            return _said(error)
+
+    def results(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
+        """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
+        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        out = self.run_step(batch, fp32)
+        loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in self.net.named_parameters()})
+        after, grads = _statistics(self.net), {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+        return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
+
+    def watch(self, fp32: bool = False) -> tuple[str, Birth]:
+        """Run the micro-batches up to the first bad one, with every operation watched: (what is bad, who made it)."""
+        self.record.restore()
+        for k, batch in enumerate(self.record.batches):
+            where, calls = Locator(self.net, batch, self.record.indices[k]), Calls()
+            self.last, self.locator = k, where
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
+                try:
+                    with torch.autograd.set_detect_anomaly(True, check_nan=False), calls, where:
+                        results = self.results(batch, fp32)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    line = _line(traceback.format_tb(error.__traceback__))
+                    return _said(error), where.failed or Birth(type(error).__name__, phase="forward", line=line)
+            if symptom := _symptom(results):
+                break
+        else:
+            return "", Birth()
+        loss = float(results["loss"].float().mean())
+        self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
+        order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
+        bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
+                               for n, t in sorted(bad, key=lambda row: order.get(row[0], len(order))))
+        return symptom, where.blame([results["loss"]]) or where.blame(results.values()) or Birth()
+
+
+# --- Which operation was it
+
+CONSTANT = "a constant"
+LAWFUL = (sys.maxsize - 1, None)  # the cause of a mask: only large negative values, written on purpose
+NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
 
 class Locator(TorchDispatchMode):
     """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
 
-    Modules are followed by hooks. For the backward, the autograd graph between a module's inputs and its output is
-    marked with the module's name as soon as the module is done: inner ones first, so that what is left over for the
-    outer one are its own functional operations.
+    `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
+    What it remembers of a bad tensor it forgets with the tensor's storage, so it may stay entered for many steps.
     """
 
-    def __init__(self, net: nn.Module, batch_size: int = 0):
+    def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
         super().__init__()
-        self.net, self.batch_size = net, batch_size
-        self.births: list[Birth] = []
-        self._causes: dict[int, int] = {}  # address of a storage: index of the first birth it descends from
-        self._stack: list[tuple[str, set[Any]]] = []  # modules under way: name, autograd nodes of the inputs
-        self._marked: set[Any] = set()  # autograd nodes that have a module
-        self._mark: tuple[str, str, Mapping[str, Any]] = ("", "", {})  # backward: module, node's name, its metadata
-        self._handles: list[Any] = []
-        self._is_backward = ModuleTracker()  # only for its is_bw
+        self.net, self.names, self.calls = net, {}, Counter()  # modules: their names, how often each was called
+        self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
+        self.failed: Birth | None = None  # the operation that raised
+        self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
+        self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
+        self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
+        self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
+        self._rules: dict[Any, SimpleNamespace] = {}
+        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
+        self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
+        self._clock, self._handles = 0, []
+        leaves = dict(named_tensors(batch))
+        for name, t in leaves.items():
+            first, _, rest = name.partition(".")
+            name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
+            self._known.setdefault(_key(t), (name, True))
+        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], len(indices or ())), {}
+        for t in leaves.values() if self.size > 1 else ():
+            if self.size in t.shape[:2] and t.layout is torch.strided:
+                self._carries(t, t.shape.index(self.size), 1)
+
+    def _name(self, net: nn.Module) -> None:
+        for name, module in net.named_modules():
+            self.names.setdefault(module, name)
+            for key, t in named_tensors(dict(_attributes(module)), name):
+                self._known[_key(t)] = f"attribute {key}", True
+        self._known |= {_key(b): (f"buffer {n}", True) for n, b in net.named_buffers()}
+        self._known |= {_key(b): (n, False) for n, b in _statistics(net).items()}
+        self._known |= {_key(p): (f"parameter {n}", False) for n, p in net.named_parameters()}
+        for name, p in net.named_parameters():
+            if p.requires_grad and p.is_leaf:
+                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._done, name)))
+
+    def _done(self, name: str, p: Tensor) -> None:
+        self.order.setdefault(name)
 
     def __enter__(self) -> Locator:
-        for name, module in self.net.named_modules():
-            enter = partial(self._enter_module, name)
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave_module, always_call=True))
+        if self.net is not None:
+            self._name(self.net)
+        self._handles.append(hooks.register_module_forward_pre_hook(self._enter_module))
+        self._handles.append(hooks.register_module_forward_hook(self._leave_module, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._handles:  # DDP keeps some of the graph's nodes alive: nothing of ours may stay on them
+        while self._handles:
             self._handles.pop().remove()
-        self._marked.clear()
 
-    def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._stack.append((name, {t.grad_fn for t in _tensors((args, kwargs))}))
+    # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.net is None and not self._stack and module not in self.names:
+            self._name(module)
+        name = self.names.get(module, self._stack[-1][0] if self._stack else "")
+        if module in self.names and torch._C._current_autograd_node() is None:  # else a checkpoint repeats its forward
+            self.calls[name] += 1
+        self._stack.append((name, self.calls[name]))
+        self._mark()
 
     def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        name, seen = self._stack.pop()
-        todo = [t.grad_fn for t in _tensors(out)]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-            if node not in self._marked:
-                self._marked.add(node)
-                mark = (name, node.name(), node.metadata)
-                self._handles.append(node.register_prehook(partial(self._enter_node, mark)))
+        self._stack.pop()
+        self._mark()
 
-    def _enter_node(self, mark: tuple[str, str, Mapping[str, Any]], grads: Any) -> None:
-        self._mark = mark
+    def _mark(self) -> None:
+        if len(self._since) > 1 << 18:  # many steps long: the older half is of graphs that are gone
+            del self._since[: 1 << 17], self._module[: 1 << 17]
+        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1]:  # a GPU's backward thread counts anew
+            self._since.append(number)
+            self._module.append(self._stack[-1] if self._stack else ("", 0))
+
+    # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        inputs = [(t, extent(t)) for t in _tensors(leaves)]  # now: an in-place operation overwrites its evidence
-        first = min((self._cause(t, span) for t, span in inputs), default=NOBODY)
-        out = func(*args, **kwargs or {})
-        for t in _tensors(out):
-            span = extent(t)
-            if not is_bad(span):
-                continue
-            if "empty" in str(func):  # memory as it was found: nobody's fault
-                cause = NOBODY
-            elif first < LAWFUL:
-                cause = first
-            elif is_mask(span) and (first == LAWFUL or any(isinstance(a, float) and is_bad((a, a)) for a in leaves)):
-                cause = LAWFUL
-            else:
-                cause = len(self.births)
-                self.births.append(self._birth(func, t, span, inputs))
-            self._causes[t.untyped_storage().data_ptr()] = cause
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a tensor that wraps others: their operations come here next
+        kwargs = kwargs or {}
+        rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
+        inputs, kept = _flat((*args, *kwargs.values())), args
+        written = _flat([*(args[i] for i in rule.writes if i < len(args)), *(kwargs.get(n) for n in rule.names)])
+        spans = {id(t): extent(t) for t in written}  # now: an in-place operation overwrites its evidence
+        if written and not rule.many:
+            kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        if rule.overwrites:
+            inputs = [t for t in inputs if id(t) not in spans]
+        if rule.index:
+            self._check_index(rule, func, args, inputs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            cause = self._inherited(func, inputs, spans)
+            self.failed = self.failed or cause[1] or self._birth(func, inputs, spans)
+            raise
+        before, outs = {_key(t) for t in inputs}, _flat((out,)) + written
+        if self._rows:
+            self._carry(rule, args, kwargs, inputs, outs, before)
+        for t in outs:
+            if (key := _key(t)) in before and not written:
+                continue  # a view: it shares what is known of its storage
+            if is_bad(span := extent(t)):
+                cause = self._inherited(func, inputs, spans)
+                given = any(isinstance(a, float) and is_bad((a, a)) for a in (*args, *kwargs.values()))
+                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or given):
+                    cause = LAWFUL
+                elif cause >= LAWFUL:
+                    cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
+                    cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
+                self._remember(key, t, cause)
+            elif key in self._causes and _values(t).nbytes >= _values(t).untyped_storage().nbytes():
+                del self._causes[key]  # wholly overwritten
         return out
 
-    def _cause(self, t: Tensor, span: tuple[float, float]) -> int:
-        """What `t` descends from. The step may also find a bad tensor ready-made: a mask, or a constant."""
-        if not is_bad(span):
-            return NOBODY
-        return self._causes.get(t.untyped_storage().data_ptr(), LAWFUL if is_mask(span) else NOBODY)
+    def _born(self, birth: Birth) -> tuple[int, Birth]:
+        self._clock += 1
+        return self._clock, birth
 
-    def _birth(self, func: Any, t: Tensor, span: tuple[float, float], inputs: Iterable[Any]) -> Birth:
-        described = tuple(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)} {low:.3g} .. {high:.3g}"
-                          for i, (low, high) in inputs if i.is_floating_point())
-        told = {"op": str(func), "made": _made(span), "inputs": described}
-        if self._is_backward.is_bw and not self._stack:  # a module under way: a checkpoint repeats its forward
-            module, node, metadata = self._mark
-            line = _line(metadata.get("traceback_", ()))
-            return Birth(module=module, phase="backward", node=node, line=line, **told)
-        module = self._stack[-1][0] if self._stack else ""
-        by_sample = t.dim() > 1 and self.batch_size > 1 and t.shape[0] % self.batch_size == 0
-        samples = _rows(_beyond(t).reshape(self.batch_size, -1)) if by_sample else ()
-        line = _line(traceback.format_stack(sys._getframe(2)))  # 0 is this function, 1 the dispatch
-        return Birth(module=module, phase="forward", line=line, samples=samples, **told)
+    def _remember(self, key: int, t: Tensor, cause: tuple[int, Birth | None]) -> None:
+        if len(self._causes) > 1 << 12:
+            self._causes = {k: held for k, held in self._causes.items() if not held[0].expired()}
+        self._causes[key] = StorageWeakRef(_values(t).untyped_storage()), cause
+
+    def _inherited(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]]) -> tuple:
+        """The first cause among the inputs: (its number, its birth)."""
+        bad = [(t, span) for t in inputs if is_bad(span := spans.setdefault(id(t), extent(t)))]
+        return min((self._cause(t, span, func, inputs, spans) for t, span in bad), default=NOBODY, key=lambda c: c[0])
+
+    def _cause(self, t: Tensor, span: tuple[float, float], *used: Any) -> tuple[int, Birth | None]:
+        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
+        reference, cause = self._causes.get(key := _key(t), (None, NOBODY))
+        if reference is not None and not reference.expired():
+            return cause
+        name, may_mask = self._known.get(key, ("", True))
+        if may_mask and is_mask(span):
+            return LAWFUL
+        if not name or not used:
+            return NOBODY
+        birth = replace(self._birth(*used, t, span), source=name, samples=self._samples(t))
+        self._remember(key, t, cause := self._born(birth))
+        return cause
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        first = min((self._cause(t, extent(t)) for t in tensors), default=NOBODY)
-        return self.births[first] if first < LAWFUL else None
+        bad = [(t, span) for t in tensors if is_bad(span := extent(t))]
+        return min((self._cause(t, span) for t, span in bad), default=NOBODY, key=lambda c: c[0])[1]
+
+    def _birth(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]], out: Tensor | None = None,
+               span: tuple[float, float] = (0.0, 0.0), again: str = "") -> Birth:
+        told = [(t, spans.setdefault(id(t), extent(t))) for t in inputs if t.is_floating_point() or t.is_complex()]
+        stack = traceback.format_stack()
+        stack = stack[: max(k for k, frame in enumerate(stack) if "in __torch_dispatch__" in frame)]
+        (module, call), node = self._stack[-1] if self._stack else ("", 0), torch._C._current_autograd_node()
+        name, line, phase = "", "", "forward"
+        if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
+            stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
+        if node is not None and not (torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)):
+            phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
+            stack = [*node.metadata.get("traceback_", ())]
+            if isinstance(variable := getattr(node, "variable", None), Tensor):
+                owner = self._known.get(_key(variable), ("", False))[0].removeprefix("parameter ")
+                module, call = owner.rpartition(".")[0], 0
+            elif not self._stack:
+                module, call = self._module[bisect_right(self._since, node._sequence_nr()) - 1]
+        calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
+        bad = [s for _, s in told if is_bad(s)]
+        about = {} if out is None else dict(
+            made=_made(span), result=_type(out), samples=self._samples(out, bool(bad)),
+            source="" if all(map(is_mask, bad)) else CONSTANT)
+        return Birth(
+            op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
+            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told),
+            largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
+            caller=_line(stack[: calling[-1]]) if calling else "", **about)
+
+    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
+        """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
+        for index, size, low, ignore in rule.index(*args):
+            if ignore is not None:
+                self.lawful.add(ignore)
+                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
+            wrong = ((index < low) | (index >= size)) & (index != ignore)
+            if wrong.any():
+                what = "index" if ignore is None else "label"
+                self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
+                found, marked = self._dim(index), torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, nan)
+                if found:
+                    self._carries(marked, *found)
+                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
+                raise IndexError(self.wrong[0])
+
+    # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
+    # one step along the batch is a fixed number of bytes there, whatever the shape through which it is viewed.
+
+    def _carries(self, t: Tensor, d: int, inner: int) -> None:
+        if t.stride(d):
+            self._rows[_key(t)] = t.stride(d) * inner * t.element_size()
+
+    def _dim(self, t: Tensor) -> tuple[int, int] | None:
+        """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
+        step = self._rows.get(_key(t), 0) // t.element_size() if t.layout is torch.strided else 0
+        for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
+            if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
+                return d, step // stride
+        return None
+
+    def _samples(self, t: Tensor, nan: bool = False) -> tuple[int, ...]:
+        """The samples with a bad number; with `nan`, where t has a NaN, those: its -inf may be a mask."""
+        if (found := self._dim(t)) is None:
+            return ()
+        wrong = t.detach().isnan() if nan and t.isnan().any() else _beyond(t)
+        wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+        return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
+
+    def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
+               before: set[int]) -> None:
+        """Mark the results that still have the batch dimension."""
+        found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
+        for number, t in enumerate(outs):
+            if (key := _key(t)) in self._rows and key in before:
+                continue  # a view
+            self._rows.pop(key, None)  # a new storage, at an address that may have been another's
+            for k, source, (d, inner) in found if t.layout is torch.strided else ():
+                if (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
+                    self._carries(t, to, inner)
+                    break
+
+
+def _batch_size(shapes: list[torch.Size], known: int) -> int:
+    """The size that most tensors of the batch have as dimension 0, or 1 where time is first."""
+    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
+    return known or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
+
+
+STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
+LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+
+
+def _rule(func: Any) -> SimpleNamespace:
+    """What the dispatch needs to know of an operation, found once."""
+    schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
+    names, pointwise = [a.name for a in schema.arguments], torch.Tag.pointwise in func.tags or name == "copy"
+    writes = [k for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
+        writes = [3, 4]  # the running statistics, of which the schema does not say so
+    at = next((k for k, n in enumerate(names) if n in ("dim", "dims")), None)
+
+    def follow(args: Any, kwargs: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+        """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
+        if pointwise:
+            d += t.dim() - source.dim()
+        elif re.fullmatch("(b|add|badd)?b?mm", name):
+            if k < -2 or d == source.dim() - (1 if k == -2 else 2):
+                return None  # summed over
+        elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
+            return None  # the slope of a weight
+        elif at is not None:
+            dims = args[at] if at < len(args) else kwargs.get(names[at])
+            dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+            dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
+            if name != "stack" and d in dims:
+                return None
+            d += dims[0] <= d if name == "stack" else -sum(x < d for x in dims) * (t.dim() < source.dim())
+        elif t.dim() != source.dim() and not STAYS.search(name):
+            return None
+        return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
+
+    return SimpleNamespace(writes=writes, names=[names[k] for k in writes], follow=follow, index=INDEX.get(name),
+                           many="foreach" in name or "fused" in name, overwrites=name in (
+                               "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential"))
+
+
+def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> list[tuple]:
+    return [(index, x.shape[dim], 0, None)] if x.dim() else []
+
+
+def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> list[tuple]:
+    return [(target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]
+
+
+INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments
+    "nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along, "scatter": _along,
+    "scatter_add": _along, "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
+    "index": lambda x, indices, *more: [(i, x.shape[k], -x.shape[k], None) for k, i in enumerate(indices)
+                                        if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)],
+}
+
+
+def _again(func: Any, args: Any, kwargs: Any) -> str:
+    """The operation on the same inputs in fp32 and fp64: "finite in float32", "nan in float32, finite in float64"."""
+    told: list[str] = []
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return ""  # it would draw random numbers, or wait for another rank
+    for dtype in (torch.float32, torch.float64):
+        def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
+            if isinstance(v, Tensor):
+                return v.detach().to(dtype) if v.is_floating_point() else v.detach()
+            return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
+        try:
+            spans = [extent(t) for t in _flat((func(*tree_map(wide, args), **tree_map(wide, kwargs)),))]
+        except Exception:  # a kernel that knows one dtype only
+            break
+        bad = next((_made(s) for s in spans if is_bad(s)), "finite")
+        told.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
+        if bad == "finite":
+            break
+    return ", ".join(told)
+
+
+# --- Cures, tried on the recorded step
+
+def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
+    tried: list[str] = []
+
+    def goes(what: str, context: AbstractContextManager) -> bool:
+        said = rerun(context)
+        tried.append(f"{what}: " + (f"still bad ({said})" if said else "finite"))
+        return not said
+
+    name = birth.module if verdict == "precision" else ""
+    while name:
+        for kind in kinds:
+            module = island(rerun.net.get_submodule(name), keep="result" in kind)
+            if goes(f"{name} in fp32{kind.removeprefix('module')}", module):
+                return tuple(tried), (kind, name)
+        name = name.rpartition(".")[0]
+    advice, mend = WEAK.get(birth.weak, ("", None))
+    if mend:
+        calls, what = Calls(weak=birth.weak, line=birth.line), f"{advice.rpartition(': ')[2]} at {birth.line}"
+        if goes(what, calls) and calls.hits:
+            return tuple(tried), ("eps", birth.weak)
+        if not calls.hits:
+            tried[-1] = f"{what}: not tried, the call was not found"
+    if verdict != "precision":
+        return tuple(tried), ("", "")
+    if birth.result.startswith("float16") and goes("the whole step in bf16", InBf16()):
+        return tuple(tried), ("precision", "bf16")
+    return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
+
+
+@contextmanager
+def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
+    """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
+    before, inner = vars(module).get("forward"), nn.Module()
+    inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
+
+    def cast(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in of else t, tree)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        floats = [t for t in _flat((*args, *kwargs.values())) if t.is_floating_point()]
+        device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
+        back = floats[0].dtype if floats else torch.float32
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
+            back = torch.get_autocast_dtype(device)
+        own = (*module.named_parameters(), *module.named_buffers())
+        with torch.autocast(device, enabled=False):
+            args, kwargs = cast((args, kwargs), torch.float32, HALF)
+            half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+            out = torch.func.functional_call(inner, half, args, kwargs)
+        return out if keep or back not in HALF else cast(out, back, (torch.float32,))
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+class Calls(TorchFunctionMode):
+    """Sees torch's functions as the step calls them. It reads the number of which the backward is taken, divides its
+    gradient by `factor`, and changes the arguments of the weak operation at one line as WEAK says."""
+
+    def __init__(self, factor: float = 1.0, weak: str = "", line: str = ""):
+        super().__init__()
+        self.factor, self.weak, self.line, self.hits, self.root = factor, weak, line, 0, 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if func is Tensor.backward and args[0].numel() == 1 and len(args) == 1 and kwargs.get("gradient") is None:
+            self.root, gradient = float(args[0].detach()), torch.ones_like(args[0]) / self.factor
+            if self.weak and not any(kwargs.values()):
+                with self:  # a checkpoint repeats its forward in there; func itself would switch this mode off
+                    return torch.autograd.graph._engine_run_backward(
+                        args, (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            kwargs = kwargs | {"gradient": gradient} if self.factor > 1 else kwargs
+        if self.weak and SAME.get(name, name) == self.weak and _line(traceback.format_stack()) == self.line:
+            self.hits += 1
+            args, kwargs = WEAK[self.weak][1](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class InBf16(TorchDispatchMode):
+    """What would be fp16 is bf16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def swap(v: Any) -> Any:
+            tensor = isinstance(v, Tensor) and v.dtype is torch.float16 and not func._schema.is_mutable
+            return v.to(torch.bfloat16) if tensor else torch.bfloat16 if v is torch.float16 else v
+        return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
+
+
+def _stance(stance: str) -> AbstractContextManager:
+    """How compiled code runs. Importing the compiler takes seconds; where it is not loaded, nothing is compiled."""
+    return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # --- Looking at tensors, and naming what is found
 
+def _values(t: Tensor) -> Tensor:
+    """The numbers of a sparse or nested tensor, this rank's part of a sharded one, or the tensor."""
+    t = t.to_local() if hasattr(t, "to_local") else t
+    if t.layout is torch.strided:
+        return t.values() if t.is_nested else t
+    return t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.is_mkldnn else t.values()
+
+
+def _key(t: Tensor) -> int:
+    """One number for all views of a storage."""
+    return _values(t).untyped_storage()._cdata
+
+
+@torch.no_grad()
 def extent(t: Tensor) -> tuple[float, float]:
     """(lowest, highest) as Python floats; NaN in both if there is one; (0, 0) for what holds no real numbers."""
-    if not t.numel() or t.layout != torch.strided or not (t.is_floating_point() or t.is_complex()):
+    t = _values(t)
+    if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
-    low, high = torch.aminmax((torch.view_as_real(t) if t.is_complex() else t).detach())
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t if t.element_size() > 1 else t.float()
+    low, high = torch.aminmax(t)
     return float(low), float(high)
 
 
@@ -443,32 +894,46 @@ def _made(span: tuple[float, float]) -> str:
     return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
 
 
+def _type(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
 def _beyond(t: Tensor) -> Tensor:
-    return (t.detach().float().abs() <= LIMIT).logical_not()  # True for NaN
+    return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
-def _rows(wrong: Tensor) -> tuple[int, ...]:
-    """Where along the first dimension anything is True."""
-    if not wrong.dim() or not wrong.any():
-        return ()
-    return tuple(wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-def _integers(tree: Any) -> list[Tensor]:
-    return [t for t in _tensors(tree) if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)]
-
-
-def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """("state.5.exp_avg", tensor) for each tensor in a nest of dicts, lists and tuples."""
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):
         yield prefix, tree
-    elif isinstance(tree, Mapping | list | tuple):
+        return
+    if is_dataclass(tree) and not isinstance(tree, type):
+        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
+    if isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+            key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
+            yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
+
+
+def _flat(args: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results: alone or in a list."""
+    every = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return [a for a in every if isinstance(a, Tensor)]
+
+
+def _statistics(net: nn.Module) -> dict[str, Tensor]:
+    """Running statistics: buffers that can never hold a mask or an inf on purpose."""
+    norms = [(n, m) for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms for key, b in m.named_buffers()}
+
+
+def _symptom(results: Mapping[str, Tensor]) -> str:
+    """The first bad result, or ""."""
+    return next((f"{name} is {_made(span)}" for name, t in results.items() if is_bad(span := extent(t))), "")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _few(items: Iterable[Any], n: int = 8) -> str:
@@ -480,52 +945,22 @@ def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        if frame and not frame[1].startswith((os.path.dirname(torch.__file__), "<")):
+        if frame and frame[3] != "__torch_function__" and not frame[1].startswith((TORCH, "<")):
             return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
     return ""
-
-
-# --- Capsules
-
-def save_capsule(path: str | os.PathLike, record: StepRecord, report: Report, **more: Any) -> None:
-    """The step on disk: weights, buffers, RNG, micro-batches, report, and `more` (plain values and tensors: arguments,
-    optimizer state). Written whole or not at all; read by load_capsule without running any code."""
-    capsule = {"format": 1, "step": record.step, "rank": record.rank, "model": record.net.state_dict(),
-               "buffers": record.buffers, "rng": record.rng, "batches": record.batches, "indices": record.indices,
-               "report": asdict(report), **more}
-    torch.save(tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, capsule), f"{path}.part")
-    os.replace(f"{path}.part", path)
-
-
-def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
-    """ValueError if the file is no capsule. Tensors on the CPU."""
-    capsule = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
-        raise ValueError(f"{path} is no capsule of a bad step")
-    return capsule
-
-
-def unpack(capsule: Mapping[str, Any], net: nn.Module) -> StepRecord:
-    """Weights into `net` (same architecture, any device); the record, ready for examine(). A CUDA generator's state
-    means nothing on a CPU: there, dropout draws other masks."""
-    net.load_state_dict(capsule["model"])
-    record = StepRecord(capsule["step"], net, rank=capsule["rank"])
-    record.rng, record.indices = capsule["rng"], capsule["indices"]
-    kept = capsule["buffers"], capsule["batches"]
-    record.buffers, record.batches = tree_map(lambda v: v.to(record.device) if isinstance(v, Tensor) else v, kept)
-    return record
 
 
 # --- python autopsy.py
 
 def demo() -> None:
-    """A Linear whose fp16 result passes 65504 from step 3 on: found, named, put into fp32; training goes on."""
+    """A Linear whose fp16 result passes 65504: found, named, and finite in fp32."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
     net.add_module("wide", nn.Linear(64, 64))
     net.extend([nn.LayerNorm(64), nn.Linear(64, 4)])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    net.wide.weight.data *= 3e5  # the fault
+    batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
+    record.keep(*batch)
 
     def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
@@ -534,24 +969,10 @@ def demo() -> None:
         loss.backward()
         return loss
 
-    def heal(module: nn.Module) -> None:
-        forward = module.forward
-        module.forward = torch.autocast("cpu", enabled=False)(lambda x: forward(x.float()))
-
-    for step in range(8):
-        if step == 3:
-            net.wide.weight.data *= 3e5  # the fault
-        record = StepRecord(step, net)
-        record.keep(x, y)
-        loss = run_step((x, y), False)
-        if any(is_bad(extent(t)) for t in (loss, *(p.grad for p in net.parameters()))):
-            report = examine(run_step, record, net, num_classes=4, precision="fp16")
-            heal(net.get_submodule(report.module))
-            print(f"{report}\nhealed: {report.module} is an fp32 island")
-        else:
-            optimizer.step()
-            print(f"step {step}: loss {loss.item():.4f}")
-        optimizer.zero_grad()
+    print(f"loss {run_step(batch, False).item():.4f}")
+    print(report := examine(run_step, record, net, precision="fp16"))
+    with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
+        print(f"healed: {report.module} is an fp32 island\nloss {run_step(batch, False).item():.4f}")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ the loss scale falls to its floor, and the run stands still without an error. So
                                                 exit 4
     weights            bad before the step      back to last_good, past these batches
     divergence         bad in fp32 too          back to last_good, past these batches, with half the learning rate
+    compiler           finite in eager mode     the run goes on in eager mode
+    calibration        finite at loss scale 1   nothing: the loss scale falls by itself
     not reproducible   finite the second time   passed over; the fifth time: exit 5, suspect the hardware
-
-A step that is finite at loss scale 1 and bad at 65536 is calibration, not a fault: nothing is done, the scale falls by
-itself.
 
 The host learns of a rejection one step late. The step is then put together again from its number (batches are a pure
 function of the step) and examined with the weights of one update later: enough for data, weights and precision. The
@@ -29,14 +28,19 @@ the core files, and only train.py and prepare.py know it. `run` is train.py's re
 read and change: policy, scaler, accum, status, code, healed, cures, hunt_until, cured, trend, doubt.
 """
 
+import os
+import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import amp_policy
 import autopsy
@@ -70,34 +74,35 @@ def recall(run: Any, step: int) -> autopsy.StepRecord:
     return record(run, step, *run.injector.batch(*run.stream.at(step - 1)))
 
 
-def rerun(run: Any, kept: autopsy.StepRecord) -> Callable:
-    """For autopsy.examine: forward and backward of one recorded micro-batch on the bare model, at loss scale 1.
+def rerun(run: Any, kept: autopsy.StepRecord, model: nn.Module | None = None) -> Callable:
+    """For autopsy.examine: forward and backward of one recorded micro-batch, at loss scale 1, without DDP.
 
-    Needs run.model, run.net, run.policy and run.injector.
+    model: run.model where nothing is said. Needs run.net, run.policy and run.injector too.
     """
 
     def run_step(batch: tuple, fp32: bool) -> tuple[Tensor, dict]:
         run.injector.repeat(next(i for i, micro_batch in enumerate(kept.batches) if micro_batch is batch))
-        loss, gradients, _ = in_pieces(run, batch, fp32)
+        loss, gradients, _ = in_pieces(run, batch, fp32, model)
         return loss, gradients
 
     return run_step
 
 
-def in_pieces(run: Any, batch: tuple, fp32: bool = False) -> tuple[Tensor, dict, int]:
+def in_pieces(run: Any, batch: tuple, fp32: bool = False, model: Any = None) -> tuple[Tensor, dict, int]:
     """Forward and backward of a micro-batch, whole or in 2, 4, ... pieces, as many as it takes to fit into memory.
 
     Returns loss, gradients by name, number of pieces. What just fits into memory in training may not fit in fp32.
     """
-    pieces, size = 1, len(batch[0])
+    pieces, size, model = 1, len(batch[0]), model or run.model
     while True:
         try:
             total = 0.0
-            with fp32_eval(run.net) if fp32 else run.policy.autocast():
+            with fp32_eval(run.net) if fp32 else nullcontext():
                 for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
-                    loss, _ = run.model(x, y)
+                    with nullcontext() if fp32 else run.policy.autocast():
+                        loss, _ = model(x, y)
                     loss = loss * (len(x) / size)
-                    loss.backward()
+                    loss.backward()  # outside of autocast, which would cast an island's gradients to half
                     total = total + loss.detach()
                 # inside: fp32_eval computes on fp32 copies of half parameters, and these hold the gradients
                 return total, {name: p.grad for name, p in run.net.named_parameters()}, pieces
@@ -135,46 +140,58 @@ def treat(run: Any, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
 def examine(run: Any, kept: autopsy.StepRecord) -> autopsy.Report:
     """What was wrong with the recorded step. The first time, the guilty rank writes a capsule of the step too."""
     facts = {"precision": run.policy.name, "num_classes": run.guard.num_classes}
+    compiled = None
+    if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
+        compiled = rerun(run, kept, torch.compile(run.model))
     report = autopsy.agree(autopsy.examine(
         rerun(run, kept), kept, run.net, state=dict(enumerate(run.optimizer.state.values())),
-        scale=float(run.scaler.scale_tensor), **facts,
+        scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled, **facts,
     ))
     if report.rank == run.rank and not calibrates(run, report) and not any(run.folder.glob("bad_step_*")):
-        autopsy.save_capsule(
+        save_capsule(
             run.folder / f"bad_step_{report.step}_rank{run.rank}.pt", kept, report, **facts,
             pinned=pinned(run.net), optimizer=run.optimizer.state_dict(), model_name=run.args.model,
-            inject=run.args.inject, class_names=run.classes, image_size=kept.batches[0][0].shape[-1],
+            drop_path=run.args.drop_path, inject=run.args.inject, class_names=run.classes,
+            image_size=kept.batches[0][0].shape[-1],
         )
     return report
 
 
 def calibrates(run: Any, report: autopsy.Report) -> bool:
-    """Whether the step was bad only because the loss scale was too high."""
+    """Whether the step was bad only because of the loss scale, and the scale can fall."""
     scaler = run.scaler
-    return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
+    harmless = report.verdict in ("calibration", "not reproducible")
+    return harmless and scaler.is_enabled() and report.scale > scaler.floor
 
 
 def respond(run: Any, report: autopsy.Report) -> str:
     """One rung of the ladder. Returns what was done."""
-    verdict, module = report.verdict, report.module
+    verdict, (kind, name) = report.verdict, report.cure
     run.cures[verdict] += 1
-    if verdict == "not reproducible":
+    if verdict in ("not reproducible", "calibration"):  # the loss scale is at its floor
         if run.cures[verdict] >= 5:
             run.status, run.code = "suspected hardware", 5
         return "passed over"
+    if verdict == "error":
+        return "passed over: the step cannot be run again"
     if verdict == "data":
         if run.cures[verdict] > max(3, 0.01 * report.step):
             run.status, run.code = "bad data", 4
         run.stream.leave_out(report.indices)
         return "passed over" + (", these samples are never drawn again" if report.indices else "")
-    if run.cures.total() - run.cures["data"] > run.args.max_cures:
+    if sum(run.cures[v] for v in ("precision", "weights", "divergence", "compiler")) > run.args.max_cures:
         run.status, run.code = "diverged", 3
         return f"given up after {run.args.max_cures} cures"
-    if verdict == "precision" and module and module not in pinned(run.net):
-        keep_fp32(run.net, [module])
+    if verdict == "compiler":
+        run.compiled = run.ddp
+        run.healed.append("eager mode")
+        return "the run goes on in eager mode: --compile is given up"
+    keep = kind == "module, result in fp32"
+    if verdict == "precision" and kind.startswith("module") and name not in pinned(run.net, keep_output=keep):
+        keep_fp32(run.net, [name], keep_output=keep)
         run.guard.watch(run.net)  # pinning may have exchanged buffers
-        run.healed.append(module)
-        return f"{module} is kept in fp32 from now on"
+        run.healed.append(name)
+        return f"{name} is kept in fp32 from now on" + (", its result too" if keep else "")
     if verdict == "precision" and run.policy.dtype in (torch.float16, torch.bfloat16):
         return demote(run)
     return rewind(run, 0.5 if verdict == "divergence" else 1.0)
@@ -282,7 +299,8 @@ def turn_back(run: Any, symptom: str) -> Cure:
 
 def state_dict(run: Any) -> dict:
     return {"healed": list(run.healed), "counts": dict(run.cures), "hunt_until": run.hunt_until,
-            "pinned": pinned(run.net), "policy": run.policy.name, "asked": run.asked,
+            "pinned": pinned(run.net), "keep_output": pinned(run.net, keep_output=True),
+            "policy": run.policy.name, "asked": run.asked,
             "accum": run.accum, "scaler": run.scaler.state_dict(), "trend": dict(run.trend),
             "quarantine": sorted(run.stream.quarantine)}
 
@@ -294,6 +312,9 @@ def load_state_dict(run: Any, state: dict) -> None:
     run.trend |= state.get("trend", {})
     run.stream.leave_out(state.get("quarantine", ()))
     keep_fp32(run.net, state["pinned"])
+    keep_fp32(run.net, state.get("keep_output", ()), keep_output=True)
+    if "eager mode" in run.healed:
+        run.compiled = run.ddp
     run.guard.watch(run.net)  # pinning may have exchanged buffers
     if state["asked"] == run.asked != state["policy"]:
         adopt(run, state["policy"])
@@ -302,19 +323,52 @@ def load_state_dict(run: Any, state: dict) -> None:
 
 # --- The step on another machine
 
+def save_capsule(path: str | os.PathLike, record: autopsy.StepRecord, report: autopsy.Report, **more: Any) -> None:
+    """The step on disk: weights, buffers, RNG, micro-batches, report, and `more` (plain values and tensors: arguments,
+    optimizer state). Written whole or not at all. load_capsule reads it without running any code."""
+    capsule = {"format": 1, "step": record.step, "rank": record.rank, "model": record.net.state_dict(),
+               "buffers": record.buffers, "rng": record.rng, "batches": record.batches, "indices": record.indices,
+               "report": asdict(report), **more}
+    torch.save(tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, capsule), f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
+    """Tensors on the CPU. ValueError, one sentence, if the file is no capsule."""
+    try:
+        capsule = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:  # torch's text advises weights_only=False
+        raise ValueError(f"{path} is no capsule of a bad step, or it is damaged; nothing in it was run") from error
+    if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
+        raise ValueError(f"{path} is no capsule of a bad step")
+    return capsule
+
+
+def unpack(capsule: Mapping[str, Any], net: nn.Module) -> autopsy.StepRecord:
+    """Weights into `net` (same architecture, any device); the record, ready for examine(). A CUDA generator's state
+    means nothing on a CPU: there, dropout draws other masks."""
+    net.load_state_dict(capsule["model"])
+    kept = autopsy.StepRecord(capsule["step"], net, rank=capsule["rank"])
+    kept.rng, kept.indices = capsule["rng"], capsule["indices"]
+    stored = capsule["buffers"], capsule["batches"]
+    kept.buffers, kept.batches = tree_map(lambda v: v.to(kept.device) if isinstance(v, Tensor) else v, stored)
+    return kept
+
+
 def replay(path: Any, models: dict, wrap: Callable) -> int:
     """Examine the step in a capsule again, on the CPU, and print both verdicts; 0 if they agree.
 
     models: name -> (build, recipe). wrap: gives a network its loss, called with the recipe's label_smoothing.
     """
-    capsule = autopsy.load_capsule(path)
+    capsule = load_capsule(path)
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
     policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"), None, None)
-    if capsule["pinned"]:
-        keep_fp32(net, capsule["pinned"])
+    if capsule.get("drop_path"):
+        net.set_drop_path(capsule["drop_path"])
+    keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
-    kept = autopsy.unpack(capsule, net)
+    kept = unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
     injector.begin(kept.step)
     model = wrap(net, recipe["label_smoothing"])
@@ -322,7 +376,7 @@ def replay(path: Any, models: dict, wrap: Callable) -> int:
     run = SimpleNamespace(net=net, model=model, policy=policy, injector=injector)
     report = autopsy.examine(
         rerun(run, kept), kept, net, state=capsule["optimizer"], num_classes=capsule["num_classes"],
-        precision=policy.name,
+        precision=policy.name, advice="flags",
     )
     recorded = capsule["report"]["verdict"]
     print(f"{report}\nrecorded verdict: {recorded}, replayed on the CPU: {report.verdict}")

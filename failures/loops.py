@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,9 +172,10 @@ def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
     """For autopsy.examine: forward and backward of one micro-batch, under autocast or in fp32."""
 
     def run_step(batch: tuple, fp32: bool):
-        with fp32_eval(net) if fp32 else autocast(dtype):
-            loss, _ = net(*batch)
-            loss.backward()
+        with fp32_eval(net) if fp32 else nullcontext():
+            with nullcontext() if fp32 else autocast(dtype):
+                loss, _ = net(*batch)
+            loss.backward()  # outside of autocast, which would cast an island's gradients to half
             return loss, {name: p.grad for name, p in net.named_parameters()}
 
     return run_step
@@ -206,7 +208,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
             continue
         report = autopsy.examine(rerun(net, dtype), record, net, state=run.optimizer.state_dict(),
                                  precision=NAMES[dtype], scale=scale)
-        if report.verdict != "not reproducible" or scale <= run.scaler.floor:  # else calibration
+        if report.verdict != "calibration":  # that is finite at loss scale 1
             outcome.first, outcome.what, outcome.report = step, " and ".join(verdict.reasons), report
             break
     return outcome

@@ -92,7 +92,7 @@ def case() -> Case:
     out.claim("as published: different steps are averaged, then a rank waits for nobody",
               wrong and "hangs" in alone["said"])
     out.claim("guarded: both ranks reject step 3, and rank 1 is named",
-              one["said"] == two["said"] == "step 3 rejected by both: loss on rank 1")
+              one["said"] == two["said"] == "step 3 rejected by both: input and loss and grad on rank 1")
     out.claim("cured: all other steps are averaged with their own; weights finite, equal on both ranks",
               len(right) >= 5 and not one["sick"] and torch.equal(one["weight"], two["weight"]))
     return out
