@@ -19,7 +19,7 @@ waits for the device (the peers' `.item()`) does so by its own doing. Beside the
                  keeps its memory where torch does not count: left out); on a CPU, which knows no peak, what is kept.
 
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows. Two pairs take Python
-out: "CUDA graph" (the step recorded once and replayed, all but verdict()) and "compiled" (torch.compile of the model);
+out: "CUDA graph" (train_step recorded once and replayed) and "compiled" (torch.compile of the model);
 each of ours is compared with its own bare partner. Then come two ranks, and growth in parameters and in tensors, with
 a tiny batch, so that the optimizer dominates: the worst case.
 """
