@@ -29,7 +29,6 @@ read and change: policy, scaler, accum, status, code, healed, cures, hunt_until,
 """
 
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -187,7 +186,7 @@ def respond(run: Any, report: autopsy.Report) -> str:
         run.healed.append("eager mode")
         return "the run goes on in eager mode: --compile is given up"
     keep = kind == "module, result in fp32"
-    if verdict == "precision" and kind.startswith("module") and name not in pinned(run.net, keep_output=keep):
+    if verdict == "precision" and kind.startswith("module") and name and name not in pinned(run.net, keep_output=keep):
         keep_fp32(run.net, [name], keep_output=keep)
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         run.healed.append(name)
@@ -337,7 +336,9 @@ def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
     """Tensors on the CPU. ValueError, one sentence, if the file is no capsule."""
     try:
         capsule = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:  # torch's text advises weights_only=False
+    except OSError:
+        raise
+    except Exception as error:  # torch's own text advises weights_only=False
         raise ValueError(f"{path} is no capsule of a bad step, or it is damaged; nothing in it was run") from error
     if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
         raise ValueError(f"{path} is no capsule of a bad step")

@@ -222,8 +222,8 @@ def resume(run: Any, path: str | Path, state: dict) -> list[str]:
     if "facts" not in state:
         raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
     changes = checkpoint.describe_changes(state["facts"], run.facts)
-    changes += other_level(run, state)
     heal.load_state_dict(run, state["healer"])  # first: the modules that it pins have fp32 weights
+    changes += other_level(run, state)
     run.net.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     run.guard.load_state_dict(state["guard"])

@@ -27,7 +27,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -186,7 +185,7 @@ def check_up(run):
 def main(argv=None):
     args = flags.parse(argv, __doc__, MODELS, NAMES)
     if args.replay:
-        with refusing(ValueError, OSError, pickle.UnpicklingError):
+        with refusing(ValueError, OSError):
             return heal.replay(args.replay, MODELS, wrap)
     run = Run(args=args)  # what a failed set-up leaves
     try:

@@ -142,8 +142,12 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
 
 
 def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatch):
+    healthy = batches.TrainBatches.at
+
     def out_of_memory(self, step):
-        raise torch.OutOfMemoryError("CUDA out of memory: planted")
+        if step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory: planted")
+        return healthy(self, step)
 
     monkeypatch.setattr(batches.TrainBatches, "at", out_of_memory)
     code, _, err, _ = run()
@@ -203,3 +207,94 @@ def test_last_good_is_not_moved_while_a_suspicion_is_open(run, monkeypatch):
     code, last, _, _ = run("--ckpt-every", 4, "--max-steps", 12)
     assert [good for step, good in saved if step in (4, 8)] == [True, False]
     assert (code, last["status"]) == (3, "diverged")
+
+
+class Rootless(torch.nn.Module):
+    """Overflows in fp16 by an operation of its own, so that no module but the whole can be kept in fp32."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.head = torch.nn.Linear(3072, classes)
+
+    def forward(self, images):
+        return overflow(self.head(images.flatten(1)))
+
+
+def overflow(logits):
+    return logits * 1e6 / 1e6
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_fault_outside_of_modules_ends_well_at_every_level_of_fp16(run, monkeypatch, level):
+    monkeypatch.setitem(train.MODELS, "rootless", (lambda names, size: Rootless(len(names)), RECIPE))
+    code, last, _, lines = run("--model", "rootless", "--precision", level, "--max-steps", 30, "--lr", 1e-3)
+    assert (code, last["status"]) == (0, "done") and last["precision"] in ("bf16", "fp32")
+    assert last["updates"] >= 25 and acted(lines)[0]["action"].endswith(f"the run goes on in {last['precision']}")
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    assert state["model"]["head.weight"].dtype == torch.float32 and not state["optimizer"]["masters"]
+    flags = ("--model", "rootless", "--precision", level, "--max-steps", 34, "--lr", 1e-3, "--resume", "auto")
+    assert run(*flags)[1]["updates"] == last["updates"] + 4
+
+
+LEVELS = [("bf16", "O2"), ("O2", "bf16"), ("O2", "fp32"), ("fp32", "O2"), ("O3", "fp32")]
+
+
+@pytest.mark.parametrize("first, second", LEVELS)
+def test_a_run_goes_on_at_another_level_with_the_weights_it_had(run, mlp, first, second, capsys):
+    eps = ("--adam-eps", 1e-4)
+    run("--model", "mlp", "--precision", first, "--max-steps", 6, *eps)
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    capsys.readouterr()
+    parsed = train.flags.parse([*map(str, (
+        "--model", "mlp", "--dataset", "cifar10", "--data-dir", run.images, "--batch-size", 40, "--max-steps", 12,
+        "--device", "cpu", "--precision", second, "--out-dir", run.folder, "--resume", "auto", *eps))],
+        "", train.MODELS, train.NAMES)
+    record = train.setup(parsed)
+    said = capsys.readouterr().out
+    assert "weights" in said.split("resumed from")[1] and f"precision: {first} -> {second}" in said
+    names = {p: name for name, p in record.net.named_parameters()}
+    before = dict(state["model"])
+    half = [names[p] for p in record.optimizer.model_params if before[names[p]].dtype == torch.float16]
+    before |= dict(zip(half, state["optimizer"]["masters"], strict=first == "O2"))  # O3 keeps none
+    for p, master in zip(record.optimizer.model_params, record.optimizer.params, strict=True):
+        assert master.dtype == torch.float32 and torch.equal(master, before[names[p]].float()), names[p]
+        assert p.dtype == (torch.float16 if second == "O2" else torch.float32)
+    code, last, _, _ = run("--model", "mlp", "--precision", second, "--max-steps", 12, "--resume", "auto", *eps)
+    assert (code, last["steps"], last["precision"]) == (0, 12, second)
+
+
+def test_compiled_code_that_makes_a_nan_is_named_and_the_run_goes_on_in_eager_mode(run, monkeypatch):
+    def compile(model):
+        class Compiled(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self._orig_mod = model
+
+            def forward(self, x, y):
+                loss, metrics = self._orig_mod(x, y)
+                return loss * float("nan"), metrics
+
+        return Compiled()
+
+    monkeypatch.setattr(torch, "compile", compile)
+    code, last, _, lines = run("--compile", "--max-steps", 20)
+    assert (code, last["status"], last["healed"]) == (0, "done", ["eager mode"])
+    assert [cure["verdict"] for cure in acted(lines)] == ["compiler"] and last["updates"] >= 16
+    resumed = run("--compile", "--max-steps", 24, "--resume", "auto")[1]
+    assert resumed["updates"] == last["updates"] + 4
+
+
+def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, tmp_path, capsys):
+    class Hostile:
+        def __reduce__(self):
+            return print, ("this code was run",)
+
+    (tmp_path / "text.pt").write_text("this is no capsule")
+    torch.save({"format": 1, "batches": Hostile()}, tmp_path / "hostile.pt")
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "foreign.pt")
+    for name in ("text.pt", "hostile.pt", "foreign.pt", "missing.pt"):
+        with pytest.raises(SystemExit) as left:
+            train.main(["--replay", str(tmp_path / name)])
+        printed = capsys.readouterr()
+        assert left.value.code == 2 and name in printed.err and len(printed.err.strip().splitlines()) == 1
+        assert "weights_only" not in printed.err and "this code was run" not in printed.out
