@@ -35,13 +35,14 @@ from bench.record import header, spread, write  # noqa: E402
 from guards import Guard  # noqa: E402
 from models import MODELS, wrap  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
+from train import Run, train_step  # noqa: E402
 
 CHOSEN = ["cifarnet", "vit", "resnet18", "dit", "vlm", "vmamba", "slat_vae", "swin", "swin-v2"]
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 def steps(name: str, device: torch.device, batch: int, backend: str) -> dict[str, Callable]:
-    """{"eager", "compiled"}: functions that take a training step, guarded as in train.py unless called with False."""
+    """{"eager", "compiled"}: functions that take train.py's step, or a bare one when they are called with False."""
     policy = choose_policy("auto", capabilities(device))
     build, recipe = MODELS[name]
 
@@ -55,27 +56,24 @@ def steps(name: str, device: torch.device, batch: int, backend: str) -> dict[str
         x = x.to(device, memory_format=torch.channels_last)
         model = wrap(net, recipe["label_smoothing"])
         forward = torch.compile(model, backend=backend) if compiled else model
-        optimizer = ClippedAdamW(param_groups(net, recipe["weight_decay"], lr_scale=recipe["lr_scale"]), lr=1e-4)
-        scaler = LossScaler(device.type, enabled=policy.scales)
-        guard = Guard(net, num_classes=10, device=device)
+        run = Run(
+            net=net, model=model, compiled=forward, policy=policy,
+            scaler=LossScaler(device.type, enabled=policy.scales), guard=Guard(net, num_classes=10, device=device),
+            optimizer=ClippedAdamW(param_groups(net, recipe["weight_decay"], lr_scale=recipe["lr_scale"]), lr=1e-4),
+        )
 
         def step(guarded: bool = True) -> None:
             if guarded:
-                guard.open()
-            y = guard.see_batch(x, labels) if guarded else labels
+                run.guard.open()
+                train_step(run, x, labels)
+                run.guard.verdict()
+                return
             with policy.autocast():
-                loss, metrics = forward(x, y)
-            if guarded:
-                guard.see_loss(loss)
-            scaler.scale(loss).backward()
-            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide() if guarded else None)
-            if guarded:
-                sums = {key: value.mean() for key, value in (metrics | {"loss": loss.detach()}).items()}
-                guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr,
-                            scale=scaler.scale_tensor, updates=optimizer.updates)
-                guard.verdict()
-            scaler.update(found_inf=result.found_inf)
-            optimizer.zero_grad()
+                loss, _ = forward(x, labels)
+            run.scaler.scale(loss).backward()
+            result = run.optimizer.step(grad_scale=run.scaler.scale_tensor)
+            run.scaler.update(found_inf=result.found_inf)
+            run.optimizer.zero_grad()
 
         return step
 

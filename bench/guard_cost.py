@@ -5,8 +5,8 @@ What the guard costs: time per training step as a ratio to the bare loop, beside
     python bench/guard_cost.py --smoke         # does it run?
 
 The bare loop is the fastest honest one: autocast, backward, torch.optim.AdamW(fused=True). No clipping, no checks. Ours
-is train.py's step: Guard, loss scale, ClippedAdamW (measure, clip, skip and step in one pass), verdict. The stock AMP
-recipe is the PyTorch tutorial's: autocast, GradScaler, unscale_, clip_grad_norm_, AdamW.
+is train.train_step itself: Guard, loss scale, ClippedAdamW (measure, clip, skip and step in one pass), verdict. The
+stock AMP recipe is the PyTorch tutorial's: autocast, GradScaler, unscale_, clip_grad_norm_, AdamW.
 
 Every contestant has its own copy of the same network and takes the same batches. They are interleaved in one process: a
 round times a block of steps of each in a new random order, and a ratio is the median of ratios within rounds. Costly
@@ -19,7 +19,7 @@ waits for the device (the peers' `.item()`) does so by its own doing. Beside the
                  keeps its memory where torch does not count: left out); on a CPU, which knows no peak, what is kept.
 
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows. Two pairs take Python
-out: "CUDA graph" (the step recorded once and replayed, all but verdict()) and "compiled" (torch.compile of the model);
+out: "CUDA graph" (train_step recorded once and replayed) and "compiled" (torch.compile of the model);
 each of ours is compared with its own bare partner. Then come two ranks, and growth in parameters and in tensors, with
 a tiny batch, so that the optimizer dominates: the worst case.
 """
@@ -43,6 +43,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from amp_policy import LossScaler  # noqa: E402
+from amp_policy import LossScaler, capabilities, choose_policy  # noqa: E402
 from bench.record import header, spread, write  # noqa: E402
 from graphs import StepGraph  # noqa: E402
 from guards import Guard, Probes  # noqa: E402
@@ -60,6 +61,7 @@ from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
 from ranks import agreed  # noqa: E402
+from train import CHECK_EVERY, Run, train_step  # noqa: E402
 
 GOAL = {"cpu": 1.02, "cuda": 1.01}  # ours / bare, at most
 NAMES = [str(i) for i in range(10)]
@@ -151,45 +153,31 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         return lambda: run(*batches[next(count) % 4])
 
     def ours(probe=False, look=False, graph=False, compiled=False):
-        """train.py's step. `probe`: at every step (--probe-every 1). `look`: see_state each step, not each 100th."""
+        """train.py's step. `probe`: at every step (--probe-every 1). `look`: at every step, not at each 100th."""
         model, forward = copied(compiled)
         net = model.net
-        optimizer = ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0)
-        scaler = LossScaler(device.type, enabled=scales)
-        guard = Guard(net, num_classes=len(NAMES), device=device)
+        run = Run(
+            net=net, model=model, compiled=forward, log=SimpleNamespace(write=lambda **fields: None),
+            policy=choose_policy("fp16" if scales else "bf16", capabilities(device), None, None),
+            scaler=LossScaler(device.type, enabled=scales), guard=Guard(net, num_classes=len(NAMES), device=device),
+            optimizer=ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0),
+        )
+        replay = StepGraph(partial(train_step, run), warm_up=2) if graph else None
         count = itertools.count()
-
-        def run(x, y, look=False):
-            guard.open()
-            guard.raise_flag("signal", 0)
-            y = guard.see_batch(x, y)
-            probes = Probes(net, device) if probe else None
-            with probes or contextlib.nullcontext():
-                with autocast():
-                    loss, metrics = forward(x, y)
-                guard.see_loss(loss)
-                scaler.scale(loss).backward()
-            sums = {"loss": loss.detach(), "acc1": metrics["acc1"].mean()}
-            if probes:
-                probes.warnings(float(scaler.scale_tensor))
-            if look:
-                guard.see_state(param=dict(net.named_parameters()), optstate=dict(optimizer.state))
-            bad = guard.decide()
-            result = optimizer.step(grad_scale=scaler.scale_tensor, skip=bad)
-            guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
-                        updates=optimizer.updates)
-            scaler.update(found_inf=result.found_inf)
-            optimizer.zero_grad()
-
-        replay = StepGraph(run, warm_up=2) if graph else None
 
         def step():
             i = next(count)
-            if replay and i % 100 < 99:
+            looks = look or i % CHECK_EVERY == CHECK_EVERY - 1
+            if probe:
+                run.probes = Probes(net, device)
+                run.probes.attach()
+            run.guard.open()
+            run.guard.raise_flag("signal", 0)
+            if replay and not looks:
                 replay(*batches[i % 4])
             else:
-                run(*batches[i % 4], look or i % 100 == 99)
-            verdict = guard.verdict()
+                train_step(run, *batches[i % 4], look=looks, watched=probe)
+            verdict = run.guard.verdict()
             if verdict and not verdict.accepted and not scales:  # fp16 may: its loss scale finds its place
                 raise FloatingPointError(f"a step was rejected, so this measures something else: {verdict}")
 

@@ -5,7 +5,7 @@ Scaling: what a second rank and smaller micro-batches cost, with the guards and 
     python bench/scaling.py --smoke    # seconds: does it run?
 
 Every way is timed twice: `bare` is the plain loop (autocast, backward, fused AdamW, DDP where there are two ranks),
-`guarded` is train.py's step. Strong scaling halves the batch between two ranks, weak scaling gives each a whole one;
+`guarded` is train.train_step. Strong scaling halves the batch between two ranks, weak scaling gives each a whole one;
 accumulation cuts one rank's batch into micro-batches. All ways live in the same processes and are interleaved: a round
 times a block of steps of each, in a new random order, while a rank that has no part in it waits at a barrier. Ratios
 are medians of ratios within rounds. On a CPU a rank has one thread; on CUDA it has a GPU of its own, and steps go
@@ -36,12 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from amp_policy import LossScaler  # noqa: E402
+from amp_policy import LossScaler, capabilities, choose_policy  # noqa: E402
 from bench.record import header, spread, write  # noqa: E402
 from guards import FLAGS, Guard  # noqa: E402
 from models.cifarnet import CifarNet  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
+from train import Run, train_step  # noqa: E402
 
 PIECES = (2, 4, 8)
 # GPUs: (ms for a tiny all-reduce, bytes a second), assumed. NCCL's latency was seen as 6 us between 2 H100 in a CUDA
@@ -54,49 +55,37 @@ def contestant(guarded: bool, batch: int, device: torch.device, together: bool =
     """A function that takes one training step: `batch` images of this rank, in `accum` micro-batches."""
     torch.manual_seed(0)
     x = torch.randn(batch, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
-    pieces = list(zip(x.chunk(accum), torch.randint(0, 10, (batch,), device=device).chunk(accum), strict=True))
+    labels = torch.randint(0, 10, (batch,), device=device)
     net = CifarNet().to(device, memory_format=torch.channels_last)
-    ranks = model = Classifier(net, label_smoothing=0.2)
+    ddp = model = Classifier(net, label_smoothing=0.2)
     if together:  # as in train.py, for both: DDP's default would send BatchNorm's buffers around at each step
         known = inspect.signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        ranks = DistributedDataParallel(model, [device] if device.type == "cuda" else None, **{sync: False})
+        ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None, **{sync: False})
 
     if not guarded:
         adamw = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
         def bare() -> None:
-            for x, y in pieces:
+            for images, y in zip(x.chunk(accum), labels.chunk(accum), strict=True):
                 with torch.autocast(device.type, torch.bfloat16):
-                    loss, _ = ranks(x, y)
-                (loss / accum).backward()
+                    loss, _ = ddp(images, y)
+                (loss * (len(images) / batch)).backward()
             adamw.step()
             adamw.zero_grad()
 
         return bare
-    optimizer = ClippedAdamW(param_groups(net), lr=1e-4, clip=1.0)
-    scaler = LossScaler(device.type, enabled=False)
-    guard = Guard(net, num_classes=10, device=device)
-    guard.together = together  # where rank 0 runs alone, it decides alone
+    run = Run(net=net, model=model, ddp=ddp, compiled=ddp, world_size=2 if together else 1, accum=accum,
+              policy=choose_policy("bf16", capabilities(device), None, None),
+              scaler=LossScaler(device.type, enabled=False), guard=Guard(net, num_classes=10, device=device),
+              optimizer=ClippedAdamW(param_groups(net), lr=1e-4, clip=1.0))
+    run.guard.together = together  # where rank 0 runs alone, it decides alone
 
     def step() -> None:
-        guard.open()
-        guard.raise_flag("signal", 0)
-        sums = {}
-        for x, y in pieces:
-            y = guard.see_batch(x, y)
-            with torch.autocast(device.type, torch.bfloat16):
-                loss, metrics = ranks(x, y)
-            guard.see_loss(loss)
-            scaler.scale(loss / accum).backward()
-            for name, value in (metrics | {"loss": loss.detach()}).items():
-                sums[name] = sums.get(name, 0.0) + value.mean() / accum
-        result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
-        guard.close(result.found_inf, **sums, grad_norm=result.grad_norm, lr=result.lr, scale=scaler.scale_tensor,
-                    updates=optimizer.updates)
-        scaler.update(found_inf=result.found_inf)
-        optimizer.zero_grad()
-        guard.verdict()
+        run.guard.open()
+        run.guard.raise_flag("signal", 0)
+        train_step(run, x, labels)
+        run.guard.verdict()
 
     return step
 

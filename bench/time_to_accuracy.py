@@ -195,7 +195,7 @@ def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extr
         return scores
 
     torch.backends.cudnn.benchmark = False  # torch's default; airbench sets it when it is imported
-    with (tempfile.TemporaryDirectory() as folder, patch.object(train, "load", lambda *_: splits),
+    with (tempfile.TemporaryDirectory() as folder, patch.object(train.prepare, "load", lambda *_: splits),
           patch.object(train.validation, "evaluate", evaluate), contextlib.redirect_stdout(io.StringIO())):
         arguments = ["--out-dir", folder, "--device", device.type, "--seed", str(seed), *extra, "--epochs", str(epochs)]
         if code := train.main(arguments):

@@ -1,10 +1,11 @@
 """
 What the cases of the gallery share: two training loops and one table.
 
-`bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` is train.py's step, and reads the
+`bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` calls train.py's step, and reads the
 verdict at once. At the first bad step that is more than calibration of the loss scale, `guarded` stops and examines the
-step. Both loops train a copy of a model (`net(*batch)` returns `(loss, metrics)`) with AdamW without weight decay, from
-the same random state. Both return a Run.
+step. Both loops train a copy of a model with AdamW without weight decay, from the same random state. The model is
+called as in train.py: `net(images, labels)` returns `(loss, metrics)`. A model that needs more inputs finds them in
+these two tensors. Both return an Outcome.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import guards
 from data import synthetic
 from fp32 import fp32_eval
 from optim import ClippedAdamW
+from train import Run, train_step
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 
 
 @dataclass
-class Run:
+class Outcome:
     """What one loop did. `first` and `what`: step and name of the first bad number; 0 and "" if there was none."""
 
     net: nn.Module
@@ -78,11 +80,11 @@ class Case:
     claims: list[tuple[str, bool]] = field(default_factory=list)
 
     def row(self, name: str, published: Any, watched: Any, cured: Any) -> None:
-        """Add a row of Runs or sentences. For Runs it adds the claims that every case must show."""
+        """Add a row of Outcomes or sentences. For Outcomes it adds the claims that every case must show."""
         self.rows.append((name, published, watched, cured))
-        if isinstance(watched, Run):
+        if isinstance(watched, Outcome):
             self.claim(f"{name}: guarded, the weights stay finite", not watched.sick)
-        if isinstance(cured, Run):
+        if isinstance(cured, Outcome):
             self.claim(f"{name}: cured, it trains", cured.trains)
 
     def claim(self, sentence: str, holds: bool) -> None:
@@ -139,31 +141,31 @@ def refusal(net: nn.Module, **options: Any) -> str:
 
 
 def bare(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
-         growth_interval: int = 2000, **options: Any) -> Run:
+         growth_interval: int = 2000, **options: Any) -> Outcome:
     """The loop as published: it goes on after the first bad step. `options` are those of torch's AdamW."""
     torch.manual_seed(1)
-    run = Run(copy.deepcopy(net))
-    optimizer = torch.optim.AdamW(run.net.parameters(), lr, weight_decay=0.0, **options)
+    outcome = Outcome(copy.deepcopy(net))
+    optimizer = torch.optim.AdamW(outcome.net.parameters(), lr, weight_decay=0.0, **options)
     scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval, enabled=dtype is F16)
     for step, batch in enumerate(batches, 1):
         with autocast(dtype):
-            loss, _ = run.net(*batch)
+            loss, _ = outcome.net(*batch)
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(optimizer)
-            run.norms.append(nn.utils.clip_grad_norm_(run.net.parameters(), clip).item())
+            outcome.norms.append(nn.utils.clip_grad_norm_(outcome.net.parameters(), clip).item())
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        run.losses.append(loss.item())
-        run.scales.append(scaler.get_scale())
-        run.skipped += [step] * (run.scales[-1] < before)
-        if not run.first:
-            run.what = "" if math.isfinite(run.losses[-1]) else f"loss {run.losses[-1]}"
-            run.what = run.what or next((f"non-finite {n}" for n in run.sick), "")
-            run.first = step if run.what else 0
-    return run
+        outcome.losses.append(loss.item())
+        outcome.scales.append(scaler.get_scale())
+        outcome.skipped += [step] * (outcome.scales[-1] < before)
+        if not outcome.first:
+            outcome.what = "" if math.isfinite(outcome.losses[-1]) else f"loss {outcome.losses[-1]}"
+            outcome.what = outcome.what or next((f"non-finite {n}" for n in outcome.sick), "")
+            outcome.first = step if outcome.what else 0
+    return outcome
 
 
 def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
@@ -180,39 +182,33 @@ def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
 
 
 def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
-            stop: bool = True, **options: Any) -> Run:
+            stop: bool = True, **options: Any) -> Outcome:
     """train.py's step. It stops at the first bad step that has a cause, with the autopsy's report.
 
     With `stop=False` bad steps are only skipped. `options` are those of ClippedAdamW, which may raise ValueError.
     """
     torch.manual_seed(1)
-    run = Run(net := copy.deepcopy(net))
-    optimizer = ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options)
-    scaler, guard = amp_policy.LossScaler("cpu", enabled=dtype is F16), guards.Guard(net, lag=False)
+    outcome = Outcome(net := copy.deepcopy(net))
+    run = Run(net=net, model=net, guard=guards.Guard(net, lag=False),
+              policy=amp_policy.choose_policy(NAMES[dtype], amp_policy.capabilities("cpu"), None, None),
+              scaler=amp_policy.LossScaler("cpu", enabled=dtype is F16),
+              optimizer=ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options))
     for step, batch in enumerate(batches, 1):
         record = autopsy.StepRecord(step, net)
         record.keep(*batch)
-        guard.open(step)
-        guard.see_batch(batch[0], batch[1:])
-        with autocast(dtype):
-            loss, _ = net(*batch)
-        guard.see_loss(loss)
-        scaler.scale(loss).backward()
-        result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
-        guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm)
-        scale = float(scaler.scale_tensor)
-        scaler.update(found_inf=result.found_inf)
-        optimizer.zero_grad()
-        run.losses.append(loss.item())
-        run.scales.append(float(scaler.scale_tensor))
-        verdict = guard.verdict()
-        run.spikes += [f"step {step}: {sentence}" for sentence in verdict.spikes]
-        run.skipped += [step] * (not verdict.accepted)
+        run.guard.open(step)
+        train_step(run, *batch)
+        verdict = run.guard.verdict()
+        scale = verdict.stats["scale"]  # before this step's update of the scale
+        outcome.losses.append(verdict.stats["loss"])
+        outcome.scales.append(run.scaler.get_scale())
+        outcome.spikes += [f"step {step}: {sentence}" for sentence in verdict.spikes]
+        outcome.skipped += [step] * (not verdict.accepted)
         if verdict.accepted or not stop:
             continue
-        report = autopsy.examine(rerun(net, dtype), record, net, state=optimizer.state_dict(), precision=NAMES[dtype],
-                                 scale=scale)
+        report = autopsy.examine(rerun(net, dtype), record, net, state=run.optimizer.state_dict(),
+                                 precision=NAMES[dtype], scale=scale)
         if report.verdict != "calibration":  # that is finite at loss scale 1
-            run.first, run.what, run.report = step, " and ".join(verdict.reasons), report
+            outcome.first, outcome.what, outcome.report = step, " and ".join(verdict.reasons), report
             break
-    return run
+    return outcome

@@ -29,12 +29,12 @@ class Net(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8, dtype=dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, dict]:
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict]:
         return 0.1 * self.norm.weight.float().sum() + 0.1 * self.norm.bias.float().sum(), {}
 
 
 def case(steps: int = 60) -> Case:
-    batches, out = [(torch.zeros(()),)] * steps, Case("bf16 weights stand still")
+    batches, out = [(torch.zeros(1), torch.zeros(1))] * steps, Case("bf16 weights stand still")
     published, longer = (bare(Net(BF16), batches * times, F32, LR, foreach=True) for times in (1, 4))
     cured, fp32 = guarded(Net(BF16), batches, F32, LR, masters=True), bare(Net(F32), batches, F32, LR)
     stuck, later, moved, exact = (run.net.norm.weight[0].item() for run in (published, longer, cured, fp32))

@@ -8,7 +8,7 @@ Why         backward() is a collective, and the rank that skips takes no part in
             and meets the first rank's *next* backward. From then on two different steps are averaged, without an error
             and without a NaN. In the end one rank has no steps left, and the other rank waits for nobody.
 Cure        No rank leaves early. Each rank raises a flag, the flags are all-reduced once after the last backward, and
-            all ranks skip together (Guard.decide).
+            all ranks skip together (Guard.decide, in train.py's step).
 Tried, no   A longer time-out. The same `continue` on every rank: each rank decides on its own loss.
 Evidence    Mechanism only: two processes, gloo. The gradient of `stamp` is the number of the step, so it shows which
             steps DDP averaged.
@@ -26,9 +26,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from amp_policy import LossScaler, capabilities, choose_policy
 from failures.loops import Case, non_finite, show
 from guards import Guard
 from optim import ClippedAdamW
+from train import Run, train_step
 
 
 class Net(nn.Module):
@@ -36,8 +38,8 @@ class Net(nn.Module):
         super().__init__()
         self.head, self.stamp = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        return self.head(x).square().mean() + self.stamp * step
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict]:
+        return self.head(images).square().mean() + self.stamp * labels.float().mean(), {}
 
 
 def train(rank: int, folder: str, guarded: bool, steps: int = 6) -> None:
@@ -45,23 +47,28 @@ def train(rank: int, folder: str, guarded: bool, steps: int = 6) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{guarded}", rank=rank, world_size=2)
     torch.manual_seed(0)
     net, mixed, said = Net(), [], ""
-    ranks = nn.parallel.DistributedDataParallel(net)
-    optimizer, guard = ClippedAdamW(net.parameters()), Guard(net, lag=False)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    optimizer = ClippedAdamW(net.parameters())
+    optimizer.register_step_pre_hook(lambda *_: mixed.append((step, 2 * net.stamp.grad.item() - step)))
+    run = Run(net=net, model=net, ddp=ddp, compiled=ddp, rank=rank, world_size=2, optimizer=optimizer,
+              guard=Guard(net, lag=False), scaler=LossScaler(enabled=False),
+              policy=choose_policy("fp32", capabilities("cpu"), None, None))
     try:
         for step in range(1, steps + 1):
-            x = torch.randn(8, 4) * (float("nan") if (rank, step) == (1, 3) else 1.0)
-            guard.open(step)
-            loss = ranks(x, step)
-            guard.see_loss(loss)
-            if not guarded and not bool(loss.isfinite()):
+            images = torch.randn(8, 4) * (float("nan") if (rank, step) == (1, 3) else 1.0)
+            labels = torch.full((8,), step)
+            if guarded:
+                run.guard.open(step)
+                train_step(run, images, labels)
+                verdict = run.guard.verdict()
+                if not verdict.accepted:
+                    said = f"step {step} rejected by both: {' and '.join(verdict.reasons)} on rank {verdict.rank}"
+                continue
+            loss, _ = ddp(images, labels)
+            if not bool(loss.isfinite()):
                 continue  # this rank alone
             loss.backward()
-            mixed.append((step, 2 * net.stamp.grad.item() - step))
-            result = optimizer.step(skip=guard.decide() if guarded else None)
-            guard.close(result.found_inf)
-            verdict = guard.verdict()
-            if guarded and not verdict.accepted:
-                said = f"step {step} rejected by both: {' and '.join(verdict.reasons)} on rank {verdict.rank}"
+            optimizer.step()
             optimizer.zero_grad()
     except RuntimeError:  # the other rank has ended: without that, this rank waits for half an hour
         said = f"rank {rank} hangs in the all-reduce of step {step}"
@@ -85,7 +92,7 @@ def case() -> Case:
     out.claim("as published: different steps are averaged, then a rank waits for nobody",
               wrong and "hangs" in alone["said"])
     out.claim("guarded: both ranks reject step 3, and rank 1 is named",
-              one["said"] == two["said"] == "step 3 rejected by both: loss on rank 1")
+              one["said"] == two["said"] == "step 3 rejected by both: input and loss and grad on rank 1")
     out.claim("cured: all other steps are averaged with their own; weights finite, equal on both ranks",
               len(right) >= 5 and not one["sick"] and torch.equal(one["weight"], two["weight"]))
     return out

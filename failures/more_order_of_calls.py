@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from failures.loops import F16, Case, Run, around, autocast, guarded, images, show
+from failures.loops import F16, Case, Outcome, around, autocast, guarded, images, show
 
 
 class Net(nn.Module):
@@ -36,8 +36,8 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(F.relu(self.bn(self.conv(x))).flatten(1)).float(), y), {}
 
 
-def loop(net: Net, batches: list[tuple], wrong: str) -> Run:
-    run = Run(net := copy.deepcopy(net))
+def loop(net: Net, batches: list[tuple], wrong: str) -> Outcome:
+    outcome = Outcome(net := copy.deepcopy(net))
     optimizer, scaler = torch.optim.SGD(net.parameters(), 0.01), torch.amp.GradScaler("cpu")
     for step, batch in enumerate(batches, 1):
         with autocast(F16):
@@ -46,16 +46,16 @@ def loop(net: Net, batches: list[tuple], wrong: str) -> Run:
         if wrong == "clip first":
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.unscale_(optimizer)
-        run.norms.append(torch.stack([p.grad.norm() for p in net.parameters()]).norm().item() * scaler.get_scale())
+        outcome.norms.append(torch.stack([p.grad.norm() for p in net.parameters()]).norm().item() * scaler.get_scale())
         scaler.step(optimizer)
         if wrong == "step twice":
             optimizer.step()
         scaler.update()
         optimizer.zero_grad()
-        run.losses.append(loss.item())
-        if run.sick and not run.first:
-            run.first, run.what = step, f"non-finite {run.sick[0]}"
-    return run
+        outcome.losses.append(loss.item())
+        if outcome.sick and not outcome.first:
+            outcome.first, outcome.what = step, f"non-finite {outcome.sick[0]}"
+    return outcome
 
 
 def case(steps: int = 10) -> Case:

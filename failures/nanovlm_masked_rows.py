@@ -42,7 +42,7 @@ IGNORE = -100
 
 
 def collate(x: Tensor, y: Tensor, prompts: list[str], max_length: int, length: int = 10) -> tuple[Tensor, ...]:
-    """(images, ids, mask, labels) of "<image> PROMPT a striped disc", padded on the left to `length`."""
+    """Inputs and labels, as VLM takes them, of "<image> PROMPT a striped disc", padded on the left to `length`."""
     rows = []
     for i, label in enumerate(y.tolist()):
         words = f"<image> {prompts[i % len(prompts)]} a {CLASSES[label]}".split()
@@ -51,8 +51,14 @@ def collate(x: Tensor, y: Tensor, prompts: list[str], max_length: int, length: i
         labels[-1] = labels[: length - len(words)] = IGNORE
         if len(words) > max_length:  # as in data/collators.py: the sample stays, its labels are ignored
             labels[:] = IGNORE
-        rows.append((ids, ids != 0, labels))
-    return x, *(torch.stack(column) for column in zip(*rows, strict=True))
+        rows.append((ids, labels))
+    ids, labels = (torch.stack(column) for column in zip(*rows, strict=True))
+    return pack(x, ids), labels
+
+
+def pack(images: Tensor, ids: Tensor) -> Tensor:
+    """The step takes one tensor of inputs: the pixels of each image, then its token ids. fp32 counts to 2^24."""
+    return torch.cat([images.flatten(1), ids.float()], 1)  # B, 3 * 32 * 32 + T
 
 
 class Attention(nn.Module):
@@ -74,7 +80,10 @@ class Attention(nn.Module):
 
 
 class VLM(nn.Module):
-    """An image as the prefix token, two causal attentions, a head over the vocabulary."""
+    """An image as the prefix token, two causal attentions, a head over the vocabulary.
+
+    Its inputs come from pack(). The label of a token (B, T) is the id of the next token.
+    """
 
     def __init__(self, mask_fixed: bool, loss_fixed: bool, vocabulary: int = len(WORDS), dim: int = 32):
         super().__init__()
@@ -82,7 +91,10 @@ class VLM(nn.Module):
         self.attn = nn.ModuleList(Attention(dim, mask_fixed) for _ in range(2))
         self.norm, self.lm_head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
-    def forward(self, images: Tensor, ids: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, dict]:
+    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict]:
+        images = inputs[:, : -labels.shape[1]].view(-1, 3, 32, 32)
+        ids = inputs[:, -labels.shape[1] :].long()  # B, T
+        mask = ids != WORDS.index("<pad>")
         patch = self.vision(F.avg_pool2d(images, 4).flatten(1)).float()
         x = torch.where((ids == WORDS.index("<image>"))[..., None], patch[:, None], self.embed(ids))
         for attn in self.attn:
@@ -105,7 +117,7 @@ def zero_share(dtype: torch.dtype, scale: float = 1.0) -> tuple[float, list[str]
     ids = torch.randint(5, 1024, (8, 128))
     probes = Probes(net)
     with probes, autocast(dtype):
-        loss, _ = net(torch.randn(8, 3, 32, 32), ids, ids > 0, ids.roll(-1, 1))
+        loss, _ = net(pack(torch.randn(8, 3, 32, 32), ids), ids.roll(-1, 1))
         (loss / (32 * 16) * scale).backward()
     grads = torch.cat([p.grad.flatten() for p in net.attn.parameters()])
     return (grads == 0).float().mean().item(), [s for s in probes.warnings(scale) if "smallest normal" in s]

@@ -17,7 +17,7 @@ from failures import (
     trellis_adamw_fp16,
     vmamba_eval_nan,
 )
-from failures.loops import F16, F32, Case, Run, bare, guarded, show
+from failures.loops import F16, F32, Case, Outcome, bare, guarded, show
 
 SHORT = {  # enough steps for every claim
     vmamba_eval_nan: dict(steps=18),
@@ -65,17 +65,17 @@ def test_a_claim_that_fails_shows_in_the_exit_status_and_in_the_table(capsys):
 def test_a_loss_that_does_not_fall_is_no_cure():
     net, sick = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     sick.weight.data.fill_(float("nan"))
-    assert Run(net, losses=[2.0, 1.5, 1.0, 0.5]).trains
-    assert not Run(net, losses=[2.0, 2.0, 2.0, 2.0]).trains
-    assert not Run(net, losses=[2.0, 1.5, 1.0, float("nan")]).trains
-    assert not Run(sick, losses=[2.0, 1.5, 1.0, 0.5]).trains
+    assert Outcome(net, losses=[2.0, 1.5, 1.0, 0.5]).trains
+    assert not Outcome(net, losses=[2.0, 2.0, 2.0, 2.0]).trains
+    assert not Outcome(net, losses=[2.0, 1.5, 1.0, float("nan")]).trains
+    assert not Outcome(sick, losses=[2.0, 1.5, 1.0, 0.5]).trains
 
 
 def test_a_row_of_runs_claims_that_the_cure_trains_and_the_weights_are_finite():
     net, sick = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     sick.bias.data.fill_(float("inf"))
-    good, flat = Run(net, losses=[2.0, 1.0]), Run(net, losses=[2.0, 2.0])
-    for watched, cured, holds in ((good, good, True), (Run(sick, losses=[2.0]), good, False), (good, flat, False)):
+    good, flat = Outcome(net, losses=[2.0, 1.0]), Outcome(net, losses=[2.0, 2.0])
+    for watched, cured, holds in ((good, good, True), (Outcome(sick, losses=[2.0]), good, False), (good, flat, False)):
         case = Case("case")
         case.row("fp16", "nan", watched, cured)
         assert case.holds == holds

@@ -1,19 +1,20 @@
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import graphs
 import train
-from amp_policy import LossScaler
+from amp_policy import LossScaler, capabilities, choose_policy
 from ema import EMA
 from guards import Guard
 from models import RECIPE
+from models.classifier import Classifier
 from optim import ClippedAdamW, param_groups
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,24 +26,14 @@ def trained(graphed, dtype, steps=12, poisoned=8):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.1), nn.Flatten(),
                         nn.Linear(288, 10))
-    net = net.cuda()
-    guard = Guard(net, num_classes=10, device="cuda", lag=False)
+    net, name = net.cuda(), {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     optimizer = ClippedAdamW(param_groups(net), lr=1e-2, clip=0.5)
     scaler = LossScaler("cuda", enabled=dtype is torch.float16, growth_interval=4)
     ema = EMA(optimizer.params, 0.9)
-
-    def take(x, y):
-        y = guard.see_batch(x, y)
-        with torch.autocast("cuda", dtype):
-            loss = F.cross_entropy(net(x).float(), y)
-        guard.see_loss(loss)
-        scaler.scale(loss).backward()
-        result = optimizer.step(grad_scale=scaler.scale_tensor, skip=guard.decide())
-        guard.close(result.found_inf, loss=loss, grad_norm=result.grad_norm, updates=optimizer.updates)
-        scaler.update(found_inf=result.found_inf)
-        ema.update(optimizer.params, result.found_inf)
-        optimizer.zero_grad()
-
+    run = train.Run(net=net, model=Classifier(net), policy=choose_policy(name, capabilities("cuda"), None, None),
+                    scaler=scaler, guard=Guard(net, num_classes=10, device="cuda", lag=False), optimizer=optimizer,
+                    average=ema)
+    take = partial(train.train_step, run)
     step = graphs.StepGraph(take) if graphed else take
     verdicts = []
     torch.cuda.manual_seed(1)
@@ -50,9 +41,9 @@ def trained(graphed, dtype, steps=12, poisoned=8):
         images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(n)).cuda()
         if n == poisoned:
             images[3, 0, 0, 0] = torch.nan
-        guard.open(n)
+        run.guard.open(n)
         step(images, torch.arange(16, device="cuda") % 10)
-        verdicts.append(guard.verdict())
+        verdicts.append(run.guard.verdict())
     assert not graphed or step.graph is not None
     state = [*net.state_dict().values(), *ema.average, scaler.scale_tensor, scaler.good_steps]
     state += [t for s in optimizer.state.values() for t in s.values()]
@@ -74,6 +65,7 @@ def test_on_cuda_a_step_that_asks_the_device_is_refused_with_advice():
     code = """
 import torch, train
 from models import RECIPE
+from models.classifier import Classifier
 class Asks(torch.nn.Sequential):
     def forward(self, x):
         return super().forward(x) if x.sum().item() else x

@@ -16,9 +16,11 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import guards
+from amp_policy import LossScaler, capabilities, choose_policy
 from guards import Guard, Probes, SpikeDetector, check_state, first_step_checks
 from inject import KINDS, Injector, parse_inject
 from optim import ClippedAdamW, param_groups
+from train import Run, train_step
 
 
 def network(seed=0):
@@ -26,9 +28,10 @@ def network(seed=0):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
 
 
-def data(count=2, seed=1):
+def data(count=2, size=8, seed=1):
     g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 3, 8, 8, generator=g), torch.randint(0, 10, (8,), generator=g)) for _ in range(count)]
+    return [(torch.randn(size, 3, 8, 8, generator=g), torch.randint(0, 10, (size,), generator=g))
+            for _ in range(count)]
 
 
 def fused(net):
@@ -46,24 +49,33 @@ def same(before, after):
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def step(n, net, optimizer, guard, batches, injector=None, model=None):
-    """train.py's order of calls, with a gradient verdict of its own: the norm's square must be finite."""
-    injector = injector or Injector(net)
-    injector.begin(n, optimizer)
-    guard.open(n)
-    for x, y in [injector.batch(*batches[0]), *batches[1:]]:
-        y = guard.see_batch(x, y)
-        loss = injector.loss(F.cross_entropy((model or net)(x), y))
-        guard.see_loss(loss)
-        (loss / len(batches)).backward()
-    bad = guard.decide()
-    norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
-    found_inf = torch.maximum(bad, (norm * norm).isfinite().logical_not().float())
-    optimizer.found_inf = found_inf
-    optimizer.step()
-    guard.close(found_inf, loss=loss, grad_norm=norm)
-    optimizer.zero_grad()
-    return guard.verdict()
+class Losses(nn.Module):
+    """The model that train.py's step calls, without metrics."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y), {}
+
+
+def record(net, lag=False, device="cpu", spec="", rank=0):
+    """What train.py's step needs: two micro-batches, AdamW, no loss scale. `spec`: the faults, see inject.py."""
+    model, injector = Losses(net), Injector(net, parse_inject(spec), rank)
+    injector.attach(model)
+    return Run(net=net, model=model, injector=injector, accum=2, device=torch.device(device),
+               policy=choose_policy("fp32", capabilities(device), None, None), scaler=LossScaler(enabled=False),
+               guard=Guard(net, num_classes=10, device=device, lag=lag),
+               optimizer=ClippedAdamW(net.parameters(), lr=1e-2, clip=None))
+
+
+def step(n, run, batch=None):
+    """train.py's step, with the faults of this step planted from outside, as its loop does."""
+    run.injector.begin(n, run.optimizer)
+    run.guard.open(n)
+    train_step(run, *run.injector.batch(*batch or data(1, 16)[0]))
+    return run.guard.verdict()
 
 
 REJECTED = [(where, kind) for where in ("input", "label", "act", "loss", "grad", "buffer") for kind in KINDS]
@@ -72,37 +84,33 @@ REJECTED = [(where, kind) for where in ("input", "label", "act", "loss", "grad",
 @pytest.mark.parametrize(("where", "kind"), REJECTED)
 def test_a_fault_in_one_of_two_micro_batches_leaves_everything_bit_identical(where, kind):
     net = network()
-    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
-    injector = Injector(net, parse_inject(f"{kind}:{where}@step=2"))
+    run = record(net, spec=f"{kind}:{where}@step=2")
     for n in range(2):
-        assert step(n, net, optimizer, guard, data(), injector).accepted
-    before = everything(net, optimizer)
-    verdict = step(2, net, optimizer, guard, data(), injector)
+        assert step(n, run).accepted
+    before = everything(net, run.optimizer)
+    verdict = step(2, run)
     assert not verdict.accepted
     assert ("buffer" if where == "act" else where) in verdict.reasons  # BatchNorm is what an activation meets next
-    assert same(before, everything(net, optimizer))
-    assert step(3, net, optimizer, guard, data(), injector).accepted
-    assert not same(before, everything(net, optimizer))
-    assert check_state(net, optimizer.state_dict()) == []
-    assert (guard.steps, guard.skipped, guard.skipped_in_a_row) == (4, 1, 0)
+    assert same(before, everything(net, run.optimizer))
+    assert step(3, run).accepted
+    assert not same(before, everything(net, run.optimizer))
+    assert check_state(net, run.optimizer.state_dict()) == []
+    assert (run.guard.steps, run.guard.skipped, run.guard.skipped_in_a_row) == (4, 1, 0)
 
 
 def test_the_same_steps_without_the_rejected_one_give_the_same_weights():
     nets = []
     for steps, spec in ((4, "inf:act@step=2"), (3, "")):
         net = network()
-        optimizer, guard = fused(net), Guard(net, num_classes=10)
-        injector = Injector(net, parse_inject(spec))
+        run = record(net, lag=True, spec=spec)
         for n in range(steps):
-            step(n, net, optimizer, guard, data(), injector)
-        nets.append(everything(net, optimizer))
+            step(n, run)
+        nets.append(everything(net, run.optimizer))
     assert same(*nets)
 
 
 def test_a_gradient_fault_alone_is_called_grad():
-    net = network()
-    guard = Guard(net, num_classes=10, lag=False)
-    verdict = step(0, net, fused(net), guard, data(), Injector(net, parse_inject("nan:grad:4.weight@step=0")))
+    verdict = step(0, record(network(), spec="nan:grad:4.weight@step=0"))
     assert verdict.reasons == ("grad",)
     assert math.isnan(verdict.stats["grad_norm"])
 
@@ -112,7 +120,7 @@ def test_a_gradient_fault_alone_is_called_grad():
 def test_bad_state_is_named_and_a_poisoned_moment_is_kept_from_the_weights(where, kind):
     net = network()
     optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
-    step(0, net, optimizer, guard, data())
+    assert advance(net, guard, optimizer, *data()[0]).accepted
     injector = Injector(net, parse_inject(f"{kind}:{where}@step=1"))
     planted = injector.begin(1, optimizer)
     assert len(planted) == 1
@@ -175,10 +183,8 @@ def test_a_label_out_of_range_is_made_safe_and_ignored_labels_are_not_touched():
 
 
 def test_the_verdict_comes_one_step_late_and_flush_brings_the_last():
-    net = network()
-    guard, optimizer = Guard(net, num_classes=10, lag=True), fused(net)
-    injector = Injector(net, parse_inject("nan:loss@step=1..2"))
-    told = [step(n, net, optimizer, guard, data(1), injector) for n in range(4)]
+    run = record(network(), lag=True, spec="nan:loss@step=1..2")
+    told, guard = [step(n, run) for n in range(4)], run.guard
     assert told[0] is None
     assert [(v.step, v.accepted) for v in told[1:]] == [(0, True), (1, False), (2, False)]
     assert guard.skipped_in_a_row == 2
@@ -566,16 +572,15 @@ def test_inject_specs_mean_what_they_say():
 
 def test_compile_sees_no_graph_break_and_the_hooks_still_work():
     net = network()
-    injector, probes = Injector(net, parse_inject("nan:act:0@step=1")), Probes(net)
+    run, probes = record(net, spec="nan:act:0@step=1"), Probes(net)
     probes.attach()
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # fullgraph: a break is an error
-    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
-    assert step(0, net, optimizer, guard, data(1), injector, compiled).accepted
+    run.compiled = torch.compile(run.model, backend="aot_eager", fullgraph=True)  # fullgraph: a break is an error
+    assert step(0, run).accepted
     assert probes.read()[0].amax > 0
-    before = everything(net, optimizer)
-    assert not step(1, net, optimizer, guard, data(1), injector, compiled).accepted
-    assert same(before, everything(net, optimizer))
-    assert step(2, net, optimizer, guard, data(1), injector, compiled).accepted
+    before = everything(net, run.optimizer)
+    assert not step(1, run).accepted
+    assert same(before, everything(net, run.optimizer))
+    assert step(2, run).accepted
 
 
 FAULTS = ("nan:input", "inf:label", "nan:act", "big:loss", "inf:grad", "nan:buffer")
@@ -586,14 +591,13 @@ def two_ranks(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     net = network()
     spec = ";".join(f"{fault}@step={2 * i + 1},rank=1" for i, fault in enumerate(FAULTS))
-    injector = Injector(net, parse_inject(spec), rank)
-    model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
-    optimizer, guard = fused(net), Guard(net, num_classes=10, lag=False)
-    told = []
+    run, told = record(net, spec=spec, rank=rank), []
+    run.ddp = run.compiled = nn.parallel.DistributedDataParallel(run.model, broadcast_buffers=False)
+    run.rank, run.world_size = rank, 2
     for n in range(2 * len(FAULTS) + 1):
-        before = everything(net, optimizer)
-        verdict = step(n, net, optimizer, guard, data(1, seed=10 * n + rank), injector, model)
-        kept = same(before, everything(net, optimizer))
+        before = everything(net, run.optimizer)
+        verdict = step(n, run, data(1, seed=10 * n + rank)[0])
+        kept = same(before, everything(net, run.optimizer))
         told.append((verdict.accepted, kept, verdict.reasons, verdict.rank))
     torch.save((told, [p.detach() for p in net.parameters()], check_state(net)), f"{folder}/rank{rank}.pt")
     torch.distributed.barrier()
@@ -628,17 +632,16 @@ def test_copied_alone_it_demonstrates_itself(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the CPU has no host syncs to forbid")
 def test_a_whole_guarded_step_makes_no_host_sync_on_cuda():
     net = network().cuda()
-    optimizer, guard = fused(net), Guard(net, num_classes=10, device="cuda")
-    injector = Injector(net, parse_inject("inf:act@step=3;inf:label@step=4"))
-    batches = [(x.cuda(), y.cuda()) for x, y in data()]
-    step(0, net, optimizer, guard, batches, injector)  # allocates, makes the optimizer's state
+    run = record(net, lag=True, device="cuda", spec="inf:act@step=3;inf:label@step=4")
+    batch = [t.cuda() for t in data(1, 16)[0]]
+    step(0, run, batch)  # allocates, makes the optimizer's state
     told = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for n in range(1, 6):
-            told.append(step(n, net, optimizer, guard, batches, injector))
+            told.append(step(n, run, batch))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    told.append(guard.flush())
+    told.append(run.guard.flush())
     assert [v.accepted for v in told] == [True, True, True, False, False, True]
-    assert check_state(net, optimizer.state_dict()) == []
+    assert check_state(net, run.optimizer.state_dict()) == []
