@@ -1,4 +1,4 @@
-"""The README cannot rot: its step is train.py's, its files and flags exist, its figures are in bench/results."""
+"""The README cannot rot: its step is train.py's, its recipes run, its files and flags exist, its figures have files."""
 
 import hashlib
 import itertools
@@ -88,11 +88,12 @@ def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
         last = [line for line in lines if "val_acc1" in line][-1]
         assert last["epoch"] == 8 and f"{last['val_acc1']:.2f}" in README
     *_, end = (ROOT / "bench/results/default-cifar10-cpu.jsonl").read_text().splitlines()
-    assert f"{json.loads(end)['val_acc1']:.1f} % in {json.loads(end)['seconds']:.0f} seconds" in README
+    end = json.loads(end)
+    assert f"{end['val_acc1']:.1f} % in {end['seconds']:.0f} seconds" in " ".join(README.split())
 
 
 def test_the_line_counts_in_the_readme_are_right():
-    rows = re.findall(r"^\| `([a-z_/]+\.py)` \| (\d+) \|", README, re.M)
+    rows = re.findall(r"^\| `([a-z_0-9/]+\.py)` \| (\d+) \|", README, re.M)
     assert len(rows) > 15  # each file of the folder, and no other
     assert {name for name, _ in rows} == {path.name for path in ROOT.glob("*.py")}
     for name, count in rows:
@@ -107,12 +108,12 @@ def commands():
 
 def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, tmp_path):
     """Two steps on a few small images, in a folder of their own; whatever else a command asks for stays."""
-    assert len(commands()) == 8 and "bash run.sh test" in commands()
+    assert len(commands()) == 12 and "bash run.sh test" in commands()
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     steps, output = itertools.count(2), {}
     for command in commands():
-        if command == "bash run.sh test":
-            continue
+        if command.split()[2:3] in (["test"], ["failures"], ["bench"], ["gpu"]):
+            continue  # minutes, and tests of their own
         words = shlex.split(command.replace("DIR", str(image_folder)))
         if "--inject" not in words:  # those are as short as they can be
             if "--epochs" in words:
@@ -203,7 +204,7 @@ def test_no_more_lines_of_a_loop_change_than_the_page_says(title):
 def test_a_recipe_without_the_lines_of_its_guard_is_a_plain_loop(title):
     """The lines that name the guard are all that differs: without them the loop runs, and its weights are NaN."""
     step = {"GradScaler": "scaler.step(optimizer)", "Two networks": "slow.step(); fast.step()"}
-    source = re.sub(r"guard\.step\(.*\)", step.get(title, "optimizer.step()"), recipe(title))
+    source = re.sub(r"guard\.step\([^()]*\)", step.get(title, "optimizer.step()"), recipe(title))
     source = re.sub(r"( *)if \(verdict.*\n.*", "", source)
     source = "\n".join(line for line in source.splitlines() if not re.search(r"\b[Gg]uard\b", line))
     space = {}
@@ -227,13 +228,17 @@ def test_the_transcript_of_the_doctor_is_what_it_prints(tmp_path):
     done = subprocess.run([sys.executable, "autopsy.py", "my_train.py"], cwd=tmp_path, capture_output=True, text=True,
                           timeout=600, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 3, done.stderr
-    shown = section(README, "Your run is NaN: one command").split("$ python autopsy.py my_train.py\n")[1].split("\n\n")[0]
-    said = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
-    lines = [line.strip() for line in shown.splitlines()]
-    assert 5 < len(lines) <= 10
-    for line in lines:
-        start, dots, end = line.partition("...")
-        start = re.sub(r"after \d+ s$", "after ", start)  # seconds differ
+    shown = section(README, "Your run is NaN: one command").split("$ python autopsy.py my_train.py\n")[1]
+    shown = shown.split("\n\n")[0]
+
+    def words(text):  # another machine rounds otherwise, and takes other seconds
+        return [re.sub(r"-?\d+(\.\d+)?", "N", line.strip()) for line in text.splitlines()]
+
+    printed = done.stdout + done.stderr
+    assert 5 < len(shown.splitlines()) <= 10 and "my_train.py:11 " in shown and "my_train.py:11 " in printed
+    said = words(printed)
+    for line in words(shown):
+        start, _, end = line.partition("...")
         assert any(text.startswith(start) and text.endswith(end) for text in said), (line, said)
 
 
