@@ -1,4 +1,4 @@
-"""The README cannot rot: its step is train.py's, its files and flags exist, its figures are in bench/results."""
+"""The README cannot rot: its step is train.py's, its recipes run, its files and flags exist, its figures have files."""
 
 import hashlib
 import itertools
@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import flags
 import train
@@ -21,7 +22,9 @@ import train
 ROOT = Path(train.__file__).parent
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "bench" / "RESULTS.md").read_text()
-PAGES = README + RESULTS
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+RECIPE_PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGES = README + RESULTS + RECIPE_PAGE + (ROOT / "docs" / "metrics.md").read_text() + CONTRIBUTING
 
 
 def raw(name):
@@ -43,7 +46,7 @@ def test_the_step_in_the_readme_is_the_step_of_train_py():
 
 def test_every_file_the_readme_names_exists():
     for name in re.findall(r"`((?:[a-z_]+/)*[a-z_0-9-]+\.(?:py|sh|jsonl?|md))`", README):
-        if name not in ("metrics.jsonl",):
+        if name not in ("metrics.jsonl", "my_train.py"):
             assert (ROOT / name).exists(), name
     for name in re.findall(r"`(results/[\w*-]+\.jsonl?)`", RESULTS):
         assert list((ROOT / "bench").glob(name)), name
@@ -54,7 +57,8 @@ def test_every_link_of_the_pages_leads_to_a_file_and_a_heading_that_exist():
         titles = re.findall(r"^#+ (.+)", page, re.M)
         return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
-    for folder, page in ((ROOT, README), (ROOT / "bench", RESULTS)):
+    for folder, page in ((ROOT, README), (ROOT / "bench", RESULTS), (ROOT / "docs", RECIPE_PAGE),
+                         (ROOT, CONTRIBUTING)):
         for target in re.findall(r"\]\(((?!https?:)[^)]+)\)", page) + re.findall(r'<img src="([^"]+)"', page):
             name, _, anchor = target.partition("#")
             assert not name or (folder / name).exists(), target
@@ -67,6 +71,7 @@ def test_every_flag_the_readme_names_exists():
         if f"python bench/{bench.name}" in re.sub(r"\s+", " ", PAGES):
             known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', bench.read_text()))
     known |= {"--standalone", "--nproc", "--max-restarts", "--help"}  # torchrun's, argparse's
+    known |= set(re.findall(r"--[a-z-]+", (ROOT / "autopsy.py").read_text()))
     for flag in set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", PAGES)):
         assert flag in known, flag
 
@@ -83,12 +88,14 @@ def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
         last = [line for line in lines if "val_acc1" in line][-1]
         assert last["epoch"] == 8 and f"{last['val_acc1']:.2f}" in README
     *_, end = (ROOT / "bench/results/default-cifar10-cpu.jsonl").read_text().splitlines()
-    assert f"{json.loads(end)['val_acc1']:.1f} % in {json.loads(end)['seconds']:.0f} seconds" in README
+    end = json.loads(end)
+    assert f"{end['val_acc1']:.1f} % in {end['seconds']:.0f} seconds" in " ".join(README.split())
 
 
 def test_the_line_counts_in_the_readme_are_right():
-    rows = re.findall(r"^\| `([a-z_/]+\.py)` \| (\d+) \|", README, re.M)
-    assert len(rows) > 15
+    rows = re.findall(r"^\| `([a-z_0-9/]+\.py)` \| (\d+) \|", README, re.M)
+    assert len(rows) > 15  # each file of the folder, and no other
+    assert {name for name, _ in rows} == {path.name for path in ROOT.glob("*.py")}
     for name, count in rows:
         assert len((ROOT / name).read_text().splitlines()) == int(count), name
 
@@ -96,17 +103,17 @@ def test_the_line_counts_in_the_readme_are_right():
 def commands():
     """The commands shown on lines of their own, without their comments."""
     lines = re.findall(r"^    ((?:bash run\.sh|python train\.py|torchrun) ?.*)", README, re.M)
-    return [re.sub(r"  +#.*", "", line) for line in lines]
+    return [re.sub(r"  +#.*", "", line) for line in lines if "autopsy.py" not in line]
 
 
 def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, tmp_path):
     """Two steps on a few small images, in a folder of their own; whatever else a command asks for stays."""
-    assert len(commands()) == 8 and "bash run.sh test" in commands()
+    assert len(commands()) == 12 and "bash run.sh test" in commands()
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     steps, output = itertools.count(2), {}
     for command in commands():
-        if command == "bash run.sh test":
-            continue
+        if command.split()[2:3] in (["test"], ["failures"], ["bench"], ["gpu"]):
+            continue  # minutes, and tests of their own
         words = shlex.split(command.replace("DIR", str(image_folder)))
         if "--inject" not in words:  # those are as short as they can be
             if "--epochs" in words:
@@ -141,28 +148,132 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
         assert done.returncode == 0, done.stderr
 
 
-RECIPES = {"guards": "guards.py", "policy": "amp_policy.py fp32.py", "optimizer": "optim.py"}
+RECIPES = {  # heading: the files beside it, what it prints, the words of its own lines, how many lines name one of them
+    "Copy the guards": ("guards.py", "step 7 skipped: ('input',", r"\b[Gg]uard\b|verdict", 8),
+    "Autopsy in a loop": ("autopsy.py", "-> precision", r"StepRecord|record\b|examine", 8),
+    "GradScaler": ("guards.py", "step 7 skipped: ('input',", r"\b[Gg]uard\b|verdict", 8),
+    "The loss scale with a floor": ("amp_policy.py", "scale 1.0", r"LossScaler\(", 1),
+    "Accumulation": ("guards.py", "step 7 skipped: ('input',", r"\b[Gg]uard\b|verdict", 8),
+    "Scheduler": ("guards.py", "step 7 skipped: ('input',", r"\b[Gg]uard\b|verdict", 8),
+    "Two networks": ("guards.py", "step 7 skipped: ('input',", r"\b[Gg]uard\b|verdict", 8),
+    "Hugging Face Trainer": ("guards.py", "1 of 20 steps skipped\nall finite: True", "", 0),
+    "Lightning": ("guards.py", "1 of 20 steps skipped\nall finite: True", "", 0),
+    "The policy": ("amp_policy.py fp32.py", "loss ", "", 0),
+    "The optimizer": ("optim.py", "updates 19 of 20\nall finite: True", "ClippedAdamW", 2),
+    "Half weights with masters": ("optim.py", "updates 50", "", 0),
+}
+PACKAGES = {"Hugging Face Trainer": ("transformers", "accelerate"), "Lightning": ("lightning",)}
 
 
-@pytest.mark.parametrize("part, files", RECIPES.items())
-def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_files_alone(part, files, tmp_path):
-    text = README.split(f"### Copy the {part}\n")[1].split("\n#")[0]
-    (tmp_path / "recipe.py").write_text(textwrap.dedent(text))
+def recipe(title):
+    """The program under a heading: its indented lines."""
+    text = section(README if f"\n### {title}\n" in README else RECIPE_PAGE, title)
+    return textwrap.dedent("\n".join(line for line in text.splitlines() if not line or line.startswith("    ")))
+
+
+def test_every_recipe_of_the_pages_is_tested():
+    titles = re.findall(r"^## (.+)", RECIPE_PAGE, re.M) + re.findall(r"^### ((?:Copy the|Autopsy in) .+)", README, re.M)
+    assert sorted(titles) == sorted(RECIPES)
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_runs_as_written_in_an_empty_folder_with_its_files_alone(title, tmp_path):
+    for package in PACKAGES.get(title, ()):
+        pytest.importorskip(package)
+    files, expected, *_ = RECIPES[title]
+    (tmp_path / "recipe.py").write_text(recipe(title))
     for file in files.split():
         shutil.copy(ROOT / file, tmp_path)
-    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if title not in PACKAGES:
+        environment["PYTHONPATH"] = ""
     done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr
-    expected = {"guards": "step 7 skipped: ('input',", "policy": "loss ", "optimizer": "updates 50"}[part]
-    assert expected in done.stdout and "nan" not in done.stdout, done.stdout
+    assert expected in done.stdout, done.stdout
+    assert title == "Autopsy in a loop" or "nan" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("title", [title for title, (*_, most) in RECIPES.items() if most])
+def test_no_more_lines_of_a_loop_change_than_the_page_says(title):
+    *_, words, most = RECIPES[title]
+    assert 0 < sum(bool(re.search(words, line)) for line in recipe(title).splitlines()) <= most
+
+
+@pytest.mark.parametrize("title", [title for title, (files, *_, most) in RECIPES.items() if most and "gua" in files])
+def test_a_recipe_without_the_lines_of_its_guard_is_a_plain_loop(title):
+    """The lines that name the guard are all that differs: without them the loop runs, and its weights are NaN."""
+    step = {"GradScaler": "scaler.step(optimizer)", "Two networks": "slow.step(); fast.step()"}
+    source = re.sub(r"guard\.step\([^()]*\)", step.get(title, "optimizer.step()"), recipe(title))
+    source = re.sub(r"( *)if \(verdict.*\n.*", "", source)
+    source = "\n".join(line for line in source.splitlines() if not re.search(r"\b[Gg]uard\b", line))
+    space = {}
+    exec(source, space)
+    nets = [value for value in space.values() if isinstance(value, torch.nn.Module)]
+    assert nets and not all(t.isfinite().all() for net in nets for t in net.state_dict().values())
+
+
+@pytest.mark.parametrize("title", PACKAGES)
+def test_a_callback_is_ten_lines(title):
+    body = recipe(title).split("class Guarded")[1].split("\n\n")[0]
+    assert len(body.splitlines()) - 1 <= 10  # without the class line
+
+
+def test_the_transcript_of_the_doctor_is_what_it_prints(tmp_path):
+    """The script with its planted overflow stands here; the lines under the command stand in the README."""
+    if "YOUR_SCRIPT" not in (ROOT / "autopsy.py").read_text():
+        pytest.skip("this autopsy.py runs no scripts")
+    shutil.copy(ROOT / "autopsy.py", tmp_path)
+    (tmp_path / "my_train.py").write_text(MY_TRAIN)
+    done = subprocess.run([sys.executable, "autopsy.py", "my_train.py"], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=600, env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 3, done.stderr
+    shown = section(README, "Your run is NaN: one command").split("$ python autopsy.py my_train.py\n")[1]
+    shown = shown.split("\n\n")[0]
+
+    def words(text):  # another machine rounds otherwise, and takes other seconds
+        return [re.sub(r"-?\d+(\.\d+)?", "N", line.strip()) for line in text.splitlines()]
+
+    printed = done.stdout + done.stderr
+    assert 5 < len(shown.splitlines()) <= 10 and "my_train.py:11 " in shown and "my_train.py:11 " in printed
+    said = words(printed)
+    for line in words(shown):
+        start, _, end = line.partition("...")
+        assert any(text.startswith(start) and text.endswith(end) for text in said), (line, said)
+
+
+MY_TRAIN = """\
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 32), Attention(), nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range(60):
+    x, y = torch.randn(16, 6, 8) * 1.2**step, torch.randint(4, (16,))
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.cross_entropy(net(x).mean(1), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {step} loss {loss.item():.3f}")
+"""
 
 
 def test_every_claim_about_ourselves_beside_other_trainers_names_a_test_that_exists():
     sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     rows = README.split("## Beside other trainers")[1].split("## ")[0]
     named = re.findall(r"`(test_\w+)`", rows)
-    assert len(named) == rows.count("\n| ") - 1 == 8
+    assert len(named) == rows.count("\n| ") - 1 == 11
     for name in named:
         assert f"def {name}(" in sources, name
 
@@ -223,7 +334,7 @@ def test_the_other_costs_are_those_of_the_raw_files():
     for rung, row in raw("precision_ladder-cuda")["rungs"].items():
         if not isinstance(row, str):
             assert (f"| {rung} | {row['speed / fp32']['median']:.2f} | {row['peak_mb']} | {row['val_acc1']:.2f} "
-                    f"({row['half_spread']:.2f}) | {row['skipped']} |") in README, rung
+                    f"({row['half_spread']:.2f}) | {row['skipped']} |") in RESULTS, rung
     for device in ("cpu", "cuda"):
         length = raw(f"scan-{device}")["speedup"]
         for states in (1, 8, 16):
