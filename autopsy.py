@@ -28,25 +28,36 @@ when to look. To copy it: it needs torch, nothing else. `python autopsy.py` show
 """
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
+import runpy
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 import traceback
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.module_tracker import ModuleTracker
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38)
+HALF = (torch.float16, torch.bfloat16)
 IGNORED = -100  # cross_entropy's default ignore_index
 VERDICTS = {  # and what to try; the gravest first: when ranks differ, that one counts
     "data": "look at these samples; leave them out",
@@ -480,7 +491,7 @@ def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        if frame and not frame[1].startswith((os.path.dirname(torch.__file__), "<")):
+        if frame and not frame[1].startswith((os.path.dirname(torch.__file__), os.path.abspath(__file__), "<")):
             return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
     return ""
 
@@ -554,5 +565,520 @@ def demo() -> None:
         optimizer.zero_grad()
 
 
+# --- python autopsy.py YOUR_SCRIPT.py
+
+USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...    (or: -m package.module ARGS...)
+Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. At the first bad step the script
+ends. Then it runs again from the start, quietly (files that it writes are written again), and every operation of the bad
+step is watched. --from-step N watches from optimizer step N in the first run: for scripts that take hours.
+Exit 3: found; the report is printed and written to FILE (autopsy.txt). Exit 0: nothing non-finite. Else the script's."""
+RERUN = "AUTOPSY_RERUN"  # the environment of the second run: "backward passes before the watch:report file"
+RUNNING = {"running_mean", "running_var", "num_batches_tracked"}  # what BatchNorm's forward writes
+IN_A_SCRIPT = {
+    "data": "look at these samples and at what made them; leave them out",
+    "weights": "look at what wrote these values: initialisation, a checkpoint, an update by hand",
+    "divergence": "a lower learning rate, a longer warm-up, torch.nn.utils.clip_grad_norm_(parameters, 1.0)",
+    "precision": "this operation in fp32: x.float() before it, inside torch.autocast(device, enabled=False); or bf16",
+    "not reproducible": "make the script repeatable (seeds, order of the data), or run it with --from-step",
+}
+
+
+class Found(SystemExit):
+    """Ends the script at its first bad step."""
+
+
+class Operations(Locator):
+    """A Locator that repeats the guilty operation in fp32 and fp64, and keeps the bad inputs that were there before it."""
+
+    def __init__(self, watch: Watch):
+        super().__init__(nn.Module())
+        self.watch, self.told, self.read = watch, {}, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, before = kwargs or {}, len(self.births)
+        if self.watch.inside:
+            return func(*args, **kwargs)
+        kept = (args, kwargs)
+        if func._schema.is_mutable:  # an in-place operation overwrites its inputs
+            kept = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, kept)
+        if func is torch.ops.aten._local_scalar_dense.default and is_bad(extent(args[0])):
+            self.read = [args[0].detach()]  # loss.item(): a script that ends soon ends because of this number
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.births) > before:
+            bad = [(t.data_ptr(), k) for t, k in zip(_tensors((args, kwargs)), _tensors(kept), strict=True)
+                   if is_bad(extent(k))]
+            ignored = any(k.numel() and bool((k == IGNORED).all()) for k in _integers(kept))
+            self.told[before] = "" if bad else self._again(func, *kept), bad, ignored
+        return out
+
+    def _again(self, func: Any, args: Any, kwargs: Any) -> str:
+        """The first of float32 and float64 in which the operation is finite on the same inputs, or ""."""
+        for dtype in (torch.float32, torch.float64):
+            def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
+                if isinstance(v, Tensor):
+                    return v.detach().to(dtype, copy=True) if v.is_floating_point() else v.detach().clone()
+                return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
+            try:
+                again = tree_map(wide, (args, kwargs))
+                if not any(is_bad(extent(t)) for t in _tensors(func(*again[0], **again[1]))):
+                    return str(dtype).removeprefix("torch.")
+            except (RuntimeError, NotImplementedError):
+                return ""
+        return ""
+
+
+class Watch:
+    """The hooks around a script. Every operation is watched after `first` backward passes or `from_step` steps."""
+
+    def __init__(self, argv: list[str], path: str, first: int | None = None, from_step: int | None = None):
+        self.argv, self.path, self.first, self.from_step = argv, path, first, from_step
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
+        self.thread, self.on, self.inside, self.depth, self.grad_mode = threading.get_ident(), True, False, 0, True
+        self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
+        self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
+        self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
+        self.roots: dict[int, weakref.ref] = {}  # the outermost modules
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.stats: list[tuple[Tensor, Tensor]] = []  # BatchNorm's buffers, and what they held after the last good step
+        self.gradient = self.activation = 0.0  # the largest
+        self.scale, self.optimizer, self.locator, self.stepped = 1.0, None, None, set()
+        self.read_bad, self.symptom, self.at, self.report = False, "", 0, ""
+
+    def __enter__(self) -> Watch:
+        self.enter, self.leave = self._safe(self._enter), self._safe(self._leave)
+        warnings.filterwarnings("ignore", message=".*there are global hooks")
+        self.undo = [register_module_forward_pre_hook(self._count_in).remove,
+                     register_module_forward_hook(self._count_out, always_call=True).remove,
+                     register_optimizer_step_pre_hook(self._before_step).remove,
+                     register_optimizer_step_post_hook(self._safe(self._after_step)).remove]
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        self._wrap(torch.Tensor, "item", self._item)
+        os.register_at_fork(after_in_child=self.off)  # the workers of a DataLoader
+        if self.first is not None or self.from_step is not None:
+            torch.compiler.set_stance("force_eager")
+        self._safe(self._watch_operations)()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.off()
+
+    def off(self) -> None:
+        self.on = False
+        self._let_go()
+        while self.undo:
+            self.undo.pop()()
+
+    def mine(self) -> bool:
+        return self.on and threading.get_ident() == self.thread and not torch.compiler.is_compiling()
+
+    def _wrap(self, owner: Any, name: str, around: Callable) -> None:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self.mine() else original(*args, **kwargs)
+        setattr(owner, name, wrapper)
+        self.undo.append(partial(setattr, owner, name, original))
+
+    def _safe(self, hook: Callable) -> Callable:
+        """The hook; its own error is told in one line and ends the watch, never the script."""
+        def call(*args: Any) -> Any:
+            if self.inside or not self.mine():
+                return None
+            self.inside, self.grad_mode = True, torch.is_grad_enabled()
+            try:
+                with torch.no_grad():
+                    return hook(*args)
+            except Exception as error:
+                self.say(f"the watcher failed ({type(error).__name__}: {error}) and is off; the script goes on")
+                self.off()
+            finally:
+                self.inside = False
+        return call
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"autopsy: {text}", file=sys.stderr, flush=True)
+
+    # Modules
+
+    def _count_in(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and threading.get_ident() == self.thread:
+            self.depth += 1
+            if self.depth == 1 or self.locator:
+                self.enter(module, args)
+
+    def _count_out(self, module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling() and threading.get_ident() == self.thread:
+            self.depth -= 1
+            if self.depth == 0 or self.locator or self._sampled():
+                self.leave(module, args, out)
+
+    def _sampled(self) -> bool:
+        """Activations are read in the steps 0, 1, 2, 4, 8, ..."""
+        return self.steps() & (self.steps() - 1) == 0
+
+    def steps(self) -> int:
+        return max((n for n, _ in self.last.values()), default=self.passes)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.depth == 1 and id(module) not in self.roots:
+            self.roots[id(module)] = weakref.ref(module)
+            self.stats += [(b, b.clone()) for n, b in module.named_buffers() if n.rpartition(".")[2] in RUNNING]
+            bare = getattr(module, "module", getattr(module, "_orig_mod", module))  # DDP, torch.compile
+            for name, inner in bare.named_modules():
+                self.names.setdefault(inner, ".".join(filter(None, (type(bare).__name__, name))))
+        if self.locator:
+            if self.depth == 1:
+                self.locator.batch_size = next((t.shape[0] for t in _tensors(args) if t.dim()), 0)
+            self.locator._enter_module(self.names.get(module, type(module).__name__), module, args, {})
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.locator:
+            self.locator._leave_module(module, args, out)
+        kind = "activation" if self.depth else "output" if self.grad_mode or not any(True for _ in module.parameters()) else "evaluation"
+        for t in _tensors(out):
+            if t.is_floating_point() and t.numel():
+                if self._sampled():
+                    self._note("activation", "", torch.linalg.vector_norm(t, float("inf")))
+                if not self.depth:  # the largest, because -inf alone is a mask
+                    told = f"the output of {type(module).__name__}" + " under no_grad" * (kind == "evaluation")
+                    self._note(kind, told, t.amax(), [t])
+
+    # Steps
+
+    def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        self._safe(self._before_backward)(tensors)
+        out = original(tensors, *args, **kwargs)
+        self.passes += 1
+        self._safe(self._after_backward)()
+        return out
+
+    def _before_backward(self, tensors: Any) -> None:
+        for t in _tensors(tensors):
+            self._note("loss", "loss", t.detach() if t.dim() == 0 else t.abs().amax(), [t.detach()])
+
+    def _after_backward(self) -> None:
+        if self.locator and self.first is not None:
+            self._judge([p for p in self._named().values() if p.grad is not None])
+        if not self.last:  # without an optimizer, every backward pass is a step
+            self._read([]) if self.passes % 16 == 0 else None
+            self._watch_operations()
+        elif not self.locator:
+            self._watch_operations()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure):
+            self._safe(self._check)(optimizer)
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._safe(self._check)(optimizer)
+            return loss
+        return args[:1], {**kwargs, "closure": watched}
+
+    def _check(self, optimizer: Any) -> None:
+        """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
+        self.fired, self.optimizer = self.fired + 1, optimizer
+        scaled = [t for t in [getattr(optimizer, "grad_scale", None)] if t is not None]  # a fused step unscales itself
+        values = self._read([*_norms([p.grad for p in _moved(optimizer)]), *scaled], calm=bool(scaled))
+        self.scale = values.pop() if scaled else 1.0
+        norm = sum(v * v for v in values) ** 0.5 / self.scale
+        if norm <= LIMIT:
+            self.gradient, self.skips, self.bad_losses, self.read_bad = max(self.gradient, norm), 0, 0, False
+        elif scaled:
+            self._skip(optimizer, self.scale, 0.5)
+        else:
+            self._judge(_moved(optimizer))
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The weights and moments: read on the device now, looked at with the next step's gradients."""
+        self._end(optimizer)
+        held = [t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())]
+        for value in _norms(held):
+            self._note("update", "", value, optimizer)
+        if self.stats:
+            torch._foreach_copy_([copy for _, copy in self.stats], [b for b, _ in self.stats])
+
+    def _end(self, optimizer: Any) -> None:
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
+        if not self.locator or len(self.last) == 1 or id(optimizer) in self.stepped:
+            self.stepped.clear()
+            self._watch_operations()
+        self.stepped.add(id(optimizer))
+
+    def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        fired = self.fired
+        out = original(scaler, optimizer, *args, **kwargs)
+        if self.fired == fired:
+            self._safe(self._skip)(optimizer, scaler.get_scale(), scaler.get_backoff_factor())
+        return out
+
+    def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
+        """The loss scaler skipped a step: calibration, unless it goes on."""
+        self.optimizer, self.scale, losses = optimizer, scale, self.bad_losses
+        self.skips, self.skipped = self.skips + 1, self.skipped + 1
+        self._read([], calm=True)
+        self.bad_losses *= self.bad_losses > losses
+        why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
+               if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
+        if why or self.first is not None:
+            self._judge(_moved(optimizer), why)
+        self._end(optimizer)
+
+    def _item(self, original: Callable, t: Tensor) -> Any:
+        value = original(t)
+        self.read_bad |= type(value) is float and not abs(value) <= LIMIT
+        return value
+
+    # What is found
+
+    def _note(self, kind: str, name: str, value: Tensor, evidence: Any = None) -> None:
+        """`value` is asked at the next transfer; at once in the second run."""
+        keep = evidence if self.locator or kind == "update" else None
+        if self.locator and (kind == "update" or self.first is not None and kind in ("loss", "evaluation")):
+            self._settle(kind, name, self.passes, float(value), keep)
+        else:
+            self.pending.append((kind, name, self.passes, value, keep))
+            if len(self.pending) > 4096:
+                self._read([])
+
+    def _read(self, more: list[Tensor], calm: bool = False, end: bool = False) -> list[float]:
+        pending, self.pending = self.pending, []
+        values = _host([value for _, _, _, value, _ in pending] + more)
+        for (kind, name, passes, _, evidence), value in zip(pending, values, strict=False):
+            if kind == "activation":
+                self.activation = max(self.activation, value) if value <= LIMIT else self.activation
+            elif kind == "loss" and calm:
+                self.bad_losses += not abs(value) <= LIMIT
+            elif kind != "output" or end:
+                self._settle(kind, name, passes, value, evidence)
+        return values[len(pending):]
+
+    def _settle(self, kind: str, name: str, passes: int, value: float, evidence: Any) -> None:
+        if abs(value) <= LIMIT or (kind != "loss" and value < 0):
+            return
+        if kind == "update":
+            self._blame_update(evidence)
+        elif self.world == 1:  # a bad loss on one rank makes bad gradients on all: there the ranks decide together
+            self._found(f"{name} is {value:.3g}", evidence, passes - (not self.last and kind == "loss"))
+        elif kind == "evaluation":
+            self.say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
+
+    def _judge(self, params: list[Tensor], why: str = "") -> None:
+        """A finding if any of these gradients is bad."""
+        norms = _host(_norms([p.grad for p in params]))
+        if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
+            last = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer or self.last else self.passes - 1
+            self._found(f"the gradient of {self._called(bad[0])}" + f" and {len(bad) - 1} more" * (len(bad) > 1) +
+                        f" is {_made(extent(bad[0].grad))}" + f", {why}" * bool(why), [p.grad for p in bad], last)
+
+    def _blame_update(self, optimizer: Any) -> None:
+        """Good gradients and bad weights or moments are the optimizer's own doing: that needs no second run."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                held = {"": p, **{f"'s {key}": t for key, t in _moments(optimizer, p).items()}}
+                bad = [key for key, t in held.items() if not _host(_norms([t]))[0] <= LIMIT]
+                if bad:
+                    lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
+                    rate = f"lr={lr:g} is too much for gradients whose norm is up to {self.gradient:.3g}"
+                    self.symptom = f"{self._called(p)}{bad[0]} is {_made(extent(held[bad[0]]))} after a step with finite gradients"
+                    self.report = (f"{self.symptom}, at step {self.last[id(optimizer)][0] - 1} of {self.argv[0]} -> weights\n"
+                                   f"  made by {type(optimizer).__name__}: weights in {p.dtype}, lr={lr:g}, eps={eps:g}\n"
+                                   f"  {refusal(p.dtype, eps, beta2) or rate}\n"
+                                   "  try: weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower learning rate")
+                    self._found(self.symptom, (), 0)
+
+    def _found(self, symptom: str, evidence: Any, passes: int) -> None:
+        self.symptom, self.at = symptom, max(0, passes)
+        if not self.report and (self.first is not None or self.from_step is not None):
+            self.report = self._tell(evidence or ())
+        for p in _moved(self.optimizer) if self.optimizer else ():
+            p.grad = None  # a script that goes on all the same steps over these parameters
+        for b, copy in self.stats:
+            b.copy_(copy)
+        self.off()
+        raise Found(3)
+
+    def _tell(self, evidence: Any) -> str:
+        birth, verdict, lines = None, "not reproducible", ["no watched operation made it"]
+        if self.locator and (birth := self.locator.blame(evidence)):
+            wide, bad, ignored = self.locator.told[self.locator.births.index(birth)]
+            owned = {t.data_ptr(): n for n, t in self._named(buffers=True).items()}
+            weights = [owned[at] for at, _ in bad if at in owned]
+            ignored = ignored and "nll_loss" in birth.op
+            verdict = "weights" if weights else "data" if bad or ignored else "precision" if wide == "float32" else "divergence"
+            where = ", ".join(filter(None, (birth.phase, f"of {birth.node}" * bool(birth.node), birth.line)))
+            lines = [f"first bad op: {birth.op} in {birth.module or 'the script itself'} ({where}) made {birth.made}",
+                     "its inputs: " + "; ".join(birth.inputs)]
+            if bad:
+                lines.append("already bad: " + _few(weights or [f"a tensor of shape {list(t.shape)}" for _, t in bad], 5))
+            elif ignored:
+                lines.append(f"every label is ignored ({IGNORED}): their mean is 0/0")
+            else:
+                lines.append("the same operation on the same inputs: " + (f"finite in {wide}" if wide else "bad in float64 too"))
+            samples = _rows(_beyond(bad[0][1])) if verdict == "data" and bad else birth.samples
+            lines += [f"samples {_few(samples)} of the batch"] if samples else []
+        weak = birth.weak if birth and verdict == "divergence" else ""
+        head = f"{self.symptom} at step {self.steps()} of {self.argv[0]} (loss scale {self.scale:g}) -> {verdict}"
+        return "\n  ".join([head, *lines, f"try: {FRAGILE[weak] if weak else IN_A_SCRIPT[verdict]}"])
+
+    def _named(self, buffers: bool = False) -> dict[str, Tensor]:
+        roots = [module for ref in self.roots.values() if (module := ref()) is not None]
+        return {f"{type(root).__name__}.{n}": t for root in roots
+                for n, t in (*root.named_parameters(), *(root.named_buffers() if buffers else ()))}
+
+    def _called(self, p: Tensor) -> str:
+        return next((n for n, other in self._named().items() if other is p), f"a parameter of shape {list(p.shape)}")
+
+    def _watch_operations(self) -> None:
+        """Begin, or begin anew, to watch every operation, if the time has come."""
+        self._let_go()
+        if self.passes >= self.first if self.first is not None else self.steps() >= (self.from_step or 0) and self.from_step is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self.locator = Operations(self).__enter__()
+
+    def _let_go(self) -> None:
+        if self.locator:
+            self.locator.__exit__(None, None, None)
+            self.anomaly.__exit__()
+            self.locator = None
+
+    # From start to end
+
+    def run(self) -> int:
+        """The exit code: 3 for a finding. Otherwise the script's own exit code and exceptions pass through."""
+        failure: BaseException | None = None
+        try:
+            with self:
+                try:
+                    run_script(self.argv)
+                except Found:
+                    raise
+                except BaseException as error:
+                    failure = error
+                self._safe(self._last_look)(isinstance(failure, Exception) or getattr(failure, "code", None))
+        except Found:
+            pass
+        if isinstance(failure, Exception) and self.symptom:
+            traceback.print_exception(failure)
+        elif failure and not self.symptom:
+            raise failure
+        if not self.symptom:
+            share = f" = {self.activation / 65504:.0%} of fp16's range" if self.activation else ""
+            skipped = f", {self.skipped} skipped by the loss scaler" * bool(self.skipped)
+            self.say(f"{self.steps()} steps{skipped}, nothing non-finite, largest gradient norm {self.gradient:.3g}, "
+                     f"largest activation {self.activation:.3g}{share}")
+            return 0
+        self.report = self.report or self._second_run()
+        if self.rank == 0:
+            with open(os.path.join(self.home, self.path), "w") as file:
+                file.write(self.report + "\n")
+        if self.first is None:
+            self.say(self.report)
+        time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
+        return 3
+
+    def _last_look(self, failed: Any) -> None:
+        self._read([], end=bool(failed))
+        if failed and self.read_bad:
+            self._found("the last number that the script read", self.locator.read if self.locator else (), self.passes)
+
+    def _second_run(self) -> str:
+        self.say(f"{self.symptom} at step {self.steps()}, after {time.monotonic() - self.started:.0f} s. This step did not reach the weights. "
+                 "The script runs again from the start, quietly and in eager mode, for about as long; that step is watched.")
+        if torch.cuda.is_initialized():
+            vars(sys.modules["__main__"]).clear()  # the memory is needed
+            gc.collect()
+            torch.cuda.empty_cache()
+        with tempfile.TemporaryDirectory() as folder:
+            path, errors = os.path.join(folder, "report"), os.path.join(folder, "errors")
+            environment = {**self.environment, RERUN: f"{self.at}:{path}"}
+            if self.world > 1:  # a rendezvous of its own
+                port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
+                environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            with open(errors, "w") as file:
+                code = subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment, cwd=self.home, stderr=file,
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode
+            if os.path.exists(path):
+                with open(path) as file:
+                    return file.read().rstrip()
+            with open(errors) as file:
+                last = (file.read().strip().splitlines() or ["no error output"])[-1]
+        return (f"{self.symptom} -> not reproducible\n  the second run met no bad step and ended with exit code {code} ({last})\n"
+                f"  try: {IN_A_SCRIPT['not reproducible']}")
+
+
+def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
+    """Why AdamW must not keep weights and moments in dtype with this eps and beta2, in one sentence. None: it may."""
+    unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
+    if torch.tensor(eps).to(dtype) == 0:
+        return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
+    lost = [f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight"] if dtype in HALF else []
+    if 1 - beta2 < unit / 2:
+        lost.append(f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)")
+    return "; ".join(lost) or None
+
+
+def _moved(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _moments(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
+    state = optimizer.state.get(p, {}).items()
+    return {k: t for k, t in state if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+
+
+def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The 2-norms, 0-dim, with fp32 accumulators, nothing written, no sync."""
+    flat = []
+    for t in tensors:
+        t = t.detach().to_local() if hasattr(t, "to_local") else t.detach()
+        t = t.coalesce().values() if t.is_sparse else t
+        flat.append(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t)
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in flat) else torch.float32
+    return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
+
+
+def _host(values: list[Tensor]) -> list[float]:
+    """0-dim tensors as floats: one transfer for each device."""
+    out = dict.fromkeys(range(len(values)), 0.0)
+    for device in {t.device for t in values}:
+        at = [i for i, t in enumerate(values) if t.device == device]
+        out.update(zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True))
+    return list(out.values())
+
+
+def run_script(argv: list[str]) -> None:
+    """What `python SCRIPT.py ARGS` or `python -m MODULE ARGS` does, in this process."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.realpath(argv[0]))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(argv[0])
+    with open(argv[0], "rb") as file:
+        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), main.__dict__)
+
+
+def main() -> int:
+    argv, from_step, path = sys.argv[1:], None, "autopsy.txt"
+    first, _, rerun = os.environ.pop(RERUN, "").partition(":")
+    while argv and argv[0] in ("--from-step", "--report"):
+        from_step, path = (int(argv[1]), path) if argv[0] == "--from-step" else (from_step, argv[1])
+        argv = argv[2:]
+    if not argv or argv[0].startswith("-") and argv[0] != "-m":
+        print(USAGE, end="\n\n")
+        return demo() or 0
+    return Watch(argv, rerun or path, int(first) if rerun else None, from_step if not rerun else None).run()
+
+
 if __name__ == "__main__":
-    demo()
+    sys.exit(main())
