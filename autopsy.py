@@ -606,7 +606,7 @@ class Operations(Locator):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.births) > before:
             bad = [(t.data_ptr(), k) for t, k in zip(_tensors((args, kwargs)), _tensors(kept), strict=True)
-                   if is_bad(extent(k))]
+                   if is_bad(extent(k)) and not is_mask(extent(k))]
             ignored = any(k.numel() and bool((k == IGNORED).all()) for k in _integers(kept))
             self.told[before] = "" if bad else self._again(func, *kept), bad, ignored
         return out
@@ -925,7 +925,14 @@ class Watch:
             lines += [f"samples {_few(samples)} of the batch"] if samples else []
         weak = birth.weak if birth and verdict == "divergence" else ""
         head = f"{self.symptom} at step {self.steps()} of {self.argv[0]} (loss scale {self.scale:g}) -> {verdict}"
-        return "\n  ".join([head, *lines, f"try: {FRAGILE[weak] if weak else IN_A_SCRIPT[verdict]}"])
+        report = "\n  ".join([head, *lines, f"try: {FRAGILE[weak] if weak else IN_A_SCRIPT[verdict]}"])
+        if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
+            received = birth is None or (birth.phase == "backward" and bool(bad)) or birth.op.startswith("c10d")
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, (received, self.rank, report))
+            received, rank, report = min(every)
+            report += f"\n  guilty: rank {rank} of {len(every)}"
+        return report
 
     def _named(self, buffers: bool = False) -> dict[str, Tensor]:
         roots = [module for ref in self.roots.values() if (module := ref()) is not None]
