@@ -1,30 +1,36 @@
 """
-Autopsy: find the operation that made the first bad number, and say which of five things it was.
+Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
 
-A rejected step tells that something is wrong, not what. The loss names nobody; a forward hook names the module that
-*received* the inf (between two Linears, `log(h * 0 - 1)` makes the second one look guilty); autograd's anomaly mode
-passes over inf, and in fp16 it shouts at every calibration overflow. And `sqrt` at 0 has a finite loss: only its
-backward is infinite. So, after the fact, when time does not matter, the step is put back and run again:
+A rejected step tells that something is wrong, not what. The loss names nobody. A forward hook names the module that
+*received* the inf: between two Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode
+passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again after the
+fact, when time does not matter:
 
-    record = StepRecord(step, net)            before the forward: RNG states and buffers are copied
+    record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
     report = examine(run_step, record, net)   after a rejected step; the weights are still those from before it
 
-1. Weights, buffers or optimizer state already bad?                         -> weights
-2. A value in the batch bad, or a label out of range?                       -> data
-3. Run again under a dispatch mode that looks at the result of every aten operation, forward and backward.
-   Nothing bad this time?                                                   -> not reproducible
-   A mean over labels that are all ignored, 0 / 0?                          -> data
-4. Run again in fp32.        Finite?   -> precision        Bad as well?     -> divergence
+1. The record is put back, and the step runs under a dispatch mode that looks at the result of every aten operation,
+   forward and backward. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
+   of its inputs, and the guilty one is the first among the ancestors of the loss (if the loss is finite: of the
+   gradients). So what is swallowed on the way is never blamed: a mask of -inf that softmax turns to 0, log(0) behind a
+   `where`, a NaN target that is left out. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
+2. The verdict follows from where the guilty result comes from:
 
-An operation with good inputs and a bad result is a birth. Births are only suspects: every bad result inherits those of
-its inputs, and the guilty one is the first among the ancestors of the loss (or, if that is finite, of the gradients).
-So what is swallowed on the way is never blamed: -inf written by a mask and turned to 0 by softmax, log(0) behind a
-`where`, the padding of a max-pool. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
+    weights            from a parameter, buffer or hidden state that was bad before the step
+    data               from a bad value in the batch, a label out of range, or labels that are all ignored
+    precision          from an operation; in fp32 the step is finite
+    divergence         from an operation; the step is bad in fp32 too
+    calibration        nothing is bad at loss scale 1
+    compiler           nothing is bad in eager mode, but the compiled step is
+    not reproducible   nothing is bad the second time
+    error              the step raised an exception that is not the data's fault
 
-The report says module, operation, line of source, samples, and the line to try. A capsule holds the step, the weights
-and the report; on another machine, a CPU too, it gives the verdict again. This file does not cure and does not decide
-when to look. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow found and healed.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64. A cure is tried on the recorded step before it
+   is printed: the guilty module in fp32, its parent, ..., an eps at that line, bf16, fp32. The report says how it went.
+
+This file changes no weights and does not decide when to look. To copy it: it needs torch, nothing else.
+`python autopsy.py` shows one overflow found and mended.
 """
 from __future__ import annotations
 
@@ -39,50 +45,92 @@ import tempfile
 import threading
 import time
 import traceback
-import types
 import warnings
 import weakref
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
+from math import inf
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.module_tracker import ModuleTracker
+from torch.utils._pytree import tree_map
 
-LIMIT = 1.8e19  # just under sqrt(3.4e38)
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
+TORCH = os.path.dirname(torch.__file__)
 HALF = (torch.float16, torch.bfloat16)
-IGNORED = -100  # cross_entropy's default ignore_index
-VERDICTS = {  # and what to try; the gravest first: when ranks differ, that one counts
-    "data": "look at these samples; leave them out",
-    "weights": "--resume last_good.pt, and look at what the steps before this one did",
-    "divergence": "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-    "precision": "x.float() before that line, or --precision bf16",
-    "not reproducible": "the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
-}
-FRAGILE = {  # operations whose result or slope is bad at some ordinary number, and what to write instead
-    "sqrt": "sqrt has no finite slope at 0: sqrt(x + eps)",
-    "rsqrt": "rsqrt of 0 or less: rsqrt(x + eps)",
-    "log": "log of 0 or less: log(x.clamp(min=eps))",
-    "div": "division by zero: divide by x + eps",
-    "reciprocal": "division by zero: add an eps",
-    "pow": "a power of 0 or of a negative base: clamp the base",
-    "exp": "exp beyond 88 is inf: clamp before it",
-    "acos": "no finite slope at -1 and 1: clamp inside",
-    "softmax": "softmax over a wholly masked row",
-    "log_softmax": "log_softmax over a wholly masked row",
-    "nll_loss_forward": "a mean over no label at all: divide the sum of the losses by max(1, number of labels)",
-    "nll_loss2d_forward": "a mean over no label at all: divide the sum of the losses by max(1, number of labels)",
+EPS = 1e-6
+EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"
+VERDICTS = {  # what to do: in train.py's flags, as code; the gravest first: when ranks differ, that one counts
+    "data": ("look at these samples; leave them out",) * 2,
+    "weights": ("--resume last_good.pt, and look at what the steps before this one did",
+                "load the last checkpoint whose tensors are finite; examine the step that wrote these"),
+    "error": ("mend the code at this line",) * 2,
+    "divergence": ("--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
+                   "the numbers have grown: an earlier checkpoint, a lower learning rate, a longer warm-up, "
+                   "clip_grad_norm_(net.parameters(), 1.0)"),
+    "precision": ("x.float() before that line, or --precision bf16", "x.float() before that line"),
+    "compiler": ("train without --compile", "with torch.compiler.set_stance('force_eager'): run the step"),
+    "calibration": ("nothing: the loss scale falls by itself",
+                    "skip the step and halve the loss scale, as GradScaler does"),
+    "not reproducible": ("the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
+                         "the same step once more under torch.use_deterministic_algorithms(True); if it recurs, "
+                         "suspect this machine's hardware"),
 }
 
 
-# --- The evidence
+def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
+
+
+CLAMP = _first(lambda x: x.clamp(min=EPS))
+INSIDE = _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+UNMASK = _first(lambda x: x.clamp(min=-1e4))
+NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
+EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal"
+MASKED = "a wholly masked row: write -1e4 into the mask instead of -inf"
+WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and the call's arguments so mended
+    "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
+    "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
+    "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
+    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
+    "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
+    "div": ("division by zero: x / (y + 1e-6)", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
+    "reciprocal": ("division by zero: 1 / (x + 1e-6)", _first(lambda x: x + EPS)),
+    "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
+    "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "softmax": (f"softmax over {MASKED}", UNMASK),
+    "log_softmax": (f"log_softmax over {MASKED}", UNMASK),
+    "logsumexp": (f"logsumexp over {MASKED}", UNMASK),
+    "layer_norm": ("a row of equal numbers, and an eps too small for it: eps=1e-5",
+                   lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k)),
+    "ctc_loss": ("a target longer than its input has no alignment: zero_infinity=True, and look at the lengths",
+                 lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
+    "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
+    "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
+    "eigh": (EQUAL, None), "svd": (EQUAL, None), "eig": (EQUAL, None),
+    "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
+    "empty": ("memory that nobody wrote: torch.zeros instead of torch.empty", None),
+}
+SAME = {"truediv": "div", "divide": "div", "true_divide": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal"}
+STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
+LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+
+
+# --- The record
 
 class StepRecord:
     """What is needed to run one step again, apart from the weights (a rejected step has not touched those).
@@ -93,8 +141,9 @@ class StepRecord:
 
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
         self.step, self.rank, self.net = step, rank, net
-        self.device = next(net.parameters()).device
+        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
         self.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
+        self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
         self.rng = rng_states(self.device)
         self.batches: list[tuple[Any, ...]] = []
         self.indices: list[list[int] | None] = []
@@ -105,16 +154,26 @@ class StepRecord:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """RNG and buffers as they were before the step; no gradients."""
+        """RNG, buffers and carried tensors as they were before the step; no gradients."""
         set_rng_states(self.rng, self.device)
         for name, b in self.net.named_buffers():
-            b.copy_(self.buffers[name])
+            if name in self.buffers:
+                b.copy_(self.buffers[name])
+        for module, name, value in self.carried:
+            setattr(module, name, value)
         self.net.zero_grad(set_to_none=True)
 
     def indices_of(self, micro_batch: int, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Where in the data set these samples of a micro-batch are, if that is known."""
         known = self.indices[micro_batch] if samples else None
         return tuple(known[i] for i in samples) if known else ()
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
+    for name, value in vars(module).items():
+        if not isinstance(value, dict | int | str | float) and any(named_tensors(value)):
+            yield name, value
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
@@ -134,23 +193,41 @@ def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> Non
 
 @dataclass(frozen=True)
 class Birth:
-    """An operation with good inputs and a bad result. Empty where there is none."""
+    """The first operation with a bad result. Empty where there is none."""
 
     op: str = ""  # "aten.log.default"
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     phase: str = ""  # "forward" or "backward"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
-    made: str = ""  # what the result holds
+    made: str = ""  # what the result holds; "" = the operation raised
+    result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
+    largest: float = 0.0  # the largest finite magnitude among the inputs
     samples: tuple[int, ...] = ()  # positions in the micro-batch
+    source: str = ""  # "parameter head.weight", "input", ...: bad before the step, and first used by this operation
+    again: str = ""  # the operation repeated on the same inputs: "finite in float32", "nan in float32, nan in float64"
+    call: int = 0  # which call of the module in this step; 0 = not known
+    caller: str = ""  # the line of that call
 
     @property
     def weak(self) -> str:
-        """The key of FRAGILE for a node like "LogBackward0" or an operation like "aten.log_.default", or ""."""
-        forward = re.sub(r"Backward\d*$", "", self.node).lower()
-        own = self.op.partition(".")[2].partition(".")[0].strip("_")
-        return forward if forward in FRAGILE else own if own in FRAGILE else ""
+        """The key of WEAK for a node like "LogBackward0" or an operation like "aten.log_.default", or ""."""
+        plain = {key.replace("_", ""): key for key in WEAK}
+        for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
+            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name).lower()
+            name = re.sub("_|native|linalg|^new", "", name)
+            if name in plain:
+                return plain[name]
+        return ""
+
+    @property
+    def state(self) -> bool:
+        return self.source.startswith(("parameter ", "buffer ", "attribute "))
+
+    @property
+    def half(self) -> bool:
+        return "float16" in self.result  # bfloat16 too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,31 +239,58 @@ class Report(Birth):
     rank: int
     precision: str = ""
     scale: float = 1.0
-    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", ...
+    advice: str = "code"  # or "flags": those of this repository's train.py
+    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
     micro_batch: int = 0
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
-    norms: tuple[tuple[str, float], ...] = ()  # largest gradients of the re-run, as run_step left them
+    gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones, as the backward made them: name, type, bad, of
     unused: tuple[str, ...] = ()  # parameters without a gradient
+    calls: int = 0  # how often the module is called in a step
+    tried: tuple[str, ...] = ()  # "block in fp32: finite"
+    cure: tuple[str, str] = ("", "")  # the first that was finite: ("module, result in fp32", "block")
 
     @property
     def suggestion(self) -> str:
-        if self.verdict == "precision" and self.module:
-            return f"--keep-fp32 '{self.module}'"
-        if self.verdict in ("data", "divergence") and self.weak:
-            return FRAGILE[self.weak]
-        return VERDICTS[self.verdict]
+        kind, name = self.cure
+        flags, code = VERDICTS[self.verdict]
+        general = flags if self.advice == "flags" else code
+        if self.verdict == "precision" and kind.startswith("module"):
+            if self.advice == "flags":
+                return f"--keep-fp32 '{name}'"
+            back = "" if "result" in kind else ".to(x.dtype)"
+            return f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
+        if self.verdict == "precision" and kind == "precision" and not self.module:
+            return f"x.float() before {self.line or 'that line'}, or the whole step in {name}"
+        if self.verdict == "precision" and kind == "precision":
+            return f"--precision {name}" if self.advice == "flags" else f"the whole step in {name}"
+        if self.verdict in ("data", "divergence", "precision") and self.weak and not self.source:
+            return WEAK[self.weak][0]
+        if self.verdict != "divergence" or self.grown:
+            return general
+        if self.source:
+            return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
+                    "the batch: a constant, or a state carried over from an earlier step")
+        return "this operation has no finite value at these inputs: keep them away from it, or write it otherwise"
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     def __str__(self) -> str:
         lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
                  f"scale {self.scale:g}, rank {self.rank}) -> {self.verdict}"]
         if self.op:
-            node = f" of {self.node}" if self.node else ""
-            line = f", {self.line}" if self.line else ""
-            lines.append(f"first bad op: {self.op} in {self.module or 'the model itself'} "
-                         f"({self.phase}{node}{line}) made {self.made}")
+            node, line = f" of {self.node}" if self.node else "", f", {self.line}" if self.line else ""
+            call = f", call {self.call} of {self.calls} from {self.caller}" if self.call and self.calls > 1 else ""
+            first = f"first to use {self.source}" if self.source else "first bad op"
+            lines.append(f"{first}: {self.op} in {self.module or 'the model itself'}{call} "
+                         f"({self.phase}{node}{line}) {'made ' + self.made if self.made else 'raised'}")
         if self.inputs:
             lines.append("its inputs: " + "; ".join(self.inputs))
+        if self.again:
+            lines.append(f"repeated on the same inputs: {self.again}")
         if self.names:
             lines.append(("already bad: " if self.verdict == "weights" else "in the batch: ") + _few(self.names, 5))
         if self.samples:
@@ -194,77 +298,23 @@ class Report(Birth):
             lines.append(f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, rank {self.rank}{known}")
         if self.verdict in ("precision", "divergence"):
             lines.append("the same batch in fp32: " + ("finite" if self.verdict == "precision" else "bad as well"))
-        if self.norms:
-            lines.append("largest gradients: " + ", ".join(f"{name} {norm:.3g}" for name, norm in self.norms))
+        if self.gradients:
+            told = (f"{name} {kind} ({bad} of {of} values)" for name, kind, bad, of in self.gradients)
+            lines.append(f"{len(self.gradients)} bad gradients, in the order of the backward: {_few(told, 4)}")
         lines.append("causes: " + ", ".join(f"[{'x' if hit else ' '}] {cause}" for cause, hit in self._causes()))
+        lines += [f"tried: {sentence}" for sentence in self.tried]
         lines.append(f"try: {self.suggestion}")
         return "\n  ".join(lines)
 
     def _causes(self) -> list[tuple[str, bool]]:
         """The usual ones, and whether it was that."""
-        diverged = self.verdict == "divergence"
         unused = f" (unused: {_few(self.unused)})" if self.unused else ""
         weak = f" ({self.weak})" if self.weak else ""
-        return [(f"uninitialised or unused parameters{unused}", self.verdict == "weights"),
-                (f"division by zero, log, sqrt{weak}", diverged and bool(weak)),
+        return [(f"uninitialised or unused parameters{unused}", self.verdict == "weights" or self.weak == "empty"),
+                (f"division by zero, log, sqrt{weak}", self.verdict == "divergence" and bool(weak)),
                 ("bad input or label", self.verdict == "data"),
-                ("learning rate", diverged and not weak),
+                ("learning rate", self.verdict == "divergence" and self.grown and not weak),
                 ("dtype", self.verdict == "precision")]
-
-
-def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord, net: nn.Module, *,
-            state: Any = None, num_classes: int | None = None, precision: str = "", scale: float = 1.0) -> Report:
-    """Run the recorded step again and say what was wrong. On every rank, each with its own record; then agree().
-
-    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP, no compile), no
-    optimizer; returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no
-    loss scale; if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). `state`: nest of
-    optimizer tensors. `scale`, the step's loss scale, is only told in the report. Labels are integer tensors after the
-    first item of a batch, checked if `num_classes` is given. Gradients are None afterwards, RNG untouched, buffers as
-    before the step.
-    """
-    told = {"step": record.step, "rank": record.rank, "precision": precision, "scale": float(scale)}
-    if names := _bad_state(net, state):
-        return Report(verdict="weights", **told, symptom=f"{names[0]} was bad before the step", names=names)
-    for k, batch in enumerate(record.batches):
-        names, samples = _bad_batch(batch, num_classes)
-        if names:
-            return Report(verdict="data", **told, symptom=names[0], names=names, micro_batch=k, samples=samples,
-                          indices=record.indices_of(k, samples))
-    outside = rng_states(record.device)
-    try:
-        return _run_again(run_step, record, net, told)
-    finally:
-        record.restore()
-        set_rng_states(outside, record.device)
-
-
-def _run_again(run_step: Callable, record: StepRecord, net: nn.Module, told: dict[str, Any]) -> Report:
-    """The micro-batches up to the first bad one, with every operation watched; then the same ones in fp32."""
-    record.restore()
-    symptom, birth, ran = "", Birth(), []
-    for batch in record.batches:
-        ran.append(batch)
-        symptom, birth = _watch(run_step, batch, net)
-        if symptom:
-            break
-    unused = tuple(n for n, p in net.named_parameters() if p.requires_grad and p.grad is None)
-    norms = [(n, float(p.grad.float().norm())) for n, p in net.named_parameters() if p.grad is not None]
-    norms.sort(key=lambda row: row[1] if row[1] <= LIMIT else float("inf"), reverse=True)  # NaN is the largest
-    names: tuple[str, ...] = ()
-    if not symptom:
-        verdict = "not reproducible"
-    elif birth.op.startswith("aten.nll_loss") and any((t == IGNORED).all() for t in _integers(ran[-1][1:])):
-        verdict, names = "data", (f"every label is ignored ({IGNORED}): their mean is 0/0",)
-    else:
-        record.restore()
-        bad = any(_symptom(_results(run_step, batch, True, net)) for batch in ran)
-        verdict = "divergence" if bad else "precision"
-        if verdict == "precision" and told["precision"] in ("fp32", "O0"):
-            verdict = "not reproducible"  # it was fp32 already: two equal runs, two answers
-    last = len(ran) - 1
-    return Report(verdict=verdict, **told, **asdict(birth), symptom=symptom, micro_batch=last, names=names,
-                  indices=record.indices_of(last, birth.samples), norms=tuple(norms[:5]), unused=unused)
 
 
 def agree(report: Report) -> Report:
@@ -276,167 +326,656 @@ def agree(report: Report) -> Report:
     return min(every, key=lambda r: (list(VERDICTS).index(r.verdict), r.rank))
 
 
-# --- Before the re-run: bad weights, bad data
+# --- The examination
 
-def _bad_state(net: nn.Module, state: Any) -> tuple[str, ...]:
-    """Names of bad parameters, optimizer tensors and buffers. A mask may be a buffer; a running statistic is none."""
-    named = {f"parameter {n}": p for n, p in net.named_parameters()}
-    named |= {f"optimizer state {n}": t for n, t in _named_tensors(state)}
-    named |= {f"buffer {n}": b for n, b in net.named_buffers() if "running_" in n or not is_mask(extent(b))}
-    return tuple(name for name, t in named.items() if is_bad(extent(t)))
+def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord, net: nn.Module, *,
+            state: Any = None, num_classes: int | None = None, precision: str = "", scale: float = 1.0,
+            try_cures: bool = True, advice: str = "code", run_compiled: Callable | None = None) -> Report:
+    """Run the recorded step again and say what was wrong. On every rank, each with its own record; then agree().
 
-
-def _bad_batch(batch: tuple[Any, ...], num_classes: int | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(what is wrong with it, in which samples)."""
-    names, samples = [], set()
-    for k, item in enumerate(batch):
-        for t in _tensors(item):
-            if is_bad(extent(t)):
-                names.append(f"{'target' if k else 'input'} holds {_made(extent(t))}")
-                samples.update(_rows(_beyond(t)))
-        for t in _integers(item) if k and num_classes is not None else ():
-            wrong = ((t < 0) | (t >= num_classes)) & (t != IGNORED)
-            names += [f"label {int(v)} is not in 0..{num_classes - 1}" for v in t[wrong].unique()]
-            samples.update(_rows(wrong))
-    return tuple(names), tuple(sorted(samples))
-
-
-# --- The re-run: which operation was it
-
-def _watch(run_step: Callable, batch: tuple[Any, ...], net: nn.Module) -> tuple[str, Birth]:
-    """Run one micro-batch and look at every operation: (what is bad in the end, or ""; the operation that made it)."""
-    size = next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
-        with torch.autograd.set_detect_anomaly(True, check_nan=False), Locator(net, size) as locator:
-            results = _results(run_step, batch, False, net)
-    birth = locator.blame([results["loss"]]) or locator.blame(results.values())
-    return _symptom(results), birth or Birth()
-
-
-def _results(run_step: Callable, batch: tuple[Any, ...], fp32: bool, net: nn.Module) -> dict[str, Tensor]:
-    """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., ...}."""
-    out = run_step(batch, fp32)
-    loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in net.named_parameters()})
-    return {"loss": loss.detach()} | {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP), no optimizer;
+    returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no loss scale;
+    if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). Compiled code in it runs eagerly.
+    `run_compiled`: the same through the compiled model, where `run_step` does without. `state`: nest of optimizer
+    tensors. `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels' range, where a
+    loss does not say it. Gradients are None afterwards, RNG untouched, buffers as before the step.
+    """
+    told = {"step": record.step, "rank": record.rank, "precision": precision, "scale": float(scale), "advice": advice}
+    outside = rng_states(record.device)
+    try:
+        with _stance("force_eager"):
+            rerun = Rerun(run_step, record, net)
+            symptom, birth = rerun.watch()
+            more = dict(gradients=rerun.gradients, unused=rerun.unused, micro_batch=rerun.last)
+            if not symptom:
+                verdict, more["names"], more["tried"] = _finite(rerun, state, num_classes, scale, run_compiled)
+                symptom = f"{more['names'][0]} was bad before the step" if verdict == "weights" else symptom
+                if verdict == "data":
+                    more["micro_batch"], birth = _bad_labels(record, num_classes)[1:]
+            else:
+                verdict, birth, symptom, more["tried"] = _judge(rerun, symptom, birth, precision, scale)
+                more["names"] = rerun.names(birth, verdict)
+            if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
+                trials, more["cure"] = _try(rerun, birth, verdict)
+                more["tried"] += trials
+    finally:
+        record.restore()
+        set_rng_states(outside, record.device)
+    indices = record.indices_of(more["micro_batch"], birth.samples)
+    return Report(verdict=verdict, **told, **asdict(birth), **more, symptom=symptom, indices=indices,
+                  calls=rerun.locator.calls[birth.module])
 
 
-def _symptom(results: Mapping[str, Tensor]) -> str:
-    """The first bad result, or ""."""
-    return next((f"{name} is {_made(extent(t))}" for name, t in results.items() if is_bad(extent(t))), "")
+def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: str, scale: float) -> tuple[str, Birth, str, tuple]:
+    """(verdict, birth, symptom, what was tried) of a step that is bad again."""
+    if birth.state or (birth.source and birth.source != CONSTANT):
+        return "weights" if birth.state else "data", birth, symptom, ()
+    if not birth.made:  # the step raised, and not because of a bad number
+        data = rerun.locator.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class val", symptom)
+        return "data" if data else "error", birth, symptom, ()
+    if rerun.locator.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
+        return "data", birth, symptom, ()
+    exact = re.fullmatch(EXACT, str(precision).lower()) is not None
+    if not (again := rerun(fp32=True)):
+        factor = rerun.factor if rerun.factor < inf else scale
+        if factor > 1 and not rerun(Root(factor)):
+            return "calibration", birth, symptom, ("loss scale 1: finite",)
+        return "not reproducible" if exact else "precision", birth, symptom, ()
+    if birth.half and birth.again == "finite in float32":  # mended by fp32, and something else is bad there?
+        symptom, other = rerun.watch(fp32=True)
+        if other.state or (other.source and other.source != CONSTANT) or not other.half:
+            return "weights" if other.state else "data" if other.source else "divergence", other, symptom or again, ()
+        return ("precision" if other.again == "finite in float32" else "divergence"), other, symptom or again, ()
+    return "divergence", birth, symptom, ()
 
 
-# What a bad tensor descends from: the index of its first birth, or, larger than any, one of these.
-LAWFUL = sys.maxsize - 1  # a mask: only large negative values, written on purpose
-NOBODY = sys.maxsize  # nothing that this step did
+def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None) -> tuple:
+    """(verdict, names, what was tried) of a step that is not bad again."""
+    compiled = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)
+    if run_compiled or "torch._dynamo" in sys.modules:
+        with _stance("default"):
+            if said := compiled():
+                return "compiler", (), (f"compiled: {said}", "in eager mode: finite")
+    named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
+    named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
+    if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
+        return "weights", names, ()
+    if names := _bad_labels(rerun.record, num_classes)[0]:
+        return "data", names, ()
+    if scale > 1:
+        return "calibration", (), ("loss scale 1: finite",)
+    return "not reproducible", (), ()
+
+
+def _bad_labels(record: StepRecord, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
+    """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
+    for k, batch in enumerate(record.batches if num_classes is not None else ()):
+        for name, t in named_tensors(batch):
+            first, _, last = name.partition(".")
+            label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
+            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+                wrong = ((t < 0) | (t >= num_classes)) & (t != -100)
+                if wrong.any():
+                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
+                    rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
+                    return names, k, Birth(samples=tuple(rows))
+    return (), 0, Birth()
+
+
+class Rerun:
+    """The recorded step, as often as needed, each time from the same buffers and random numbers."""
+
+    def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
+        self.run_step, self.record, self.net = run_step, record, net
+        self.factor, self.last, self.gradients, self.unused = 1.0, 0, (), ()
+
+    def __call__(self, *contexts: AbstractContextManager, fp32: bool = False) -> str:
+        """Run it: what is bad, "" for nothing."""
+        self.record.restore()
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            try:
+                return next(filter(None, (_symptom(self.results(b, fp32)) for b in self.record.batches)), "")
+            except Exception as error:
+                return _said(error)
+
+    def results(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
+        """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
+        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        out = self.run_step(batch, fp32)
+        loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in self.net.named_parameters()})
+        after = _statistics(self.net)
+        grads = {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+        return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
+
+    def watch(self, fp32: bool = False) -> tuple[str, Birth]:
+        """Run the micro-batches up to the first bad one, with every operation watched: (what is bad, who made it)."""
+        self.record.restore()
+        for k, batch in enumerate(self.record.batches):
+            self.last, root, results = k, Root(), {}
+            self.locator = Locator(self.net, batch, self.record.indices[k])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
+                with torch.autograd.set_detect_anomaly(True, check_nan=False), root, self.locator:
+                    try:
+                        results = self.results(batch, fp32)
+                        symptom = _symptom(results)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:
+                        symptom = _said(error)
+                        line = _line(traceback.format_tb(error.__traceback__))
+                        birth = self.locator.failed or Birth(op=type(error).__name__, phase="forward", line=line)
+            if symptom:
+                break
+        if results:
+            birth = self.locator.blame([results["loss"]]) or self.locator.blame(results.values()) or Birth()
+            ratio = root.value / float(results["loss"]) if float(results["loss"]) else 1.0
+            self.factor = ratio if ratio > 1.5 else 1.0  # False for NaN
+            order = {name: k for k, name in enumerate(self.locator.order)}
+            bad = [(n[12:], t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+            bad.sort(key=lambda row: order.get(row[0], len(order)))
+            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), t.numel()) for n, t in bad)
+            self.unused = tuple(n for n, p in self.net.named_parameters() if p.requires_grad and p.grad is None)
+        return symptom, birth
+
+    def names(self, birth: Birth, verdict: str) -> tuple[str, ...]:
+        if verdict == "weights":
+            return (birth.source, )
+        if verdict == "data":
+            said = f"every label is ignored ({self.locator.ignored}): their mean is 0/0"
+            bad = tuple(f"{birth.source} holds {birth.made}" for _ in [0] if birth.source)
+            return bad or self.locator.wrong or ((said,) if self.locator.ignored is not None else ())
+        return ()
+
+
+# --- Which operation was it
+
+CONSTANT = "a constant"
+LAWFUL = (sys.maxsize - 1, None)  # the cause of a mask: only large negative values, written on purpose
+NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
 
 class Locator(TorchDispatchMode):
     """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
 
-    Modules are followed by hooks. For the backward, the autograd graph between a module's inputs and its output is
-    marked with the module's name as soon as the module is done: inner ones first, so that what is left over for the
-    outer one are its own functional operations.
+    `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
+    What it remembers of a tensor it forgets with the tensor's storage, so it may stay entered for many steps.
     """
 
-    def __init__(self, net: nn.Module, batch_size: int = 0):
+    def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
         super().__init__()
-        self.net, self.batch_size = net, batch_size
-        self.births: list[Birth] = []
-        self._causes: dict[int, int] = {}  # address of a storage: index of the first birth it descends from
-        self._stack: list[tuple[str, set[Any]]] = []  # modules under way: name, autograd nodes of the inputs
-        self._marked: set[Any] = set()  # autograd nodes that have a module
-        self._mark: tuple[str, str, Mapping[str, Any]] = ("", "", {})  # backward: module, node's name, its metadata
+        self.names: dict[nn.Module, str] = {}
+        self.order: list[str] = []  # parameters, as the backward finishes their gradients
+        self.calls: Counter[str] = Counter()
+        self.paused = False  # while it is, operations pass unseen
+        self.failed: Birth | None = None  # the operation that raised
+        self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
+        self.ignored: int | None = None  # the ignore_index of a loss all of whose labels are ignored
+        self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
+        self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
+        self._clock = 0
+        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
+        self._since: list[int] = [0]  # autograd's sequence numbers at which another module came under way ...
+        self._module: list[tuple[str, int]] = [("", 0)]  # ... and which
+        self._rules: dict[Any, SimpleNamespace] = {}
         self._handles: list[Any] = []
-        self._is_backward = ModuleTracker()  # only for its is_bw
+        self.net = net
+        if net is not None:
+            self._name(net)
+        self.size, self._rows, self._reduced = 0, {}, {}
+        self.take(batch, len(indices or ()))
+
+    def _name(self, net: nn.Module) -> None:
+        for name, module in net.named_modules():
+            self.names.setdefault(module, name)
+            for key, value in _attributes(module):
+                self._known |= {_key(t): (f"attribute {'.'.join(filter(None, (name, key)))}", True)
+                                for _, t in named_tensors(value)}
+        self._known |= {_key(b): (f"buffer {n}", True) for n, b in net.named_buffers()}
+        self._known |= {_key(b): (n, False) for n, b in _statistics(net).items()}
+        self._known |= {_key(p): (f"parameter {n}", False) for n, p in net.named_parameters()}
+        for name, p in net.named_parameters():
+            if p.requires_grad and p.is_leaf:
+                done = partial(self._done, name)
+                self._handles.append(p.register_post_accumulate_grad_hook(done))
+
+    def take(self, batch: Any, size: int = 0) -> None:
+        """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
+        for name, t in named_tensors(batch):
+            first, _, rest = name.partition(".")
+            name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
+            self._known.setdefault(_key(t), (name, True))
+        self._find_batch([t for _, t in named_tensors(batch) if t.dim()], size)
+
+    def _done(self, name: str, p: Tensor) -> None:
+        self.order.append(name)
 
     def __enter__(self) -> Locator:
-        for name, module in self.net.named_modules():
-            enter = partial(self._enter_module, name)
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave_module, always_call=True))
+        self._handles.append(hooks.register_module_forward_pre_hook(self._enter_module))
+        self._handles.append(hooks.register_module_forward_hook(self._leave_module, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._handles:  # DDP keeps some of the graph's nodes alive: nothing of ours may stay on them
+        while self._handles:
             self._handles.pop().remove()
-        self._marked.clear()
 
-    def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._stack.append((name, {t.grad_fn for t in _tensors((args, kwargs))}))
+    # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.net is None and not self._stack and module not in self.names:
+            self._name(module)
+        name = self.names.get(module, self._stack[-1][0] if self._stack else "")
+        if module in self.names and torch._C._current_autograd_node() is None:  # else a checkpoint repeats its forward
+            self.calls[name] += 1
+        self._stack.append((name, self.calls[name]))
+        self._mark()
 
     def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        name, seen = self._stack.pop()
-        todo = [t.grad_fn for t in _tensors(out)]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-            if node not in self._marked:
-                self._marked.add(node)
-                mark = (name, node.name(), node.metadata)
-                self._handles.append(node.register_prehook(partial(self._enter_node, mark)))
+        self._stack.pop()
+        self._mark()
 
-    def _enter_node(self, mark: tuple[str, str, Mapping[str, Any]], grads: Any) -> None:
-        self._mark = mark
+    def _mark(self) -> None:
+        if len(self._since) > 1 << 18:  # several steps long: the oldest half is of graphs that are gone
+            del self._since[: 1 << 17], self._module[: 1 << 17]
+        self._since.append(torch._C._autograd._get_sequence_nr())
+        self._module.append(self._stack[-1] if self._stack else ("", 0))
+
+    # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        inputs = [(t, extent(t)) for t in _tensors(leaves)]  # now: an in-place operation overwrites its evidence
-        first = min((self._cause(t, span) for t, span in inputs), default=NOBODY)
-        out = func(*args, **kwargs or {})
-        for t in _tensors(out):
-            span = extent(t)
-            if not is_bad(span):
-                continue
-            if "empty" in str(func):  # memory as it was found: nobody's fault
-                cause = NOBODY
-            elif first < LAWFUL:
-                cause = first
-            elif is_mask(span) and (first == LAWFUL or any(isinstance(a, float) and is_bad((a, a)) for a in leaves)):
-                cause = LAWFUL
-            else:
-                cause = len(self.births)
-                self.births.append(self._birth(func, t, span, inputs))
-            self._causes[t.untyped_storage().data_ptr()] = cause
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
+        inputs, spans = _flat((*args, *kwargs.values())), {}
+        written = [] if not rule.writes else _flat([args[i] for i in rule.writes if i < len(args)] + [
+            kwargs[n] for n in rule.names if n in kwargs])
+        kept = args
+        if written:  # an in-place operation overwrites its evidence
+            spans = {id(t): extent(t) for t in written}
+            if not rule.many:
+                kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        if rule.overwrites:
+            inputs = [t for t in inputs if all(t is not w for w in written)]
+        if rule.index:
+            self._check_index(rule, func, args, inputs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            if self.failed is None:
+                first = self._inherited(func, inputs, spans)
+                self.failed = first[1] if first < LAWFUL else self._birth(func, inputs, spans)
+            raise
+        outs = _flat((out,)) + written
+        before = {_key(t) for t in inputs}
+        if self._rows:
+            self._carry(rule, args, kwargs, inputs, outs, before)
+        for t in outs:
+            key = _key(t)
+            if key in before and not written:
+                continue  # a view: it shares what is known of its storage
+            if is_bad(span := extent(t)):
+                cause = self._inherited(func, inputs, spans)
+                given = any(isinstance(a, float) and is_bad((a, a)) for a in (*args, *kwargs.values()))
+                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or given):
+                    cause = LAWFUL
+                elif cause >= LAWFUL:
+                    cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                self._remember(key, t, cause)
+            elif key in self._causes and _values(t).numel() * t.element_size() >= _values(t).untyped_storage().nbytes():
+                del self._causes[key]
         return out
 
-    def _cause(self, t: Tensor, span: tuple[float, float]) -> int:
-        """What `t` descends from. The step may also find a bad tensor ready-made: a mask, or a constant."""
-        if not is_bad(span):
-            return NOBODY
-        return self._causes.get(t.untyped_storage().data_ptr(), LAWFUL if is_mask(span) else NOBODY)
+    def _born(self, birth: Birth) -> tuple[int, Birth]:
+        self._clock += 1
+        return self._clock, birth
 
-    def _birth(self, func: Any, t: Tensor, span: tuple[float, float], inputs: Iterable[Any]) -> Birth:
-        described = tuple(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)} {low:.3g} .. {high:.3g}"
-                          for i, (low, high) in inputs if i.is_floating_point())
-        told = {"op": str(func), "made": _made(span), "inputs": described}
-        if self._is_backward.is_bw and not self._stack:  # a module under way: a checkpoint repeats its forward
-            module, node, metadata = self._mark
-            line = _line(metadata.get("traceback_", ()))
-            return Birth(module=module, phase="backward", node=node, line=line, **told)
-        module = self._stack[-1][0] if self._stack else ""
-        by_sample = t.dim() > 1 and self.batch_size > 1 and t.shape[0] % self.batch_size == 0
-        samples = _rows(_beyond(t).reshape(self.batch_size, -1)) if by_sample else ()
-        line = _line(traceback.format_stack(sys._getframe(2)))  # 0 is this function, 1 the dispatch
-        return Birth(module=module, phase="forward", line=line, samples=samples, **told)
+    def _remember(self, key: int, t: Tensor, cause: tuple[int, Birth | None]) -> None:
+        if len(self._causes) > 1 << 12:
+            self._causes = {k: held for k, held in self._causes.items() if not held[0].expired()}
+        self._causes[key] = StorageWeakRef(_values(t).untyped_storage()), cause
+
+    def _inherited(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]]) -> tuple:
+        """The first cause among the inputs: (its number, its birth)."""
+        bad = [(t, span) for t in inputs if is_bad(span := spans.setdefault(id(t), extent(t)))]
+        return min((self._cause(t, span, func, inputs, spans) for t, span in bad), default=NOBODY, key=lambda c: c[0])
+
+    def _cause(self, t: Tensor, span: tuple[float, float], *used: Any) -> tuple[int, Birth | None]:
+        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
+        reference, cause = self._causes.get(key := _key(t), (None, NOBODY))
+        if reference is not None and not reference.expired():
+            return cause
+        name, may_mask = self._known.get(key, ("", True))
+        if may_mask and is_mask(span):
+            return LAWFUL
+        if not name or not used:
+            return NOBODY
+        birth = replace(self._birth(*used, t, span), source=name, again="", samples=self._samples(t))
+        self._remember(key, t, cause := self._born(birth))
+        return cause
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        first = min((self._cause(t, extent(t)) for t in tensors), default=NOBODY)
-        return self.births[first] if first < LAWFUL else None
+        bad = [(t, span) for t in tensors if is_bad(span := extent(t))]
+        return min((self._cause(t, span) for t, span in bad), default=NOBODY, key=lambda c: c[0])[1]
+
+    def _birth(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]], out: Tensor | None = None,
+               span: tuple[float, float] = (0.0, 0.0), again: str = "") -> Birth:
+        told = [(t, spans.setdefault(id(t), extent(t))) for t in inputs if t.is_floating_point() or t.is_complex()]
+        stack = traceback.format_stack()
+        stack = stack[: max(k for k, frame in enumerate(stack) if "in __torch_dispatch__" in frame)]
+        module, call = self._stack[-1] if self._stack else ("", 0)
+        node, name, line, phase = torch._C._current_autograd_node(), "", "", "forward"
+        if node is not None:
+            # Python frames inside the backward: a hook, a custom function's backward, or a checkpoint
+            stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
+        if node is not None and not (torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)):
+            phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
+            stack = [*node.metadata.get("traceback_", ())]
+            if isinstance(variable := getattr(node, "variable", None), Tensor):
+                owner = self._known.get(_key(variable), ("", 0))[0].removeprefix("parameter ")
+                module, call = owner.rpartition(".")[0], 0
+            elif not self._stack:
+                module, call = self._module[bisect_right(self._since, node._sequence_nr()) - 1]
+        calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame or "in _wrapped_call_impl" in frame]
+        ready = any(is_bad(s) and not is_mask(s) for _, s in told)
+        return Birth(
+            op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call,
+            made="" if out is None else _made(span), result="" if out is None else _type(out),
+            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told), again=again,
+            largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
+            samples=() if out is None else self._samples(out), source=CONSTANT if ready and out is not None else "",
+            caller=_line(stack[: calling[-1]]) if calling else "")
+
+    # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
+    # one step along the batch is a fixed number of elements there, whatever the shape through which it is viewed.
+
+    def _find_batch(self, leaves: list[Tensor], size: int) -> None:
+        """The batch size is the one that most tensors have as dimension 0 or 1."""
+        counts = Counter(n for t in leaves for n in dict.fromkeys(t.shape[:2]))
+        size = size or max(counts, key=lambda n: (counts[n], n in [t.shape[0] for t in leaves]), default=0)
+        if size > 1:
+            self.size = size
+            for t in leaves:
+                if size in t.shape[:2] and t.layout is torch.strided:
+                    self._rows[_key(t)] = t.stride(t.shape.index(size))
+
+    def _dim(self, t: Tensor) -> tuple[int, int] | None:
+        """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
+        step = self._rows.get(_key(t)) if t.layout is torch.strided else None
+        for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
+            if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
+                return d, step // stride
+        return None
+
+    def _samples(self, t: Tensor) -> tuple[int, ...]:
+        if (found := self._dim(t)) is None:
+            return ()
+        wrong = _beyond(t).unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+        return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
+
+    def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
+               before: set[int]) -> None:
+        """Mark the results that still have the batch dimension."""
+        if len(self._rows) > 1 << 16:
+            self._rows.clear()
+        found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
+        for number, t in enumerate(outs):
+            key = _key(t)
+            if key in self._rows and key in before:
+                continue  # a view
+            self._rows.pop(key, None)
+            for k, source, (d, inner) in found:
+                if t.layout is torch.strided and (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
+                    if t.stride(to):
+                        self._rows[key] = t.stride(to) * inner
+                    break
+            if found and not t.dim():
+                self._reduced |= {source.shape: d for _, source, d in found}
+            elif not found and t.shape in self._reduced and torch._C._current_autograd_node() is not None:
+                d, inner = self._reduced[t.shape]  # the slope of a mean over what carried the batch
+                if t.stride(d):
+                    self._rows[key] = t.stride(d) * inner
+
+    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
+        """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
+        for index, size, ignore, low in rule.index(*args):
+            wrong = ((index < low) | (index >= size)) & (index != ignore)
+            if rule.name.startswith("nll") and index.numel() and bool((index == ignore).all()):
+                self.ignored = ignore
+            if wrong.any():
+                what = "label" if rule.name.startswith("nll") else "index"
+                self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
+                marked = torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, inf)
+                if found := self._dim(index):
+                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1]
+                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
+                raise IndexError(self.wrong[0])
+
+
+MATMUL = re.compile(r"(mm|bmm|addmm|baddbmm)$")
+
+
+def _rule(func: Any) -> SimpleNamespace:
+    """What the dispatch needs to know of an operation, found once."""
+    schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
+    written = [(k, a.name) for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not written:
+        written = [(3, "running_mean"), (4, "running_var")]  # written, and the schema does not say so
+    names = [a.name for a in schema.arguments]
+    at = next((k for k, n in enumerate(names) if n in ("dim", "dims")), None)
+    pointwise = torch.Tag.pointwise in func.tags
+
+    def follow(args: Any, kwargs: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+        """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
+        if pointwise or name == "copy":
+            d += t.dim() - source.dim()
+        elif MATMUL.match(name):
+            if k < -2 or d == source.dim() - (1 if k == -2 else 2):
+                return None  # summed over
+        elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
+            return None  # the slope of a weight
+        elif at is not None:
+            dims = args[at] if at < len(args) else kwargs.get(names[at])
+            dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+            dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
+            if name == "stack":
+                d += dims[0] <= d
+            elif d in dims:
+                return None
+            elif t.dim() < source.dim():
+                d -= sum(x < d for x in dims)
+        elif t.dim() != source.dim() and not STAYS.search(name):
+            return None
+        return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
+
+    return SimpleNamespace(
+        name=name, writes=[k for k, _ in written], names=[n for _, n in written], follow=follow, index=_INDEX.get(name),
+        many="foreach" in name or "fused" in name,
+        overwrites=bool(re.fullmatch("copy|fill|zero|normal|uniform|random|bernoulli|exponential", name)))
+
+
+def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> Iterator[tuple]:
+    yield target, x.shape[1 if x.dim() > 1 else 0], ignore, 0
+
+
+def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> Iterator[tuple]:
+    if x.dim():
+        yield index, x.shape[dim], None, 0
+
+
+def _subscript(x: Tensor, indices: Any, *more: Any) -> Iterator[tuple]:
+    if not any(i is not None and i.dtype is torch.bool for i in indices):
+        yield from ((i, x.shape[k], None, -x.shape[k]) for k, i in enumerate(indices) if i is not None)
+
+
+_INDEX = {"nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along,
+          "scatter": _along, "scatter_add": _along, "index": _subscript,
+          "embedding": lambda w, i, *more: [(i, len(w), None, 0)]}
+
+
+def _again(func: Any, args: Any, kwargs: Any) -> str:
+    """The operation on the same inputs in fp32 and fp64: "finite in float32", "nan in float32, finite in float64"."""
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return ""  # it would draw random numbers, or wait for another rank
+    told = []
+    for dtype in (torch.float32, torch.float64):
+        def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
+            if isinstance(v, Tensor):
+                return v.detach().to(dtype) if v.is_floating_point() else v.detach()
+            return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
+        try:
+            spans = [extent(t) for t in _flat((func(*tree_map(wide, args), **tree_map(wide, kwargs)),))]
+        except Exception:  # a kernel that knows one dtype only
+            return ", ".join(told)
+        bad = next((_made(s) for s in spans if is_bad(s)), "finite")
+        told.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
+        if bad == "finite":
+            break
+    return ", ".join(told)
+
+
+# --- Cures, tried on the recorded step
+
+def _try(rerun: Rerun, birth: Birth, verdict: str) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
+    tried: list[str] = []
+
+    def goes(what: str, *contexts: AbstractContextManager) -> bool:
+        said = rerun(*contexts)
+        tried.append(f"{what}: " + (f"still bad ({said})" if said else "finite"))
+        return not said
+
+    name = birth.module if verdict == "precision" else ""
+    while name:
+        module = rerun.net.get_submodule(name)
+        for kind in ("module", "module, result in fp32"):
+            if goes(f"{name} in fp32" + kind.removeprefix("module"), island(module, keep="result" in kind)):
+                return tuple(tried), (kind, name)
+        name = name.rpartition(".")[0]
+    if birth.weak and WEAK[birth.weak][1]:
+        mended = Mended(birth.weak, birth.line)
+        if goes(f"{WEAK[birth.weak][0].rpartition(': ')[2]} at {birth.line}", mended) and mended.hits:
+            return tuple(tried), ("eps", birth.weak)
+        if not mended.hits:
+            tried[-1] = f"{WEAK[birth.weak][0].rpartition(': ')[2]}: not tried, the call was not found"
+    if verdict != "precision":
+        return tuple(tried), ("", "")
+    if re.search(r"float16", birth.result) and goes("the whole step in bf16", InBf16()):
+        return tuple(tried), ("precision", "bf16")
+    return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
+
+
+@contextmanager
+def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
+    """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
+    before, forward = vars(module).get("forward"), module.forward
+
+    class Inner(nn.Module):  # so that functional_call exchanges the parameters and does not come here again
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    def cast(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in of else t, tree)
+
+    def upcast(*args: Any, **kwargs: Any) -> Any:
+        floats = [t for t in _flat((*args, *kwargs.values())) if t.is_floating_point()]
+        device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
+        back = floats[0].dtype if floats else torch.float32
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
+            back = torch.get_autocast_dtype(device)
+        own = (*module.named_parameters(), *module.named_buffers())
+        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+        with torch.autocast(device, enabled=False):
+            args, kwargs = cast((args, kwargs), torch.float32, HALF)
+            out = torch.func.functional_call(Inner(), half, args, kwargs)
+        return out if keep or back not in HALF else cast(out, back, (torch.float32,))
+
+    module.forward = upcast
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+class Root(TorchFunctionMode):
+    """Reads the number of which run_step takes the backward; divides its gradient by `factor`, the loss scale."""
+
+    def __init__(self, factor: float = 1.0):
+        super().__init__()
+        self.factor, self.value = factor, 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and args[0].numel() == 1:
+            self.value = float(args[0].detach())
+            if self.factor > 1 and len(args) == 1 and kwargs.get("gradient") is None:
+                kwargs = kwargs | {"gradient": torch.ones_like(args[0]) / self.factor}
+        return func(*args, **kwargs)
+
+
+class Mended(TorchFunctionMode):
+    """Changes the arguments of the weak operation at one line as WEAK says."""
+
+    def __init__(self, weak: str, line: str):
+        super().__init__()
+        self.weak, self.line, self.hits = weak, line, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if SAME.get(name, name) == self.weak and _line(traceback.format_stack(sys._getframe(1))) == self.line:
+            self.hits += 1
+            args, kwargs = WEAK[self.weak][1](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class InBf16(TorchDispatchMode):
+    """What would be fp16 is bf16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def swap(v: Any) -> Any:
+            tensor = isinstance(v, Tensor) and v.dtype is torch.float16 and not func._schema.is_mutable
+            return v.to(torch.bfloat16) if tensor else torch.bfloat16 if v is torch.float16 else v
+        return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
+
+
+def _stance(stance: str) -> AbstractContextManager:
+    """How compiled code runs. Importing the compiler takes seconds; where it is not loaded, nothing is compiled."""
+    return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # --- Looking at tensors, and naming what is found
 
+def _values(t: Tensor) -> Tensor:
+    """The numbers of a sparse tensor, or the tensor."""
+    if t.layout is torch.strided:
+        return t
+    return t._values() if t.layout is torch.sparse_coo else t.values()
+
+
+def _key(t: Tensor) -> int:
+    """One number for all views of a storage."""
+    return _values(t).untyped_storage()._cdata
+
+
+@torch.no_grad()
 def extent(t: Tensor) -> tuple[float, float]:
     """(lowest, highest) as Python floats; NaN in both if there is one; (0, 0) for what holds no real numbers."""
-    if not t.numel() or t.layout != torch.strided or not (t.is_floating_point() or t.is_complex()):
+    t = _values(t)
+    if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
-    low, high = torch.aminmax((torch.view_as_real(t) if t.is_complex() else t).detach())
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    low, high = torch.aminmax(t if t.element_size() > 1 else t.float())
     return float(low), float(high)
 
 
@@ -454,32 +993,46 @@ def _made(span: tuple[float, float]) -> str:
     return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
 
 
+def _type(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
 def _beyond(t: Tensor) -> Tensor:
-    return (t.detach().float().abs() <= LIMIT).logical_not()  # True for NaN
+    return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
-def _rows(wrong: Tensor) -> tuple[int, ...]:
-    """Where along the first dimension anything is True."""
-    if not wrong.dim() or not wrong.any():
-        return ()
-    return tuple(wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-def _integers(tree: Any) -> list[Tensor]:
-    return [t for t in _tensors(tree) if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)]
-
-
-def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """("state.5.exp_avg", tensor) for each tensor in a nest of dicts, lists and tuples."""
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):
         yield prefix, tree
-    elif isinstance(tree, Mapping | list | tuple):
+        return
+    if is_dataclass(tree) and not isinstance(tree, type):
+        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
+    if isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+            key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
+            yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
+
+
+def _flat(args: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results: alone or in a list."""
+    every = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return [a for a in every if isinstance(a, Tensor)]
+
+
+def _statistics(net: nn.Module) -> dict[str, Tensor]:
+    """Running statistics: buffers that can never hold a mask or an inf on purpose."""
+    norms = {n: m for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms.items() for key, b in m.named_buffers()}
+
+
+def _symptom(results: Mapping[str, Tensor]) -> str:
+    """The first bad result, or ""."""
+    return next((f"{name} is {_made(span)}" for name, t in results.items() if is_bad(span := extent(t))), "")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _few(items: Iterable[Any], n: int = 8) -> str:
@@ -489,42 +1042,17 @@ def _few(items: Iterable[Any], n: int = 8) -> str:
 
 def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
+    inner = ""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        if frame and not frame[1].startswith((os.path.dirname(torch.__file__), os.path.abspath(__file__), "<")):
-            return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
-    return ""
-
-
-# --- Capsules
-
-def save_capsule(path: str | os.PathLike, record: StepRecord, report: Report, **more: Any) -> None:
-    """The step on disk: weights, buffers, RNG, micro-batches, report, and `more` (plain values and tensors: arguments,
-    optimizer state). Written whole or not at all; read by load_capsule without running any code."""
-    capsule = {"format": 1, "step": record.step, "rank": record.rank, "model": record.net.state_dict(),
-               "buffers": record.buffers, "rng": record.rng, "batches": record.batches, "indices": record.indices,
-               "report": asdict(report), **more}
-    torch.save(tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, capsule), f"{path}.part")
-    os.replace(f"{path}.part", path)
-
-
-def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
-    """ValueError if the file is no capsule. Tensors on the CPU."""
-    capsule = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
-        raise ValueError(f"{path} is no capsule of a bad step")
-    return capsule
-
-
-def unpack(capsule: Mapping[str, Any], net: nn.Module) -> StepRecord:
-    """Weights into `net` (same architecture, any device); the record, ready for examine(). A CUDA generator's state
-    means nothing on a CPU: there, dropout draws other masks."""
-    net.load_state_dict(capsule["model"])
-    record = StepRecord(capsule["step"], net, rank=capsule["rank"])
-    record.rng, record.indices = capsule["rng"], capsule["indices"]
-    kept = capsule["buffers"], capsule["batches"]
-    record.buffers, record.batches = tree_map(lambda v: v.to(record.device) if isinstance(v, Tensor) else v, kept)
-    return record
+        own = frame and frame[1] == __file__ and frame[3] not in ("demo", "run_step")
+        if not frame or own or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
+            continue
+        at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
+        if "-packages" not in frame[1]:
+            return f"{inner}, called from {at}" if inner else at
+        inner = inner or at  # a library's line: the script's line is wanted too
+    return inner
 
 
 # --- python autopsy.py
@@ -536,7 +1064,7 @@ def demo() -> None:
     net.add_module("wide", nn.Linear(64, 64))
     net.extend([nn.LayerNorm(64), nn.Linear(64, 4)])
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    batch, healed = (torch.randn(32, 16), torch.randint(0, 4, (32,))), ExitStack()
 
     def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
@@ -545,19 +1073,15 @@ def demo() -> None:
         loss.backward()
         return loss
 
-    def heal(module: nn.Module) -> None:
-        forward = module.forward
-        module.forward = torch.autocast("cpu", enabled=False)(lambda x: forward(x.float()))
-
-    for step in range(8):
+    for step in range(6):
         if step == 3:
             net.wide.weight.data *= 3e5  # the fault
         record = StepRecord(step, net)
-        record.keep(x, y)
-        loss = run_step((x, y), False)
+        record.keep(*batch)
+        loss = run_step(batch, False)
         if any(is_bad(extent(t)) for t in (loss, *(p.grad for p in net.parameters()))):
-            report = examine(run_step, record, net, num_classes=4, precision="fp16")
-            heal(net.get_submodule(report.module))
+            report = examine(run_step, record, net, precision="fp16")
+            healed.enter_context(island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]))
             print(f"{report}\nhealed: {report.module} is an fp32 island")
         else:
             optimizer.step()
@@ -570,95 +1094,45 @@ def demo() -> None:
 USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...    (or: -m package.module ARGS...)
 Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. At the first bad step the script
 ends. Then it runs again from the start, quietly (files that it writes are written again), and every operation of the bad
-step is watched. --from-step N watches from optimizer step N in the first run: for scripts that take hours.
+step is watched. --from-step N watches from optimizer step N on in the first run: for scripts that take hours.
 Exit 3: found; the report is printed and written to FILE (autopsy.txt). Exit 0: nothing non-finite. Else the script's."""
-RERUN = "AUTOPSY_RERUN"  # the environment of the second run: "backward passes before the watch:report file"
-RUNNING = {"running_mean", "running_var", "num_batches_tracked"}  # what BatchNorm's forward writes
-IN_A_SCRIPT = {
-    "data": "look at these samples and at what made them; leave them out",
-    "weights": "look at what wrote these values: initialisation, a checkpoint, an update by hand",
-    "divergence": "a lower learning rate, a longer warm-up, torch.nn.utils.clip_grad_norm_(parameters, 1.0)",
-    "precision": "this operation in fp32: x.float() before it, inside torch.autocast(device, enabled=False); or bf16",
-    "not reproducible": "make the script repeatable (seeds, order of the data), or run it with --from-step",
-}
+RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
 
 
 class Found(SystemExit):
     """Ends the script at its first bad step."""
 
 
-class Operations(Locator):
-    """A Locator that repeats the guilty operation in fp32 and fp64, and keeps the bad inputs that were there before it."""
-
-    def __init__(self, watch: Watch):
-        super().__init__(nn.Module())
-        self.watch, self.told, self.read = watch, {}, []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, before = kwargs or {}, len(self.births)
-        if self.watch.inside:
-            return func(*args, **kwargs)
-        kept = (args, kwargs)
-        if func._schema.is_mutable:  # an in-place operation overwrites its inputs
-            kept = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, kept)
-        if func is torch.ops.aten._local_scalar_dense.default and is_bad(extent(args[0])):
-            self.read = [args[0].detach()]  # loss.item(): a script that ends soon ends because of this number
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.births) > before:
-            bad = [(t.data_ptr(), k) for t, k in zip(_tensors((args, kwargs)), _tensors(kept), strict=True)
-                   if is_bad(extent(k)) and not is_mask(extent(k))]
-            ignored = any(k.numel() and bool((k == IGNORED).all()) for k in _integers(kept))
-            self.told[before] = "" if bad else self._again(func, *kept), bad, ignored
-        return out
-
-    def _again(self, func: Any, args: Any, kwargs: Any) -> str:
-        """The first of float32 and float64 in which the operation is finite on the same inputs, or ""."""
-        for dtype in (torch.float32, torch.float64):
-            def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
-                if isinstance(v, Tensor):
-                    return v.detach().to(dtype, copy=True) if v.is_floating_point() else v.detach().clone()
-                return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
-            try:
-                again = tree_map(wide, (args, kwargs))
-                if not any(is_bad(extent(t)) for t in _tensors(func(*again[0], **again[1]))):
-                    return str(dtype).removeprefix("torch.")
-            except (RuntimeError, NotImplementedError):
-                return ""
-        return ""
-
-
 class Watch:
     """The hooks around a script. Every operation is watched after `first` backward passes or `from_step` steps."""
 
-    def __init__(self, argv: list[str], path: str, first: int | None = None, from_step: int | None = None):
+    def __init__(self, argv: list[str], path: str, first: int | None, from_step: int | None):
         self.argv, self.path, self.first, self.from_step = argv, path, first, from_step
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
-        self.thread, self.on, self.inside, self.depth, self.grad_mode = threading.get_ident(), True, False, 0, True
+        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
         self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
         self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
         self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
         self.roots: dict[int, weakref.ref] = {}  # the outermost modules
-        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.stats: list[tuple[Tensor, Tensor]] = []  # BatchNorm's buffers, and what they held after the last good step
+        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and what they were after the last good step
         self.gradient = self.activation = 0.0  # the largest
-        self.scale, self.optimizer, self.locator, self.stepped = 1.0, None, None, set()
-        self.read_bad, self.symptom, self.at, self.report = False, "", 0, ""
+        self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
+        self.symptom, self.at, self.report = "", 0, ""
 
     def __enter__(self) -> Watch:
-        self.enter, self.leave = self._safe(self._enter), self._safe(self._leave)
-        warnings.filterwarnings("ignore", message=".*there are global hooks")
-        self.undo = [register_module_forward_pre_hook(self._count_in).remove,
-                     register_module_forward_hook(self._count_out, always_call=True).remove,
+        warnings.filterwarnings("ignore", message=".*there are global hooks")  # they fire twice for a compiled module
+        self.undo = [hooks.register_module_forward_pre_hook(self._enter).remove,
+                     hooks.register_module_forward_hook(self._leave, always_call=True).remove,
                      register_optimizer_step_pre_hook(self._before_step).remove,
                      register_optimizer_step_post_hook(self._safe(self._after_step)).remove]
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
-        self._wrap(torch.Tensor, "item", self._item)
+        self._wrap(Tensor, "item", self._item)
         os.register_at_fork(after_in_child=self.off)  # the workers of a DataLoader
         if self.first is not None or self.from_step is not None:
             torch.compiler.set_stance("force_eager")
-        self._safe(self._watch_operations)()
+        self._watch_operations()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -666,7 +1140,10 @@ class Watch:
 
     def off(self) -> None:
         self.on = False
-        self._let_go()
+        if self.locator:
+            self.locator.__exit__(None, None, None)
+            torch.autograd.set_detect_anomaly(False)
+            self.locator = None
         while self.undo:
             self.undo.pop()()
 
@@ -683,97 +1160,86 @@ class Watch:
         self.undo.append(partial(setattr, owner, name, original))
 
     def _safe(self, hook: Callable) -> Callable:
-        """The hook; its own error is told in one line and ends the watch, never the script."""
-        def call(*args: Any) -> Any:
-            if self.inside or not self.mine():
-                return None
-            self.inside, self.grad_mode = True, torch.is_grad_enabled()
+        """The hook. Its own error is told in one line and ends the watch, never the script."""
+        def call(*args: Any) -> None:
+            if self.busy or not self.mine():
+                return
+            self.busy, self.training = True, torch.is_grad_enabled()
+            if self.locator:
+                self.locator.paused = True
             try:
                 with torch.no_grad():
-                    return hook(*args)
+                    hook(*args)
             except Exception as error:
-                self.say(f"the watcher failed ({type(error).__name__}: {error}) and is off; the script goes on")
+                self.say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
                 self.off()
             finally:
-                self.inside = False
+                self.busy = False
+                if self.locator:
+                    self.locator.paused = False
         return call
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autopsy: {text}", file=sys.stderr, flush=True)
 
-    # Modules
+    # The script's modules, backward passes and steps
 
-    def _count_in(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and threading.get_ident() == self.thread:
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.mine():
             self.depth += 1
-            if self.depth == 1 or self.locator:
-                self.enter(module, args)
+            if self.depth == 1 and (self.locator or id(module) not in self.roots):
+                self._safe(self._outermost)(module, args)
 
-    def _count_out(self, module: nn.Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling() and threading.get_ident() == self.thread:
+    def _outermost(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self.roots:
+            self.roots[id(module)] = weakref.ref(module)
+            self.kept += [(b, b.clone()) for b in _statistics(module).values()]
+        if self.locator:
+            self.locator.take(args)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.mine():
             self.depth -= 1
-            if self.depth == 0 or self.locator or self._sampled():
-                self.leave(module, args, out)
+            sampled = self.steps() & (self.steps() - 1) == 0  # steps 0, 1, 2, 4, 8, ...: every activation is read
+            if sampled or not self.depth:
+                self._safe(self._outputs)(module, out, sampled)
 
-    def _sampled(self) -> bool:
-        """Activations are read in the steps 0, 1, 2, 4, 8, ..."""
-        return self.steps() & (self.steps() - 1) == 0
+    def _outputs(self, module: nn.Module, out: Any, sampled: bool) -> None:
+        floats = [t for _, t in named_tensors(out) if t.is_floating_point() and t.numel()]
+        if sampled:
+            for t in floats:
+                self._note("activation", "", torch.linalg.vector_norm(t, inf), None)
+        if not self.depth:
+            evaluation = not self.training and next(module.parameters(), None) is not None
+            for t in floats:  # its largest number, because -inf alone is a mask
+                self._note("evaluation" if evaluation else "output", f"the output of {type(module).__name__}"
+                           + " under no_grad" * evaluation, t.amax(), [t])
 
     def steps(self) -> int:
         return max((n for n, _ in self.last.values()), default=self.passes)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self.depth == 1 and id(module) not in self.roots:
-            self.roots[id(module)] = weakref.ref(module)
-            self.stats += [(b, b.clone()) for n, b in module.named_buffers() if n.rpartition(".")[2] in RUNNING]
-            bare = getattr(module, "module", getattr(module, "_orig_mod", module))  # DDP, torch.compile
-            for name, inner in bare.named_modules():
-                self.names.setdefault(inner, ".".join(filter(None, (type(bare).__name__, name))))
-        if self.locator:
-            if self.depth == 1:
-                self.locator.batch_size = next((t.shape[0] for t in _tensors(args) if t.dim()), 0)
-            self.locator._enter_module(self.names.get(module, type(module).__name__), module, args, {})
-
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.locator:
-            self.locator._leave_module(module, args, out)
-        kind = "activation" if self.depth else "output" if self.grad_mode or not any(True for _ in module.parameters()) else "evaluation"
-        for t in _tensors(out):
-            if t.is_floating_point() and t.numel():
-                if self._sampled():
-                    self._note("activation", "", torch.linalg.vector_norm(t, float("inf")))
-                if not self.depth:  # the largest, because -inf alone is a mask
-                    told = f"the output of {type(module).__name__}" + " under no_grad" * (kind == "evaluation")
-                    self._note(kind, told, t.amax(), [t])
-
-    # Steps
-
-    def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._safe(self._before_backward)(tensors)
-        out = original(tensors, *args, **kwargs)
+        original(tensors, *args, **kwargs)
         self.passes += 1
         self._safe(self._after_backward)()
-        return out
+        self._watch_operations()
 
     def _before_backward(self, tensors: Any) -> None:
-        for t in _tensors(tensors):
-            self._note("loss", "loss", t.detach() if t.dim() == 0 else t.abs().amax(), [t.detach()])
+        for _, t in named_tensors(tensors):
+            self._note("loss", "loss", t.detach().abs().amax(), [t.detach()])
 
     def _after_backward(self) -> None:
         if self.locator and self.first is not None:
             self._judge([p for p in self._named().values() if p.grad is not None])
-        if not self.last:  # without an optimizer, every backward pass is a step
-            self._read([]) if self.passes % 16 == 0 else None
-            self._watch_operations()
-        elif not self.locator:
-            self._watch_operations()
+        if not self.last and self.passes % 16 == 0:  # a script without an optimizer
+            self._ask()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if not callable(closure):
-            self._safe(self._check)(optimizer)
-            return None
+            return self._safe(self._check)(optimizer)
 
         def watched() -> Any:
             loss = closure()
@@ -784,32 +1250,27 @@ class Watch:
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
         self.fired, self.optimizer = self.fired + 1, optimizer
-        scaled = [t for t in [getattr(optimizer, "grad_scale", None)] if t is not None]  # a fused step unscales itself
-        values = self._read([*_norms([p.grad for p in _moved(optimizer)]), *scaled], calm=bool(scaled))
-        self.scale = values.pop() if scaled else 1.0
+        scales = [t for t in [getattr(optimizer, "grad_scale", None)] if t is not None]  # a fused step unscales itself
+        values = self._ask([*_norms(p.grad for p in _moved(optimizer)), *scales], calm=bool(scales))
+        self.scale = values.pop() if scales else 1.0
         norm = sum(v * v for v in values) ** 0.5 / self.scale
         if norm <= LIMIT:
-            self.gradient, self.skips, self.bad_losses, self.read_bad = max(self.gradient, norm), 0, 0, False
-        elif scaled:
+            self.gradient, self.skips, self.bad_losses, self.read = max(self.gradient, norm), 0, 0, []
+        elif scales:
             self._skip(optimizer, self.scale, 0.5)
         else:
             self._judge(_moved(optimizer))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The weights and moments: read on the device now, looked at with the next step's gradients."""
+        """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
         self._end(optimizer)
-        held = [t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())]
-        for value in _norms(held):
+        for value in _norms(t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())):
             self._note("update", "", value, optimizer)
-        if self.stats:
-            torch._foreach_copy_([copy for _, copy in self.stats], [b for b, _ in self.stats])
+        if self.kept:
+            torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
 
     def _end(self, optimizer: Any) -> None:
         self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-        if not self.locator or len(self.last) == 1 or id(optimizer) in self.stepped:
-            self.stepped.clear()
-            self._watch_operations()
-        self.stepped.add(id(optimizer))
 
     def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         fired = self.fired
@@ -822,7 +1283,7 @@ class Watch:
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.optimizer, self.scale, losses = optimizer, scale, self.bad_losses
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
-        self._read([], calm=True)
+        self._ask(calm=True)
         self.bad_losses *= self.bad_losses > losses
         why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
                if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
@@ -832,66 +1293,58 @@ class Watch:
 
     def _item(self, original: Callable, t: Tensor) -> Any:
         value = original(t)
-        self.read_bad |= type(value) is float and not abs(value) <= LIMIT
+        if type(value) is float and not abs(value) <= LIMIT:
+            self.read = [t.detach()]  # a script that ends soon ends because of this number
         return value
 
     # What is found
 
-    def _note(self, kind: str, name: str, value: Tensor, evidence: Any = None) -> None:
-        """`value` is asked at the next transfer; at once in the second run."""
-        keep = evidence if self.locator or kind == "update" else None
-        if self.locator and (kind == "update" or self.first is not None and kind in ("loss", "evaluation")):
-            self._settle(kind, name, self.passes, float(value), keep)
-        else:
-            self.pending.append((kind, name, self.passes, value, keep))
-            if len(self.pending) > 4096:
-                self._read([])
+    def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
+        """This value is asked at the next transfer; in the second run at once."""
+        entry = kind, name, self.passes, value, evidence if self.locator or kind == "update" else None
+        self.pending.append(entry)
+        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.first is not None)):
+            self._ask()
 
-    def _read(self, more: list[Tensor], calm: bool = False, end: bool = False) -> list[float]:
+    def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
+        """The values of `more`. What is pending is judged; `calm`: the loss scaler judges losses."""
         pending, self.pending = self.pending, []
-        values = _host([value for _, _, _, value, _ in pending] + more)
+        values = _host([*(entry[3] for entry in pending), *more])
         for (kind, name, passes, _, evidence), value in zip(pending, values, strict=False):
             if kind == "activation":
                 self.activation = max(self.activation, value) if value <= LIMIT else self.activation
+            elif abs(value) <= LIMIT or (kind == "output" and not end) or (kind != "loss" and value < 0):
+                continue
+            elif kind == "update":
+                self._blame_update(evidence)
             elif kind == "loss" and calm:
-                self.bad_losses += not abs(value) <= LIMIT
-            elif kind != "output" or end:
-                self._settle(kind, name, passes, value, evidence)
+                self.bad_losses += 1
+            elif self.world == 1:  # else a bad loss makes the gradients of all ranks bad, and they decide together
+                self._found(f"{name} is {value:.3g}", evidence, passes - (kind == "loss" and not self.last))
+            elif kind == "evaluation":
+                self.say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
         return values[len(pending):]
-
-    def _settle(self, kind: str, name: str, passes: int, value: float, evidence: Any) -> None:
-        if abs(value) <= LIMIT or (kind != "loss" and value < 0):
-            return
-        if kind == "update":
-            self._blame_update(evidence)
-        elif self.world == 1:  # a bad loss on one rank makes bad gradients on all: there the ranks decide together
-            self._found(f"{name} is {value:.3g}", evidence, passes - (not self.last and kind == "loss"))
-        elif kind == "evaluation":
-            self.say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
 
     def _judge(self, params: list[Tensor], why: str = "") -> None:
         """A finding if any of these gradients is bad."""
-        norms = _host(_norms([p.grad for p in params]))
+        norms = _host(_norms(p.grad for p in params))
         if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
-            last = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer or self.last else self.passes - 1
-            self._found(f"the gradient of {self._called(bad[0])}" + f" and {len(bad) - 1} more" * (len(bad) > 1) +
-                        f" is {_made(extent(bad[0].grad))}" + f", {why}" * bool(why), [p.grad for p in bad], last)
+            told = f"the gradient of {self._called(bad[0])}{f' and {len(bad) - 1} more' * (len(bad) > 1)}"
+            since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
+            self._found(", ".join(filter(None, (f"{told} is {_made(extent(bad[0].grad))}", why))), [p.grad for p in bad], since)
 
     def _blame_update(self, optimizer: Any) -> None:
-        """Good gradients and bad weights or moments are the optimizer's own doing: that needs no second run."""
+        """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
         for group in optimizer.param_groups:
-            for p in group["params"]:
-                held = {"": p, **{f"'s {key}": t for key, t in _moments(optimizer, p).items()}}
-                bad = [key for key, t in held.items() if not _host(_norms([t]))[0] <= LIMIT]
-                if bad:
+            for p, key, t in ((p, *held) for p in group["params"] for held in (("", p), *_moments(optimizer, p).items())):
+                if not _host(_norms([t]))[0] <= LIMIT:
                     lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
-                    rate = f"lr={lr:g} is too much for gradients whose norm is up to {self.gradient:.3g}"
-                    self.symptom = f"{self._called(p)}{bad[0]} is {_made(extent(held[bad[0]]))} after a step with finite gradients"
-                    self.report = (f"{self.symptom}, at step {self.last[id(optimizer)][0] - 1} of {self.argv[0]} -> weights\n"
-                                   f"  made by {type(optimizer).__name__}: weights in {p.dtype}, lr={lr:g}, eps={eps:g}\n"
-                                   f"  {refusal(p.dtype, eps, beta2) or rate}\n"
-                                   "  try: weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower learning rate")
-                    self._found(self.symptom, (), 0)
+                    why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}, and the gradient norm was up to {self.gradient:.3g}"
+                    symptom = f"{self._called(p)}{f' ({key})' * bool(key)} is {_made(extent(t))}"
+                    self.report = (f"{symptom} after step {self.last[id(optimizer)][0] - 1}, whose gradients were finite -> optimizer"
+                                   f"\n  made by {type(optimizer).__name__} (lr={lr:g}, eps={eps:g}) on {_type(p)}\n  {why}\n  try: "
+                                   "weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower learning rate")
+                    self._found(symptom, (), 0)
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
         self.symptom, self.at = symptom, max(0, passes)
@@ -899,68 +1352,45 @@ class Watch:
             self.report = self._tell(evidence or ())
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
-        for b, copy in self.stats:
+        for b, copy in self.kept:
             b.copy_(copy)
         self.off()
         raise Found(3)
 
     def _tell(self, evidence: Any) -> str:
-        birth, verdict, lines = None, "not reproducible", ["no watched operation made it"]
-        if self.locator and (birth := self.locator.blame(evidence)):
-            wide, bad, ignored = self.locator.told[self.locator.births.index(birth)]
-            owned = {t.data_ptr(): n for n, t in self._named(buffers=True).items()}
-            weights = [owned[at] for at, _ in bad if at in owned]
-            ignored = ignored and "nll_loss" in birth.op
-            verdict = "weights" if weights else "data" if bad or ignored else "precision" if wide == "float32" else "divergence"
-            where = ", ".join(filter(None, (birth.phase, f"of {birth.node}" * bool(birth.node), birth.line)))
-            lines = [f"first bad op: {birth.op} in {birth.module or 'the script itself'} ({where}) made {birth.made}",
-                     "its inputs: " + "; ".join(birth.inputs)]
-            if bad:
-                lines.append("already bad: " + _few(weights or [f"a tensor of shape {list(t.shape)}" for _, t in bad], 5))
-            elif ignored:
-                lines.append(f"every label is ignored ({IGNORED}): their mean is 0/0")
-            else:
-                lines.append("the same operation on the same inputs: " + (f"finite in {wide}" if wide else "bad in float64 too"))
-            samples = _rows(_beyond(bad[0][1])) if verdict == "data" and bad else birth.samples
-            lines += [f"samples {_few(samples)} of the batch"] if samples else []
-        weak = birth.weak if birth and verdict == "divergence" else ""
-        head = f"{self.symptom} at step {self.steps()} of {self.argv[0]} (loss scale {self.scale:g}) -> {verdict}"
-        report = "\n  ".join([head, *lines, f"try: {FRAGILE[weak] if weak else IN_A_SCRIPT[verdict]}"])
+        birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
+        ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
+        verdict = ("not reproducible" if not birth.op else "weights" if birth.state else "data" if birth.source or ignored
+                   else "precision" if birth.again == "finite in float32" else "divergence")
+        report = Report(verdict=verdict, step=self.steps(), rank=self.rank, scale=self.scale, symptom=self.symptom,
+                        precision=birth.result.partition("[")[0], **asdict(birth))
+        text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
         if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = birth is None or (birth.phase == "backward" and bool(bad)) or birth.op.startswith("c10d")
+            received = not birth.op or birth.op.startswith("c10d") or (birth.phase == "backward" and bool(birth.source))
             every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, (received, self.rank, report))
-            received, rank, report = min(every)
-            report += f"\n  guilty: rank {rank} of {len(every)}"
-        return report
+            dist.all_gather_object(every, (received, self.rank, text))
+            text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
+        return text
 
-    def _named(self, buffers: bool = False) -> dict[str, Tensor]:
+    def _named(self) -> dict[str, Tensor]:
         roots = [module for ref in self.roots.values() if (module := ref()) is not None]
-        return {f"{type(root).__name__}.{n}": t for root in roots
-                for n, t in (*root.named_parameters(), *(root.named_buffers() if buffers else ()))}
+        return {n: p for root in roots for n, p in root.named_parameters()}
 
     def _called(self, p: Tensor) -> str:
-        return next((n for n, other in self._named().items() if other is p), f"a parameter of shape {list(p.shape)}")
+        return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
 
     def _watch_operations(self) -> None:
-        """Begin, or begin anew, to watch every operation, if the time has come."""
-        self._let_go()
-        if self.passes >= self.first if self.first is not None else self.steps() >= (self.from_step or 0) and self.from_step is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-            self.locator = Operations(self).__enter__()
-
-    def _let_go(self) -> None:
-        if self.locator:
-            self.locator.__exit__(None, None, None)
-            self.anomaly.__exit__()
-            self.locator = None
+        begin = self.passes >= self.first if self.first is not None else self.steps() >= (
+            self.from_step if self.from_step is not None else sys.maxsize)
+        if begin and not self.locator and self.on:
+            warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self.locator = Locator().__enter__()
 
     # From start to end
 
     def run(self) -> int:
-        """The exit code: 3 for a finding. Otherwise the script's own exit code and exceptions pass through."""
+        """The exit code: 3 for a finding, else 0; the script's own exit code and exceptions pass through."""
         failure: BaseException | None = None
         try:
             with self:
@@ -973,15 +1403,14 @@ class Watch:
                 self._safe(self._last_look)(isinstance(failure, Exception) or getattr(failure, "code", None))
         except Found:
             pass
-        if isinstance(failure, Exception) and self.symptom:
-            traceback.print_exception(failure)
-        elif failure and not self.symptom:
+        if failure and not self.symptom:
             raise failure
+        if isinstance(failure, Exception):
+            traceback.print_exception(failure)
         if not self.symptom:
-            share = f" = {self.activation / 65504:.0%} of fp16's range" if self.activation else ""
-            skipped = f", {self.skipped} skipped by the loss scaler" * bool(self.skipped)
+            skipped = f", {self.skipped} of them skipped by the loss scaler" * bool(self.skipped)
             self.say(f"{self.steps()} steps{skipped}, nothing non-finite, largest gradient norm {self.gradient:.3g}, "
-                     f"largest activation {self.activation:.3g}{share}")
+                     f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range")
             return 0
         self.report = self.report or self._second_run()
         if self.rank == 0:
@@ -993,21 +1422,21 @@ class Watch:
         return 3
 
     def _last_look(self, failed: Any) -> None:
-        self._read([], end=bool(failed))
-        if failed and self.read_bad:
-            self._found("the last number that the script read", self.locator.read if self.locator else (), self.passes)
+        self._ask(end=bool(failed))
+        if failed and self.read:
+            self._found("the last number that the script read is not finite", self.read, self.passes)
 
     def _second_run(self) -> str:
-        self.say(f"{self.symptom} at step {self.steps()}, after {time.monotonic() - self.started:.0f} s. This step did not reach the weights. "
-                 "The script runs again from the start, quietly and in eager mode, for about as long; that step is watched.")
+        self.say(f"{self.symptom} at step {self.steps()}, after {time.monotonic() - self.started:.0f} s. Nothing of this step reached "
+                 "the weights. The script runs again, quietly, in eager mode, for about as long; then that step is watched.")
         if torch.cuda.is_initialized():
-            vars(sys.modules["__main__"]).clear()  # the memory is needed
+            vars(sys.modules["__main__"]).clear()  # the second run needs the memory
             gc.collect()
             torch.cuda.empty_cache()
         with tempfile.TemporaryDirectory() as folder:
             path, errors = os.path.join(folder, "report"), os.path.join(folder, "errors")
             environment = {**self.environment, RERUN: f"{self.at}:{path}"}
-            if self.world > 1:  # a rendezvous of its own
+            if self.world > 1:  # a meeting place of its own
                 port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
                 environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
             with open(errors, "w") as file:
@@ -1018,8 +1447,8 @@ class Watch:
                     return file.read().rstrip()
             with open(errors) as file:
                 last = (file.read().strip().splitlines() or ["no error output"])[-1]
-        return (f"{self.symptom} -> not reproducible\n  the second run met no bad step and ended with exit code {code} ({last})\n"
-                f"  try: {IN_A_SCRIPT['not reproducible']}")
+        return (f"{self.symptom} at step {self.steps()} -> not reproducible\n  the second run met no bad step and ended with exit "
+                f"code {code} ({last})\n  try: seeds and a fixed order of the data, or --from-step {max(0, self.steps() - 1)}")
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
@@ -1038,28 +1467,26 @@ def _moved(optimizer: Any) -> list[Tensor]:
 
 
 def _moments(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
-    state = optimizer.state.get(p, {}).items()
-    return {k: t for k, t in state if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+    return {key: t for key, t in optimizer.state.get(p, {}).items()
+            if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
 
 
 def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The 2-norms, 0-dim, with fp32 accumulators, nothing written, no sync."""
-    flat = []
-    for t in tensors:
-        t = t.detach().to_local() if hasattr(t, "to_local") else t.detach()
-        t = t.coalesce().values() if t.is_sparse else t
-        flat.append(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t)
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in flat) else torch.float32
+    """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
+    flat = [_values(t.detach().to_local() if hasattr(t, "to_local") else t.detach()) for t in tensors]
+    flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
+    wide = torch.float64 if any(t.dtype is torch.float64 for t in flat) else torch.float32
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 
 def _host(values: list[Tensor]) -> list[float]:
-    """0-dim tensors as floats: one transfer for each device."""
-    out = dict.fromkeys(range(len(values)), 0.0)
+    """0-dim tensors as Python floats: one transfer for each device."""
+    told = [0.0] * len(values)
     for device in {t.device for t in values}:
         at = [i for i, t in enumerate(values) if t.device == device]
-        out.update(zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True))
-    return list(out.values())
+        for i, v in zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True):
+            told[i] = v
+    return told
 
 
 def run_script(argv: list[str]) -> None:
@@ -1069,22 +1496,22 @@ def run_script(argv: list[str]) -> None:
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return
     sys.argv, sys.path[0] = argv, os.path.dirname(os.path.realpath(argv[0]))
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = os.path.abspath(argv[0])
     with open(argv[0], "rb") as file:
-        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), vars(main))
 
 
 def main() -> int:
-    argv, from_step, path = sys.argv[1:], None, "autopsy.txt"
-    first, _, rerun = os.environ.pop(RERUN, "").partition(":")
-    while argv and argv[0] in ("--from-step", "--report"):
-        from_step, path = (int(argv[1]), path) if argv[0] == "--from-step" else (from_step, argv[1])
-        argv = argv[2:]
-    if not argv or argv[0].startswith("-") and argv[0] != "-m":
+    argv, told = sys.argv[1:], {"--report": "autopsy.txt", "--from-step": None}
+    first, _, report = os.environ.pop(RERUN, "").partition(":")
+    while len(argv) > 1 and argv[0] in told:
+        told[argv[0]], argv = argv[1], argv[2:]
+    if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
         print(USAGE, end="\n\n")
         return demo() or 0
-    return Watch(argv, rerun or path, int(first) if rerun else None, from_step if not rerun else None).run()
+    by_hand = None if told["--from-step"] is None or report else int(told["--from-step"])
+    return Watch(argv, report or told["--report"], int(first) if report else None, by_hand).run()
 
 
 if __name__ == "__main__":

@@ -20,12 +20,16 @@ the core files, and only train.py knows it. It is apart because the loop should 
 """
 
 import collections
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import amp_policy
 import autopsy
@@ -141,7 +145,7 @@ class Healer:
         ))
         folder = Path(self.checkpoints.last).parent
         if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
-            autopsy.save_capsule(
+            save_capsule(
                 folder / f"bad_step_{report.step}_rank{self.rank}.pt", evidence, report, **facts,
                 pinned=amp_policy.pinned(self.net), optimizer=self.optimizer.state_dict(), **about,
             )
@@ -221,19 +225,50 @@ class Healer:
         return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
 
 
+# --- Capsules
+
+def save_capsule(path: str | os.PathLike, record: autopsy.StepRecord, report: autopsy.Report, **more: Any) -> None:
+    """The step on disk: weights, buffers, RNG, micro-batches, report, and `more` (plain values and tensors: arguments,
+    optimizer state). Written whole or not at all; read by load_capsule without running any code."""
+    capsule = {"format": 1, "step": record.step, "rank": record.rank, "model": record.net.state_dict(),
+               "buffers": record.buffers, "rng": record.rng, "batches": record.batches, "indices": record.indices,
+               "report": asdict(report), **more}
+    torch.save(tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, capsule), f"{path}.part")
+    os.replace(f"{path}.part", path)
+
+
+def load_capsule(path: str | os.PathLike) -> dict[str, Any]:
+    """ValueError if the file is no capsule. Tensors on the CPU."""
+    capsule = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(capsule, dict) or capsule.get("format") != 1 or "batches" not in capsule:
+        raise ValueError(f"{path} is no capsule of a bad step")
+    return capsule
+
+
+def unpack(capsule: Mapping[str, Any], net: nn.Module) -> autopsy.StepRecord:
+    """Weights into `net` (same architecture, any device); the record, ready for examine(). A CUDA generator's state
+    means nothing on a CPU: there, dropout draws other masks."""
+    net.load_state_dict(capsule["model"])
+    record = autopsy.StepRecord(capsule["step"], net, rank=capsule["rank"])
+    record.rng, record.indices = capsule["rng"], capsule["indices"]
+    kept = capsule["buffers"], capsule["batches"]
+    record.buffers, record.batches = tree_map(lambda v: v.to(record.device) if isinstance(v, Tensor) else v, kept)
+    return record
+
+
 def replay(path: str | Path, models: dict, wrap) -> int:
     """Examine the step in a capsule again, on the CPU, and print both verdicts; 0 if they agree.
 
     `models`: name -> (build, recipe); `wrap`: gives a network its loss, called with the recipe's label_smoothing.
     """
-    capsule = autopsy.load_capsule(path)
+    capsule = load_capsule(path)
     policy = amp_policy.choose_policy(capsule["precision"], amp_policy.capabilities("cpu"))
     build, recipe = models[capsule["model_name"]]
     net = build(capsule["class_names"], capsule["image_size"])
     if capsule["pinned"]:
         amp_policy.keep_fp32(net, capsule["pinned"])
     net = policy.prepare(net)
-    evidence = autopsy.unpack(capsule, net)
+    evidence = unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
     injector.begin(evidence.step)
     model = wrap(net, recipe["label_smoothing"])
