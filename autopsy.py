@@ -106,8 +106,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, an
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
     "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
-    "div": ("division by zero: x / (y + 1e-6)", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
-    "reciprocal": ("division by zero: 1 / (x + 1e-6)", _first(lambda x: x + EPS)),
+    "div": ("division by zero: x / (y + eps), eps = 1e-6", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
+    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
@@ -120,6 +120,9 @@ WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, an
     "ctc_loss": ("a target longer than its input has no alignment: zero_infinity=True, and look at the lengths",
                  lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
     "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
+    "std": ("the standard deviation of one number is 0 / 0: std(correction=0), or no batch of one",
+            lambda *a, **k: (a, k | {"correction": 0})),
+    "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
     "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
     "eigh": (EQUAL, None), "svd": (EQUAL, None), "eig": (EQUAL, None),
     "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
@@ -217,9 +220,14 @@ class Birth:
         for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
             name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name).lower()
             name = re.sub("_|native|linalg|^new", "", name)
-            if name in plain:
+            if name in plain and not (name == "mul" and self.made != "nan") and not (name == "pow" and self.grown):
                 return plain[name]
         return ""
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     @property
     def state(self) -> bool:
@@ -258,13 +266,15 @@ class Report(Birth):
         if self.verdict == "precision" and kind.startswith("module"):
             if self.advice == "flags":
                 return f"--keep-fp32 '{name}'"
-            back = "" if "result" in kind else ".to(x.dtype)"
+            back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
             return f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
         if self.verdict == "precision" and kind == "precision" and not self.module:
             return f"x.float() before {self.line or 'that line'}, or the whole step in {name}"
         if self.verdict == "precision" and kind == "precision":
             return f"--precision {name}" if self.advice == "flags" else f"the whole step in {name}"
-        if self.verdict in ("data", "divergence", "precision") and self.weak and not self.source:
+        if self.verdict == "data" and self.made and not self.source:
+            return NO_LABEL
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return general
@@ -272,11 +282,6 @@ class Report(Birth):
             return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
                     "the batch: a constant, or a state carried over from an earlier step")
         return "this operation has no finite value at these inputs: keep them away from it, or write it otherwise"
-
-    @property
-    def grown(self) -> bool:
-        """Finite inputs so large that their result overflows."""
-        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     def __str__(self) -> str:
         lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
@@ -351,12 +356,13 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
                 verdict, more["names"], more["tried"] = _finite(rerun, state, num_classes, scale, run_compiled)
                 symptom = f"{more['names'][0]} was bad before the step" if verdict == "weights" else symptom
                 if verdict == "data":
-                    more["micro_batch"], birth = _bad_labels(record, num_classes)[1:]
+                    more["micro_batch"], birth = rerun.bad_labels(num_classes)[1:]
             else:
                 verdict, birth, symptom, more["tried"] = _judge(rerun, symptom, birth, precision, scale)
                 more["names"] = rerun.names(birth, verdict)
             if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
-                trials, more["cure"] = _try(rerun, birth, verdict)
+                trials, more["cure"] = _try(rerun, birth, verdict, sorted(
+                    ("module", "module, result in fp32"), reverse=advice != "flags"))
                 more["tried"] += trials
     finally:
         record.restore()
@@ -400,26 +406,11 @@ def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run
     named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
     if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
         return "weights", names, ()
-    if names := _bad_labels(rerun.record, num_classes)[0]:
+    if names := rerun.bad_labels(num_classes)[0]:
         return "data", names, ()
     if scale > 1:
         return "calibration", (), ("loss scale 1: finite",)
     return "not reproducible", (), ()
-
-
-def _bad_labels(record: StepRecord, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
-    """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
-    for k, batch in enumerate(record.batches if num_classes is not None else ()):
-        for name, t in named_tensors(batch):
-            first, _, last = name.partition(".")
-            label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
-            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
-                wrong = ((t < 0) | (t >= num_classes)) & (t != -100)
-                if wrong.any():
-                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
-                    rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
-                    return names, k, Birth(samples=tuple(rows))
-    return (), 0, Birth()
 
 
 class Rerun:
@@ -476,9 +467,24 @@ class Rerun:
             order = {name: k for k, name in enumerate(self.locator.order)}
             bad = [(n[12:], t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
             bad.sort(key=lambda row: order.get(row[0], len(order)))
-            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), t.numel()) for n, t in bad)
+            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel()) for n, t in bad)
             self.unused = tuple(n for n, p in self.net.named_parameters() if p.requires_grad and p.grad is None)
         return symptom, birth
+
+    def bad_labels(self, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
+        """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
+        for k, batch in enumerate(self.record.batches if num_classes is not None else ()):
+            for name, t in named_tensors(batch):
+                first, _, last = name.partition(".")
+                label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
+                if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+                    lawful = torch.tensor([*self.locator.lawful], device=t.device)
+                    wrong = ((t < 0) | (t >= num_classes)) & ~torch.isin(t, lawful)
+                    if wrong.any():
+                        names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
+                        rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
+                        return names, k, Birth(samples=tuple(rows))
+        return (), 0, Birth()
 
     def names(self, birth: Birth, verdict: str) -> tuple[str, ...]:
         if verdict == "weights":
@@ -509,10 +515,11 @@ class Locator(TorchDispatchMode):
         self.names: dict[nn.Module, str] = {}
         self.order: list[str] = []  # parameters, as the backward finishes their gradients
         self.calls: Counter[str] = Counter()
-        self.paused = False  # while it is, operations pass unseen
+        self.paused = False
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.ignored: int | None = None  # the ignore_index of a loss all of whose labels are ignored
+        self.lawful = {-100}  # every ignore_index seen
         self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
         self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
         self._clock = 0
@@ -540,6 +547,15 @@ class Locator(TorchDispatchMode):
             if p.requires_grad and p.is_leaf:
                 done = partial(self._done, name)
                 self._handles.append(p.register_post_accumulate_grad_hook(done))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, operations pass unseen."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
     def take(self, batch: Any, size: int = 0) -> None:
         """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
@@ -624,6 +640,8 @@ class Locator(TorchDispatchMode):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
                     cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                elif cause < LAWFUL and not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
+                    cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self._remember(key, t, cause)
             elif key in self._causes and _values(t).numel() * t.element_size() >= _values(t).untyped_storage().nbytes():
                 del self._causes[key]
@@ -687,7 +705,8 @@ class Locator(TorchDispatchMode):
             made="" if out is None else _made(span), result="" if out is None else _type(out),
             inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told), again=again,
             largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
-            samples=() if out is None else self._samples(out), source=CONSTANT if ready and out is not None else "",
+            samples=() if out is None else self._samples(out, any(is_bad(s) for _, s in told)),
+            source=CONSTANT if ready and out is not None else "",
             caller=_line(stack[: calling[-1]]) if calling else "")
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -701,20 +720,23 @@ class Locator(TorchDispatchMode):
             self.size = size
             for t in leaves:
                 if size in t.shape[:2] and t.layout is torch.strided:
-                    self._rows[_key(t)] = t.stride(t.shape.index(size))
+                    self._rows[_key(t)] = t.stride(t.shape.index(size)) * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
         """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
         step = self._rows.get(_key(t)) if t.layout is torch.strided else None
+        step = (step or 0) // t.element_size()  # a complex storage may be viewed as real
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
             if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor) -> tuple[int, ...]:
+    def _samples(self, t: Tensor, nan: bool = False) -> tuple[int, ...]:
+        """The samples with a bad number; with `nan`, where t has a NaN, those: its -inf may be a mask."""
         if (found := self._dim(t)) is None:
             return ()
-        wrong = _beyond(t).unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+        wrong = t.detach().isnan() if nan and t.isnan().any() else _beyond(t)
+        wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
         return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
     def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
@@ -731,27 +753,28 @@ class Locator(TorchDispatchMode):
             for k, source, (d, inner) in found:
                 if t.layout is torch.strided and (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
                     if t.stride(to):
-                        self._rows[key] = t.stride(to) * inner
+                        self._rows[key] = t.stride(to) * inner * t.element_size()
                     break
             if found and not t.dim():
                 self._reduced |= {source.shape: d for _, source, d in found}
             elif not found and t.shape in self._reduced and torch._C._current_autograd_node() is not None:
                 d, inner = self._reduced[t.shape]  # the slope of a mean over what carried the batch
                 if t.stride(d):
-                    self._rows[key] = t.stride(d) * inner
+                    self._rows[key] = t.stride(d) * inner * t.element_size()
 
     def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
         """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
         for index, size, ignore, low in rule.index(*args):
             wrong = ((index < low) | (index >= size)) & (index != ignore)
-            if rule.name.startswith("nll") and index.numel() and bool((index == ignore).all()):
-                self.ignored = ignore
+            if rule.name.startswith("nll"):
+                self.lawful.add(ignore)
+                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
             if wrong.any():
                 what = "label" if rule.name.startswith("nll") else "index"
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
                 marked = torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, inf)
                 if found := self._dim(index):
-                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1]
+                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1] * marked.element_size()
                 self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
                 raise IndexError(self.wrong[0])
 
@@ -840,7 +863,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 # --- Cures, tried on the recorded step
 
-def _try(rerun: Rerun, birth: Birth, verdict: str) -> tuple[tuple[str, ...], tuple[str, str]]:
+def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
     """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
     tried: list[str] = []
 
@@ -852,7 +875,7 @@ def _try(rerun: Rerun, birth: Birth, verdict: str) -> tuple[tuple[str, ...], tup
     name = birth.module if verdict == "precision" else ""
     while name:
         module = rerun.net.get_submodule(name)
-        for kind in ("module", "module, result in fp32"):
+        for kind in kinds:
             if goes(f"{name} in fp32" + kind.removeprefix("module"), island(module, keep="result" in kind)):
                 return tuple(tried), (kind, name)
         name = name.rpartition(".")[0]
@@ -932,6 +955,12 @@ class Mended(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if func is Tensor.backward:  # a checkpoint repeats its forward in there
+            root, (gradient, *_) = args[0], (*args[1:], kwargs.get("gradient"))
+            with self:
+                return torch.autograd.graph._engine_run_backward(
+                    (root,), (torch.ones_like(root) if gradient is None else gradient,), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True)
         if SAME.get(name, name) == self.weak and _line(traceback.format_stack(sys._getframe(1))) == self.line:
             self.hits += 1
             args, kwargs = WEAK[self.weak][1](*args, **kwargs)
@@ -1091,11 +1120,12 @@ def demo() -> None:
 
 # --- python autopsy.py YOUR_SCRIPT.py
 
-USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...    (or: -m package.module ARGS...)
-Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. At the first bad step the script
-ends. Then it runs again from the start, quietly (files that it writes are written again), and every operation of the bad
-step is watched. --from-step N watches from optimizer step N on in the first run: for scripts that take hours.
-Exit 3: found; the report is printed and written to FILE (autopsy.txt). Exit 0: nothing non-finite. Else the script's."""
+USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...   (or: -m package.module ARGS...)
+Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. It draws no random number.
+At the first bad step the script ends. Then it runs again from the start, quietly (files that it writes are written
+again), and every operation of the bad step is watched. --from-step N watches every operation from optimizer step N on,
+in the first run: for scripts that take hours. Exit code 3: found; the report is printed and written to FILE
+(autopsy.txt). Exit code 0: nothing non-finite. Any other exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
 
 
@@ -1115,30 +1145,28 @@ class Watch:
         self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
         self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
         self.roots: dict[int, weakref.ref] = {}  # the outermost modules
-        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and what they were after the last good step
+        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and a copy from the last good step
         self.gradient = self.activation = 0.0  # the largest
         self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
         self.symptom, self.at, self.report = "", 0, ""
 
     def __enter__(self) -> Watch:
-        warnings.filterwarnings("ignore", message=".*there are global hooks")  # they fire twice for a compiled module
+        for text in (".*there are global hooks", "Anomaly Detection has been enabled"):
+            warnings.filterwarnings("ignore", message=text)  # a compiled module fires a hook twice, which is harmless
         self.undo = [hooks.register_module_forward_pre_hook(self._enter).remove,
                      hooks.register_module_forward_hook(self._leave, always_call=True).remove,
                      register_optimizer_step_pre_hook(self._before_step).remove,
-                     register_optimizer_step_post_hook(self._safe(self._after_step)).remove]
+                     register_optimizer_step_post_hook(partial(self._safely, self._after_step)).remove]
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(Tensor, "item", self._item)
-        os.register_at_fork(after_in_child=self.off)  # the workers of a DataLoader
+        os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.first is not None or self.from_step is not None:
             torch.compiler.set_stance("force_eager")
         self._watch_operations()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.off()
-
-    def off(self) -> None:
         self.on = False
         if self.locator:
             self.locator.__exit__(None, None, None)
@@ -1147,7 +1175,7 @@ class Watch:
         while self.undo:
             self.undo.pop()()
 
-    def mine(self) -> bool:
+    def _mine(self) -> bool:
         return self.on and threading.get_ident() == self.thread and not torch.compiler.is_compiling()
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
@@ -1155,41 +1183,35 @@ class Watch:
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs) if self.mine() else original(*args, **kwargs)
+            return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
         setattr(owner, name, wrapper)
         self.undo.append(partial(setattr, owner, name, original))
 
-    def _safe(self, hook: Callable) -> Callable:
-        """The hook. Its own error is told in one line and ends the watch, never the script."""
-        def call(*args: Any) -> None:
-            if self.busy or not self.mine():
-                return
-            self.busy, self.training = True, torch.is_grad_enabled()
-            if self.locator:
-                self.locator.paused = True
-            try:
-                with torch.no_grad():
-                    hook(*args)
-            except Exception as error:
-                self.say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
-                self.off()
-            finally:
-                self.busy = False
-                if self.locator:
-                    self.locator.paused = False
-        return call
+    def _safely(self, hook: Callable, *args: Any) -> None:
+        """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
+        if self.busy or not self._mine():
+            return
+        self.busy, self.training = True, torch.is_grad_enabled()
+        try:
+            with torch.no_grad(), self.locator.pause() if self.locator else nullcontext():
+                hook(*args)
+        except Exception as error:
+            self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
+            self.__exit__()
+        finally:
+            self.busy = False
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autopsy: {text}", file=sys.stderr, flush=True)
 
-    # The script's modules, backward passes and steps
+    # What the script does: modules, backward passes, steps
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self.mine():
+        if self._mine():
             self.depth += 1
             if self.depth == 1 and (self.locator or id(module) not in self.roots):
-                self._safe(self._outermost)(module, args)
+                self._safely(self._outermost, module, args)
 
     def _outermost(self, module: nn.Module, args: Any) -> None:
         if id(module) not in self.roots:
@@ -1199,36 +1221,35 @@ class Watch:
             self.locator.take(args)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.mine():
+        if self._mine():
             self.depth -= 1
-            sampled = self.steps() & (self.steps() - 1) == 0  # steps 0, 1, 2, 4, 8, ...: every activation is read
+            sampled = self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...: every activation is read
             if sampled or not self.depth:
-                self._safe(self._outputs)(module, out, sampled)
+                self._safely(self._outputs, module, out, sampled)
 
     def _outputs(self, module: nn.Module, out: Any, sampled: bool) -> None:
-        floats = [t for _, t in named_tensors(out) if t.is_floating_point() and t.numel()]
-        if sampled:
-            for t in floats:
+        evaluation = not self.training and next(module.parameters(), None) is not None
+        name = f"the output of {type(module).__name__}" + " under no_grad" * evaluation
+        for t in (t for _, t in named_tensors(out) if t.is_floating_point() and t.numel()):
+            if sampled:
                 self._note("activation", "", torch.linalg.vector_norm(t, inf), None)
-        if not self.depth:
-            evaluation = not self.training and next(module.parameters(), None) is not None
-            for t in floats:  # its largest number, because -inf alone is a mask
-                self._note("evaluation" if evaluation else "output", f"the output of {type(module).__name__}"
-                           + " under no_grad" * evaluation, t.amax(), [t])
+            if not self.depth:  # its largest number, because -inf alone is a mask
+                self._note("evaluation" if evaluation else "output", name, t.amax(), [t])
 
+    @property
     def steps(self) -> int:
         return max((n for n, _ in self.last.values()), default=self.passes)
 
     def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._safe(self._before_backward)(tensors)
+        self._safely(self._before_backward, tensors)
         original(tensors, *args, **kwargs)
         self.passes += 1
-        self._safe(self._after_backward)()
+        self._safely(self._after_backward)
         self._watch_operations()
 
     def _before_backward(self, tensors: Any) -> None:
-        for _, t in named_tensors(tensors):
-            self._note("loss", "loss", t.detach().abs().amax(), [t.detach()])
+        for t in (t.detach() for _, t in named_tensors(tensors)):
+            self._note("loss", "loss", t.abs().amax(), [t])
 
     def _after_backward(self) -> None:
         if self.locator and self.first is not None:
@@ -1239,11 +1260,11 @@ class Watch:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if not callable(closure):
-            return self._safe(self._check)(optimizer)
+            return self._safely(self._check, optimizer)
 
         def watched() -> Any:
             loss = closure()
-            self._safe(self._check)(optimizer)
+            self._safely(self._check, optimizer)
             return loss
         return args[:1], {**kwargs, "closure": watched}
 
@@ -1261,22 +1282,19 @@ class Watch:
         else:
             self._judge(_moved(optimizer))
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
-        self._end(optimizer)
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
         for value in _norms(t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())):
             self._note("update", "", value, optimizer)
         if self.kept:
             torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
 
-    def _end(self, optimizer: Any) -> None:
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-
     def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         fired = self.fired
         out = original(scaler, optimizer, *args, **kwargs)
         if self.fired == fired:
-            self._safe(self._skip)(optimizer, scaler.get_scale(), scaler.get_backoff_factor())
+            self._safely(self._skip, optimizer, scaler.get_scale(), scaler.get_backoff_factor())
         return out
 
     def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
@@ -1289,7 +1307,7 @@ class Watch:
                if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
         if why or self.first is not None:
             self._judge(_moved(optimizer), why)
-        self._end(optimizer)
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
 
     def _item(self, original: Callable, t: Tensor) -> Any:
         value = original(t)
@@ -1301,13 +1319,12 @@ class Watch:
 
     def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
         """This value is asked at the next transfer; in the second run at once."""
-        entry = kind, name, self.passes, value, evidence if self.locator or kind == "update" else None
-        self.pending.append(entry)
+        self.pending.append((kind, name, self.passes, value, evidence if self.locator or kind == "update" else None))
         if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.first is not None)):
             self._ask()
 
     def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
-        """The values of `more`. What is pending is judged; `calm`: the loss scaler judges losses."""
+        """The values of `more`. What is pending is judged; `calm`: the loss scaler judges the losses."""
         pending, self.pending = self.pending, []
         values = _host([*(entry[3] for entry in pending), *more])
         for (kind, name, passes, _, evidence), value in zip(pending, values, strict=False):
@@ -1322,29 +1339,33 @@ class Watch:
             elif self.world == 1:  # else a bad loss makes the gradients of all ranks bad, and they decide together
                 self._found(f"{name} is {value:.3g}", evidence, passes - (kind == "loss" and not self.last))
             elif kind == "evaluation":
-                self.say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
+                self._say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
         return values[len(pending):]
 
     def _judge(self, params: list[Tensor], why: str = "") -> None:
         """A finding if any of these gradients is bad."""
         norms = _host(_norms(p.grad for p in params))
         if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
-            told = f"the gradient of {self._called(bad[0])}{f' and {len(bad) - 1} more' * (len(bad) > 1)}"
+            more = f" and {len(bad) - 1} more" * (len(bad) > 1)
+            made = _made(extent(bad[0].grad)) + (why and f", {why}")
+            symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
             since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
-            self._found(", ".join(filter(None, (f"{told} is {_made(extent(bad[0].grad))}", why))), [p.grad for p in bad], since)
+            self._found(symptom, [p.grad for p in bad], since)
 
     def _blame_update(self, optimizer: Any) -> None:
         """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
         for group in optimizer.param_groups:
-            for p, key, t in ((p, *held) for p in group["params"] for held in (("", p), *_moments(optimizer, p).items())):
-                if not _host(_norms([t]))[0] <= LIMIT:
-                    lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
-                    why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}, and the gradient norm was up to {self.gradient:.3g}"
-                    symptom = f"{self._called(p)}{f' ({key})' * bool(key)} is {_made(extent(t))}"
-                    self.report = (f"{symptom} after step {self.last[id(optimizer)][0] - 1}, whose gradients were finite -> optimizer"
-                                   f"\n  made by {type(optimizer).__name__} (lr={lr:g}, eps={eps:g}) on {_type(p)}\n  {why}\n  try: "
-                                   "weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower learning rate")
-                    self._found(symptom, (), 0)
+            held = [(p, *row) for p in group["params"] for row in (("", p), *_moments(optimizer, p).items())]
+            for p, key, t in held:
+                if _host(_norms([t]))[0] <= LIMIT:
+                    continue
+                lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
+                why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}; the gradient norm was up to {self.gradient:.3g}"
+                symptom = f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))}"
+                self.report = (f"{symptom} after step {self.steps - 1}, whose gradients were finite -> optimizer\n"
+                               f"  made by {type(optimizer).__name__} (lr={lr:g}, eps={eps:g}) on {_type(p)}\n  {why}\n"
+                               "  try: weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower lr")
+                self._found(symptom, (), 0)
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
         self.symptom, self.at = symptom, max(0, passes)
@@ -1354,19 +1375,20 @@ class Watch:
             p.grad = None  # a script that goes on all the same steps over these parameters
         for b, copy in self.kept:
             b.copy_(copy)
-        self.off()
+        self.__exit__()
         raise Found(3)
 
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
         ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
-        verdict = ("not reproducible" if not birth.op else "weights" if birth.state else "data" if birth.source or ignored
-                   else "precision" if birth.again == "finite in float32" else "divergence")
-        report = Report(verdict=verdict, step=self.steps(), rank=self.rank, scale=self.scale, symptom=self.symptom,
+        verdict = ("not reproducible" if not birth.op else "weights" if birth.state else
+                   "data" if birth.source or ignored else
+                   "precision" if birth.again == "finite in float32" else "divergence")
+        report = Report(verdict=verdict, step=self.steps, rank=self.rank, scale=self.scale, symptom=self.symptom,
                         precision=birth.result.partition("[")[0], **asdict(birth))
         text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
         if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = not birth.op or birth.op.startswith("c10d") or (birth.phase == "backward" and bool(birth.source))
+            received = not birth.op or "c10d" in birth.op or (birth.phase == "backward" and bool(birth.source))
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, (received, self.rank, text))
             text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
@@ -1380,10 +1402,9 @@ class Watch:
         return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
 
     def _watch_operations(self) -> None:
-        begin = self.passes >= self.first if self.first is not None else self.steps() >= (
-            self.from_step if self.from_step is not None else sys.maxsize)
-        if begin and not self.locator and self.on:
-            warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
+        """Begin to watch every operation, if the time has come."""
+        now, begin = (self.passes, self.first) if self.from_step is None else (self.steps, self.from_step)
+        if self.on and not self.locator and begin is not None and now >= begin:
             torch.autograd.set_detect_anomaly(True, check_nan=False)
             self.locator = Locator().__enter__()
 
@@ -1396,28 +1417,27 @@ class Watch:
             with self:
                 try:
                     run_script(self.argv)
-                except Found:
-                    raise
                 except BaseException as error:
                     failure = error
-                self._safe(self._last_look)(isinstance(failure, Exception) or getattr(failure, "code", None))
+                if not self.symptom:
+                    self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
         except Found:
             pass
         if failure and not self.symptom:
             raise failure
-        if isinstance(failure, Exception):
-            traceback.print_exception(failure)
         if not self.symptom:
             skipped = f", {self.skipped} of them skipped by the loss scaler" * bool(self.skipped)
-            self.say(f"{self.steps()} steps{skipped}, nothing non-finite, largest gradient norm {self.gradient:.3g}, "
-                     f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range")
+            self._say(f"{self.steps} steps{skipped}, nothing non-finite, largest gradient norm {self.gradient:.3g}, "
+                      f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range")
             return 0
+        if isinstance(failure, Exception):
+            traceback.print_exception(failure)
         self.report = self.report or self._second_run()
         if self.rank == 0:
             with open(os.path.join(self.home, self.path), "w") as file:
                 file.write(self.report + "\n")
         if self.first is None:
-            self.say(self.report)
+            self._say(self.report)
         time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
         return 3
 
@@ -1427,28 +1447,27 @@ class Watch:
             self._found("the last number that the script read is not finite", self.read, self.passes)
 
     def _second_run(self) -> str:
-        self.say(f"{self.symptom} at step {self.steps()}, after {time.monotonic() - self.started:.0f} s. Nothing of this step reached "
-                 "the weights. The script runs again, quietly, in eager mode, for about as long; then that step is watched.")
+        self._say(f"{self.symptom} at step {self.steps}, after {time.monotonic() - self.started:.0f} s. The script "
+                  "runs again, quietly, in eager mode, for about as long. Then every operation of that step is watched.")
         if torch.cuda.is_initialized():
             vars(sys.modules["__main__"]).clear()  # the second run needs the memory
             gc.collect()
             torch.cuda.empty_cache()
+        environment = dict(self.environment)
+        if self.world > 1:  # a meeting place of its own
+            port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
+            environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryDirectory() as folder:
-            path, errors = os.path.join(folder, "report"), os.path.join(folder, "errors")
-            environment = {**self.environment, RERUN: f"{self.at}:{path}"}
-            if self.world > 1:  # a meeting place of its own
-                port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
-                environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            with open(errors, "w") as file:
-                code = subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment, cwd=self.home, stderr=file,
-                                      stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode
+            environment[RERUN] = f"{self.at}:{(path := os.path.join(folder, 'report'))}"
+            done = subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment, cwd=self.home, text=True,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             if os.path.exists(path):
                 with open(path) as file:
                     return file.read().rstrip()
-            with open(errors) as file:
-                last = (file.read().strip().splitlines() or ["no error output"])[-1]
-        return (f"{self.symptom} at step {self.steps()} -> not reproducible\n  the second run met no bad step and ended with exit "
-                f"code {code} ({last})\n  try: seeds and a fixed order of the data, or --from-step {max(0, self.steps() - 1)}")
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+        return (f"{self.symptom} at step {self.steps} -> not reproducible\n"
+                f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
+                f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.steps - 1)}")
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
