@@ -98,8 +98,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, an
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
     "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
-    "div": ("division by zero: x / (y + 1e-6)", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
-    "reciprocal": ("division by zero: 1 / (x + 1e-6)", _first(lambda x: x + EPS)),
+    "div": ("division by zero: x / (y + eps), eps = 1e-6", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
+    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
@@ -112,6 +112,9 @@ WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, an
     "ctc_loss": ("a target longer than its input has no alignment: zero_infinity=True, and look at the lengths",
                  lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
     "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
+    "std": ("the standard deviation of one number is 0 / 0: std(correction=0), or no batch of one",
+            lambda *a, **k: (a, k | {"correction": 0})),
+    "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
     "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
     "eigh": (EQUAL, None), "svd": (EQUAL, None), "eig": (EQUAL, None),
     "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
@@ -255,7 +258,7 @@ class Report(Birth):
         if self.verdict == "precision" and kind.startswith("module"):
             if self.advice == "flags":
                 return f"--keep-fp32 '{name}'"
-            back = "" if "result" in kind else ".to(x.dtype)"
+            back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
             return f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
         if self.verdict == "precision" and kind == "precision" and not self.module:
             return f"x.float() before {self.line or 'that line'}, or the whole step in {name}"
@@ -350,7 +353,8 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
                 verdict, birth, symptom, more["tried"] = _judge(rerun, symptom, birth, precision, scale)
                 more["names"] = rerun.names(birth, verdict)
             if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
-                trials, more["cure"] = _try(rerun, birth, verdict)
+                trials, more["cure"] = _try(rerun, birth, verdict, sorted(
+                    ("module", "module, result in fp32"), reverse=advice != "flags"))
                 more["tried"] += trials
     finally:
         record.restore()
@@ -612,6 +616,8 @@ class Locator(TorchDispatchMode):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
                     cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                elif cause < LAWFUL and not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
+                    cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self._remember(key, t, cause)
             elif key in self._causes and _values(t).numel() * t.element_size() >= _values(t).untyped_storage().nbytes():
                 del self._causes[key]
@@ -675,7 +681,8 @@ class Locator(TorchDispatchMode):
             made="" if out is None else _made(span), result="" if out is None else _type(out),
             inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told), again=again,
             largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
-            samples=() if out is None else self._samples(out), source=CONSTANT if ready and out is not None else "",
+            samples=() if out is None else self._samples(out, any(is_bad(s) for _, s in told)),
+            source=CONSTANT if ready and out is not None else "",
             caller=_line(stack[: calling[-1]]) if calling else "")
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -689,20 +696,23 @@ class Locator(TorchDispatchMode):
             self.size = size
             for t in leaves:
                 if size in t.shape[:2] and t.layout is torch.strided:
-                    self._rows[_key(t)] = t.stride(t.shape.index(size))
+                    self._rows[_key(t)] = t.stride(t.shape.index(size)) * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
         """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
         step = self._rows.get(_key(t)) if t.layout is torch.strided else None
+        step = (step or 0) // t.element_size()  # a complex storage may be viewed as real
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
             if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor) -> tuple[int, ...]:
+    def _samples(self, t: Tensor, nan: bool = False) -> tuple[int, ...]:
+        """The samples with a bad number; with `nan`, where t has a NaN, those: its -inf may be a mask."""
         if (found := self._dim(t)) is None:
             return ()
-        wrong = _beyond(t).unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+        wrong = t.detach().isnan() if nan and t.isnan().any() else _beyond(t)
+        wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
         return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
     def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
@@ -719,14 +729,14 @@ class Locator(TorchDispatchMode):
             for k, source, (d, inner) in found:
                 if t.layout is torch.strided and (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
                     if t.stride(to):
-                        self._rows[key] = t.stride(to) * inner
+                        self._rows[key] = t.stride(to) * inner * t.element_size()
                     break
             if found and not t.dim():
                 self._reduced |= {source.shape: d for _, source, d in found}
             elif not found and t.shape in self._reduced and torch._C._current_autograd_node() is not None:
                 d, inner = self._reduced[t.shape]  # the slope of a mean over what carried the batch
                 if t.stride(d):
-                    self._rows[key] = t.stride(d) * inner
+                    self._rows[key] = t.stride(d) * inner * t.element_size()
 
     def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
         """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
@@ -740,7 +750,7 @@ class Locator(TorchDispatchMode):
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
                 marked = torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, inf)
                 if found := self._dim(index):
-                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1]
+                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1] * marked.element_size()
                 self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
                 raise IndexError(self.wrong[0])
 
@@ -829,7 +839,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 # --- Cures, tried on the recorded step
 
-def _try(rerun: Rerun, birth: Birth, verdict: str) -> tuple[tuple[str, ...], tuple[str, str]]:
+def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
     """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
     tried: list[str] = []
 
@@ -841,7 +851,7 @@ def _try(rerun: Rerun, birth: Birth, verdict: str) -> tuple[tuple[str, ...], tup
     name = birth.module if verdict == "precision" else ""
     while name:
         module = rerun.net.get_submodule(name)
-        for kind in ("module", "module, result in fp32"):
+        for kind in kinds:
             if goes(f"{name} in fp32" + kind.removeprefix("module"), island(module, keep="result" in kind)):
                 return tuple(tried), (kind, name)
         name = name.rpartition(".")[0]

@@ -90,7 +90,8 @@ def on_line(case: Case, line: str) -> bool:
 
 
 def islands(suggestion: str) -> list[str]:
-    return re.findall(r"--keep-fp32 '?([\w.*]+)'?", suggestion)
+    """The modules that a suggestion puts into fp32, as flags or as code."""
+    return re.findall(r"--keep-fp32 '?([\w.*]+)'?", suggestion) or re.findall(r"^([\w.]+) in fp32:", suggestion)
 
 
 def advises(fix: str, suggestion: str) -> bool:
