@@ -3,8 +3,7 @@ Autopsy: find the operation that made the first bad number, and say which of a f
 
 A rejected step tells that something is wrong, not what. The loss names nobody. A forward hook names the module that
 *received* the inf: between two Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode
-passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again after the
-fact, when time does not matter:
+passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again:
 
     record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
@@ -12,7 +11,7 @@ fact, when time does not matter:
 
 1. The record is put back, and the step runs under a dispatch mode that looks at the result of every aten operation,
    forward and backward. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
-   of its inputs, and the guilty one is the first among the ancestors of the loss (if the loss is finite: of the
+   of its inputs. The guilty birth is the first among the ancestors of the loss (if the loss is finite: of the
    gradients). So what is swallowed on the way is never blamed: a mask of -inf that softmax turns to 0, log(0) behind a
    `where`, a NaN target that is left out. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
 2. The verdict follows from where the guilty result comes from:
@@ -24,10 +23,10 @@ fact, when time does not matter:
     calibration        nothing is bad at loss scale 1
     compiler           nothing is bad in eager mode, but the compiled step is
     not reproducible   nothing is bad the second time
-    error              the step raised an exception that is not the data's fault
+    error              the step raised an exception, and the data is not the cause
 
 3. The guilty operation is repeated on the same inputs in fp32 and fp64. A cure is tried on the recorded step before it
-   is printed: the guilty module in fp32, its parent, ..., an eps at that line, bf16, fp32. The report says how it went.
+   is printed: the guilty module in fp32, its parents, an eps at that line, bf16, fp32. The report says how it went.
 
 This file changes no weights and does not decide when to look. To copy it: it needs torch, nothing else.
 `python autopsy.py` shows one overflow found and mended.
@@ -43,10 +42,10 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
-from math import inf
+from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,66 +62,55 @@ LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf i
 TORCH = os.path.dirname(torch.__file__)
 HALF = (torch.float16, torch.bfloat16)
 EPS = 1e-6
-EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"
-VERDICTS = {  # what to do: in train.py's flags, as code; the gravest first: when ranks differ, that one counts
+EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
+VERDICTS = {  # what to do, in train.py's flags and as code; the gravest first: when ranks differ, that one counts
     "data": ("look at these samples; leave them out",) * 2,
     "weights": ("--resume last_good.pt, and look at what the steps before this one did",
-                "load the last checkpoint whose tensors are finite; examine the step that wrote these"),
+                "reset it, or load the last checkpoint that is finite; examine the step that wrote it"),
     "error": ("mend the code at this line",) * 2,
     "divergence": ("--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-                   "the numbers have grown: an earlier checkpoint, a lower learning rate, a longer warm-up, "
-                   "clip_grad_norm_(net.parameters(), 1.0)"),
+                   "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, clipping"),
     "precision": ("x.float() before that line, or --precision bf16", "x.float() before that line"),
-    "compiler": ("train without --compile", "with torch.compiler.set_stance('force_eager'): run the step"),
-    "calibration": ("nothing: the loss scale falls by itself",
-                    "skip the step and halve the loss scale, as GradScaler does"),
+    "compiler": ("train without --compile", "run the step under torch.compiler.set_stance('force_eager')"),
+    "calibration": ("nothing: the loss scale falls by itself", "skip the step and halve the loss scale"),
     "not reproducible": ("the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
-                         "the same step once more under torch.use_deterministic_algorithms(True); if it recurs, "
-                         "suspect this machine's hardware"),
+                         "torch.use_deterministic_algorithms(True); if it recurs, suspect this machine's hardware"),
 }
 
 
-def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple]:
     return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
 
 
-CLAMP = _first(lambda x: x.clamp(min=EPS))
-INSIDE = _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
-UNMASK = _first(lambda x: x.clamp(min=-1e4))
+CLAMP, INSIDE = _first(lambda x: x.clamp(min=EPS)), _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+UNMASK = "over a wholly masked row: write -1e4 into the mask instead of -inf", _first(lambda x: x.clamp(min=-1e4))
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
-EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal"
-MASKED = "a wholly masked row: write -1e4 into the mask instead of -inf"
-WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and the call's arguments so mended
+EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal", None
+WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and how to change the call's arguments
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
-    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": ("division by zero: x / (y + eps), eps = 1e-6", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
     "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
-    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
-    "softmax": (f"softmax over {MASKED}", UNMASK),
-    "log_softmax": (f"log_softmax over {MASKED}", UNMASK),
-    "logsumexp": (f"logsumexp over {MASKED}", UNMASK),
+    "softmax": UNMASK, "log_softmax": UNMASK, "logsumexp": UNMASK,
     "layer_norm": ("a row of equal numbers, and an eps too small for it: eps=1e-5",
                    lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k)),
-    "ctc_loss": ("a target longer than its input has no alignment: zero_infinity=True, and look at the lengths",
+    "ctc_loss": ("a target longer than its input has no alignment: look at the lengths, or zero_infinity=True",
                  lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
-    "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
-    "std": ("the standard deviation of one number is 0 / 0: std(correction=0), or no batch of one",
+    "std": ("the standard deviation of one number is 0 / 0: no batch of one, or std(correction=0)",
             lambda *a, **k: (a, k | {"correction": 0})),
+    "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
     "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
     "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
-    "eigh": (EQUAL, None), "svd": (EQUAL, None), "eig": (EQUAL, None),
+    "eigh": EQUAL, "svd": EQUAL, "eig": EQUAL,
     "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
     "empty": ("memory that nobody wrote: torch.zeros instead of torch.empty", None),
 }
 SAME = {"truediv": "div", "divide": "div", "true_divide": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal"}
-STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
-LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
 
 
 # --- The record
@@ -164,11 +152,9 @@ class StepRecord:
         return tuple(known[i] for i in samples) if known else ()
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
-    for name, value in vars(module).items():
-        if not isinstance(value, dict | int | str | float) and any(named_tensors(value)):
-            yield name, value
+    return [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list) and any(named_tensors(v))]
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
@@ -200,10 +186,21 @@ class Birth:
     inputs: tuple[str, ...] = ()
     largest: float = 0.0  # the largest finite magnitude among the inputs
     samples: tuple[int, ...] = ()  # positions in the micro-batch
-    source: str = ""  # "parameter head.weight", "input", ...: bad before the step, and first used by this operation
+    source: str = ""  # "parameter head.weight", "input", ...: bad before the step; the operation is the first to use it
     again: str = ""  # the operation repeated on the same inputs: "finite in float32", "nan in float32, nan in float64"
     call: int = 0  # which call of the module in this step; 0 = not known
     caller: str = ""  # the line of that call
+
+    @property
+    def origin(self) -> str:
+        """The verdict, where the source alone says it."""
+        state = self.source.startswith(("parameter ", "buffer ", "attribute "))
+        return "weights" if state else "data" if self.source not in ("", CONSTANT) else ""
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        return self.made != "nan" and self.largest > 1e6 and not self.source
 
     @property
     def weak(self) -> str:
@@ -215,19 +212,6 @@ class Birth:
             if name in plain and not (name == "mul" and self.made != "nan") and not (name == "pow" and self.grown):
                 return plain[name]
         return ""
-
-    @property
-    def grown(self) -> bool:
-        """Finite inputs so large that their result overflows."""
-        return self.made != "nan" and self.largest > 1e6 and not self.source
-
-    @property
-    def state(self) -> bool:
-        return self.source.startswith(("parameter ", "buffer ", "attribute "))
-
-    @property
-    def half(self) -> bool:
-        return "float16" in self.result  # bfloat16 too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,31 +229,26 @@ class Report(Birth):
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
     gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones, as the backward made them: name, type, bad, of
-    unused: tuple[str, ...] = ()  # parameters without a gradient
     calls: int = 0  # how often the module is called in a step
     tried: tuple[str, ...] = ()  # "block in fp32: finite"
     cure: tuple[str, str] = ("", "")  # the first that was finite: ("module, result in fp32", "block")
 
     @property
     def suggestion(self) -> str:
-        kind, name = self.cure
-        flags, code = VERDICTS[self.verdict]
-        general = flags if self.advice == "flags" else code
+        (kind, name), flags = self.cure, self.advice == "flags"
         if self.verdict == "precision" and kind.startswith("module"):
-            if self.advice == "flags":
-                return f"--keep-fp32 '{name}'"
             back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
-            return f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
-        if self.verdict == "precision" and kind == "precision" and not self.module:
-            return f"x.float() before {self.line or 'that line'}, or the whole step in {name}"
+            code = f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
+            return f"--keep-fp32 '{name}'" if flags else code
         if self.verdict == "precision" and kind == "precision":
-            return f"--precision {name}" if self.advice == "flags" else f"the whole step in {name}"
+            whole = f"--precision {name}" if flags else f"the whole step in {name}"
+            return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
         if self.verdict == "data" and self.made and not self.source:
             return NO_LABEL
         if self.verdict in ("divergence", "precision") and self.weak and not self.source:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
-            return general
+            return VERDICTS[self.verdict][not flags]
         if self.source:
             return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
                     "the batch: a constant, or a state carried over from an earlier step")
@@ -298,20 +277,7 @@ class Report(Birth):
         if self.gradients:
             told = (f"{name} {kind} ({bad} of {of} values)" for name, kind, bad, of in self.gradients)
             lines.append(f"{len(self.gradients)} bad gradients, in the order of the backward: {_few(told, 4)}")
-        lines.append("causes: " + ", ".join(f"[{'x' if hit else ' '}] {cause}" for cause, hit in self._causes()))
-        lines += [f"tried: {sentence}" for sentence in self.tried]
-        lines.append(f"try: {self.suggestion}")
-        return "\n  ".join(lines)
-
-    def _causes(self) -> list[tuple[str, bool]]:
-        """The usual ones, and whether it was that."""
-        unused = f" (unused: {_few(self.unused)})" if self.unused else ""
-        weak = f" ({self.weak})" if self.weak else ""
-        return [(f"uninitialised or unused parameters{unused}", self.verdict == "weights" or self.weak == "empty"),
-                (f"division by zero, log, sqrt{weak}", self.verdict == "divergence" and bool(weak)),
-                ("bad input or label", self.verdict == "data"),
-                ("learning rate", self.verdict == "divergence" and self.grown and not weak),
-                ("dtype", self.verdict == "precision")]
+        return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
 
 
 def agree(report: Report) -> Report:
@@ -334,75 +300,75 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
     returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no loss scale;
     if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). Compiled code in it runs eagerly.
     `run_compiled`: the same through the compiled model, where `run_step` does without. `state`: nest of optimizer
-    tensors. `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels' range, where a
-    loss does not say it. Gradients are None afterwards, RNG untouched, buffers as before the step.
+    tensors. `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels' range, where no
+    loss says it. Gradients are None afterwards, RNG untouched, buffers as before the step.
     """
-    told = {"step": record.step, "rank": record.rank, "precision": precision, "scale": float(scale), "advice": advice}
-    outside = rng_states(record.device)
+    outside, more = rng_states(record.device), {}
     try:
         with _stance("force_eager"):
             rerun = Rerun(run_step, record, net)
             symptom, birth = rerun.watch()
-            more = dict(gradients=rerun.gradients, unused=rerun.unused, micro_batch=rerun.last)
-            if not symptom:
-                verdict, more["names"], more["tried"] = _finite(rerun, state, num_classes, scale, run_compiled)
-                symptom = f"{more['names'][0]} was bad before the step" if verdict == "weights" else symptom
-                if verdict == "data":
-                    more["micro_batch"], birth = rerun.bad_labels(num_classes)[1:]
+            if symptom:
+                verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
+                if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
+                    kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
+                    more["tried"], more["cure"] = _try(rerun, birth, verdict, kinds)
             else:
-                verdict, birth, symptom, more["tried"] = _judge(rerun, symptom, birth, precision, scale)
-                more["names"] = rerun.names(birth, verdict)
-            if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
-                trials, more["cure"] = _try(rerun, birth, verdict, sorted(
-                    ("module", "module, result in fp32"), reverse=advice != "flags"))
-                more["tried"] += trials
+                verdict, birth, more = _finite(rerun, state, num_classes, scale, run_compiled)
     finally:
         record.restore()
         set_rng_states(outside, record.device)
-    indices = record.indices_of(more["micro_batch"], birth.samples)
-    return Report(verdict=verdict, **told, **asdict(birth), **more, symptom=symptom, indices=indices,
-                  calls=rerun.locator.calls[birth.module])
+    told = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients} | asdict(birth) | more
+    return Report(verdict=verdict, step=record.step, rank=record.rank, precision=str(precision), scale=float(scale),
+                  advice=advice, calls=rerun.locator.calls[birth.module],
+                  indices=record.indices_of(told["micro_batch"], birth.samples), **told)
 
 
-def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: str, scale: float) -> tuple[str, Birth, str, tuple]:
-    """(verdict, birth, symptom, what was tried) of a step that is bad again."""
-    if birth.state or (birth.source and birth.source != CONSTANT):
-        return "weights" if birth.state else "data", birth, symptom, ()
+def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple[str, Birth, dict[str, Any]]:
+    """(verdict, birth, what else to report) of a step that is bad again."""
+    where = rerun.locator
+    if birth.origin:
+        holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
+        return birth.origin, birth, {"names": (holds,)}
     if not birth.made:  # the step raised, and not because of a bad number
-        data = rerun.locator.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class val", symptom)
-        return "data" if data else "error", birth, symptom, ()
-    if rerun.locator.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
-        return "data", birth, symptom, ()
-    exact = re.fullmatch(EXACT, str(precision).lower()) is not None
-    if not (again := rerun(fp32=True)):
-        factor = rerun.factor if rerun.factor < inf else scale
-        if factor > 1 and not rerun(Root(factor)):
-            return "calibration", birth, symptom, ("loss scale 1: finite",)
-        return "not reproducible" if exact else "precision", birth, symptom, ()
-    if birth.half and birth.again == "finite in float32":  # mended by fp32, and something else is bad there?
+        data = where.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class values", symptom)
+        return "data" if data else "error", birth, {"names": where.wrong}
+    if where.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
+        return "data", birth, {"names": (f"every label is ignored ({where.ignored}): their mean is 0/0",)}
+    if not rerun(fp32=True):
+        factor = rerun.factor if rerun.factor < inf else max(scale, 2.0**16)
+        if factor > 1.5 and not rerun(Calls(factor)):
+            return "calibration", birth, {"tried": ("loss scale 1: finite",)}
+        return "not reproducible" if re.fullmatch(EXACT, str(precision).lower()) else "precision", birth, {}
+    if "float16" in birth.result and birth.again == "finite in float32":  # something else is bad in fp32
         symptom, other = rerun.watch(fp32=True)
-        if other.state or (other.source and other.source != CONSTANT) or not other.half:
-            return "weights" if other.state else "data" if other.source else "divergence", other, symptom or again, ()
-        return ("precision" if other.again == "finite in float32" else "divergence"), other, symptom or again, ()
-    return "divergence", birth, symptom, ()
+        half = "float16" in other.result and other.again == "finite in float32"  # run_step leaves this one in half
+        return other.origin or ("precision" if half else "divergence"), other, {"symptom": symptom}
+    return "divergence", birth, {}
 
 
 def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None) -> tuple:
-    """(verdict, names, what was tried) of a step that is not bad again."""
-    compiled = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)
+    """The same for a step that is not bad again."""
     if run_compiled or "torch._dynamo" in sys.modules:
         with _stance("default"):
-            if said := compiled():
-                return "compiler", (), (f"compiled: {said}", "in eager mode: finite")
+            if said := Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)():
+                return "compiler", Birth(), {"tried": (f"compiled: {said}", "in eager mode: finite")}
     named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
     named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
     if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
-        return "weights", names, ()
-    if names := rerun.bad_labels(num_classes)[0]:
-        return "data", names, ()
+        return "weights", Birth(), {"names": names, "symptom": f"{names[0]} was bad before the step"}
+    for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
+        for name, t in named_tensors(batch):  # labels: the later items of a tuple; in a mapping what is called so
+            label = re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0"
+            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
+                wrong = ((t < 0) | (t >= num_classes)) & ~sum(t == i for i in rerun.locator.lawful).bool()
+                if wrong.any():
+                    rows = tuple(wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist())
+                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
+                    return "data", Birth(samples=rows), {"names": names, "micro_batch": k}
     if scale > 1:
-        return "calibration", (), ("loss scale 1: finite",)
-    return "not reproducible", (), ()
+        return "calibration", Birth(), {"tried": ("loss scale 1: finite",)}
+    return "not reproducible", Birth(), {}
 
 
 class Rerun:
@@ -410,82 +376,52 @@ class Rerun:
 
     def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
         self.run_step, self.record, self.net = run_step, record, net
-        self.factor, self.last, self.gradients, self.unused = 1.0, 0, (), ()
+        self.factor, self.last, self.gradients = 1.0, 0, ()
 
-    def __call__(self, *contexts: AbstractContextManager, fp32: bool = False) -> str:
+    def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
         """Run it: what is bad, "" for nothing."""
         self.record.restore()
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            try:
+        try:
+            with context or nullcontext():
                 return next(filter(None, (_symptom(self.results(b, fp32)) for b in self.record.batches)), "")
-            except Exception as error:
-                return _said(error)
+        except Exception as error:
+            return _said(error)
 
     def results(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
         """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
         clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
         out = self.run_step(batch, fp32)
         loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in self.net.named_parameters()})
-        after = _statistics(self.net)
-        grads = {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+        after, grads = _statistics(self.net), {f"gradient of {n}": g for n, g in grads.items() if g is not None}
         return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
 
     def watch(self, fp32: bool = False) -> tuple[str, Birth]:
         """Run the micro-batches up to the first bad one, with every operation watched: (what is bad, who made it)."""
         self.record.restore()
         for k, batch in enumerate(self.record.batches):
-            self.last, root, results = k, Root(), {}
-            self.locator = Locator(self.net, batch, self.record.indices[k])
+            where, calls = Locator(self.net, batch, self.record.indices[k]), Calls()
+            self.last, self.locator = k, where
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
-                with torch.autograd.set_detect_anomaly(True, check_nan=False), root, self.locator:
-                    try:
+                try:
+                    with torch.autograd.set_detect_anomaly(True, check_nan=False), calls, where:
                         results = self.results(batch, fp32)
-                        symptom = _symptom(results)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:
-                        symptom = _said(error)
-                        line = _line(traceback.format_tb(error.__traceback__))
-                        birth = self.locator.failed or Birth(op=type(error).__name__, phase="forward", line=line)
-            if symptom:
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    line = _line(traceback.format_tb(error.__traceback__))
+                    return _said(error), where.failed or Birth(type(error).__name__, phase="forward", line=line)
+            if symptom := _symptom(results):
                 break
-        if results:
-            birth = self.locator.blame([results["loss"]]) or self.locator.blame(results.values()) or Birth()
-            ratio = root.value / float(results["loss"]) if float(results["loss"]) else 1.0
-            self.factor = ratio if ratio > 1.5 else 1.0  # False for NaN
-            order = {name: k for k, name in enumerate(self.locator.order)}
-            bad = [(n[12:], t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
-            bad.sort(key=lambda row: order.get(row[0], len(order)))
-            self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel()) for n, t in bad)
-            self.unused = tuple(n for n, p in self.net.named_parameters() if p.requires_grad and p.grad is None)
-        return symptom, birth
-
-    def bad_labels(self, num_classes: int | None) -> tuple[tuple[str, ...], int, Birth]:
-        """(what is wrong, the micro-batch, its samples): integers after the first item, or called label or target."""
-        for k, batch in enumerate(self.record.batches if num_classes is not None else ()):
-            for name, t in named_tensors(batch):
-                first, _, last = name.partition(".")
-                label = re.fullmatch("labels?|targets?", last.rpartition(".")[2]) if last else first != "0"
-                if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
-                    lawful = torch.tensor([*self.locator.lawful], device=t.device)
-                    wrong = ((t < 0) | (t >= num_classes)) & ~torch.isin(t, lawful)
-                    if wrong.any():
-                        names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
-                        rows = wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist()
-                        return names, k, Birth(samples=tuple(rows))
-        return (), 0, Birth()
-
-    def names(self, birth: Birth, verdict: str) -> tuple[str, ...]:
-        if verdict == "weights":
-            return (birth.source, )
-        if verdict == "data":
-            said = f"every label is ignored ({self.locator.ignored}): their mean is 0/0"
-            bad = tuple(f"{birth.source} holds {birth.made}" for _ in [0] if birth.source)
-            return bad or self.locator.wrong or ((said,) if self.locator.ignored is not None else ())
-        return ()
+        else:
+            return "", Birth()
+        loss = float(results["loss"])
+        self.factor = calls.root / loss if loss else 1.0  # by how much run_step scaled its loss
+        order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
+        bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
+                               for n, t in sorted(bad, key=lambda row: order.get(row[0], len(order))))
+        return symptom, where.blame([results["loss"]]) or where.blame(results.values()) or Birth()
 
 
 # --- Which operation was it
@@ -499,49 +435,45 @@ class Locator(TorchDispatchMode):
     """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
 
     `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
-    What it remembers of a tensor it forgets with the tensor's storage, so it may stay entered for many steps.
+    What it remembers of a bad tensor it forgets with the tensor's storage, so it may stay entered for many steps.
     """
 
     def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
         super().__init__()
-        self.names: dict[nn.Module, str] = {}
+        self.net, self.names, self.calls = net, {}, Counter()  # modules: their names, how often each was called
         self.order: list[str] = []  # parameters, as the backward finishes their gradients
-        self.calls: Counter[str] = Counter()
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
-        self.ignored: int | None = None  # the ignore_index of a loss all of whose labels are ignored
-        self.lawful = {-100}  # every ignore_index seen
+        self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
         self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
         self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
-        self._clock = 0
-        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
-        self._since: list[int] = [0]  # autograd's sequence numbers at which another module came under way ...
-        self._module: list[tuple[str, int]] = [("", 0)]  # ... and which
         self._rules: dict[Any, SimpleNamespace] = {}
-        self._handles: list[Any] = []
-        self.net = net
+        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
+        self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
+        self._clock, self._handles = 0, []
         if net is not None:
             self._name(net)
-        for name, t in named_tensors(batch):
+        leaves = dict(named_tensors(batch))
+        for name, t in leaves.items():
             first, _, rest = name.partition(".")
             name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
             self._known.setdefault(_key(t), (name, True))
-        self.size, self._rows, self._reduced = 0, {}, {}
-        self._find_batch([t for _, t in named_tensors(batch) if t.dim()], len(indices or ()))
+        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], len(indices or ())), {}
+        for t in leaves.values() if self.size > 1 else ():
+            if self.size in t.shape[:2] and t.layout is torch.strided:
+                self._carries(t, t.shape.index(self.size), 1)
 
     def _name(self, net: nn.Module) -> None:
         for name, module in net.named_modules():
             self.names.setdefault(module, name)
-            for key, value in _attributes(module):
-                self._known |= {_key(t): (f"attribute {'.'.join(filter(None, (name, key)))}", True)
-                                for _, t in named_tensors(value)}
+            for key, t in named_tensors(dict(_attributes(module)), name):
+                self._known[_key(t)] = f"attribute {key}", True
         self._known |= {_key(b): (f"buffer {n}", True) for n, b in net.named_buffers()}
         self._known |= {_key(b): (n, False) for n, b in _statistics(net).items()}
         self._known |= {_key(p): (f"parameter {n}", False) for n, p in net.named_parameters()}
         for name, p in net.named_parameters():
             if p.requires_grad and p.is_leaf:
-                done = partial(self._done, name)
-                self._handles.append(p.register_post_accumulate_grad_hook(done))
+                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._done, name)))
 
     def _done(self, name: str, p: Tensor) -> None:
         self.order.append(name)
@@ -572,7 +504,7 @@ class Locator(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        if len(self._since) > 1 << 18:  # several steps long: the oldest half is of graphs that are gone
+        if len(self._since) > 1 << 18:  # many steps long: the older half is of graphs that are gone
             del self._since[: 1 << 17], self._module[: 1 << 17]
         self._since.append(torch._C._autograd._get_sequence_nr())
         self._module.append(self._stack[-1] if self._stack else ("", 0))
@@ -582,32 +514,26 @@ class Locator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
-        inputs, spans = _flat((*args, *kwargs.values())), {}
-        written = [] if not rule.writes else _flat([args[i] for i in rule.writes if i < len(args)] + [
-            kwargs[n] for n in rule.names if n in kwargs])
-        kept = args
-        if written:  # an in-place operation overwrites its evidence
-            spans = {id(t): extent(t) for t in written}
-            if not rule.many:
-                kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        inputs, kept = _flat((*args, *kwargs.values())), args
+        written = _flat([*(args[i] for i in rule.writes if i < len(args)), *(kwargs.get(n) for n in rule.names)])
+        spans = {id(t): extent(t) for t in written}  # now: an in-place operation overwrites its evidence
+        if written and not rule.many:
+            kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
         if rule.overwrites:
-            inputs = [t for t in inputs if all(t is not w for w in written)]
+            inputs = [t for t in inputs if id(t) not in spans]
         if rule.index:
             self._check_index(rule, func, args, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
-            if self.failed is None:
-                first = self._inherited(func, inputs, spans)
-                self.failed = first[1] if first < LAWFUL else self._birth(func, inputs, spans)
+            cause = self._inherited(func, inputs, spans)
+            self.failed = self.failed or cause[1] or self._birth(func, inputs, spans)
             raise
-        outs = _flat((out,)) + written
-        before = {_key(t) for t in inputs}
+        before, outs = {_key(t) for t in inputs}, _flat((out,)) + written
         if self._rows:
             self._carry(rule, args, kwargs, inputs, outs, before)
         for t in outs:
-            key = _key(t)
-            if key in before and not written:
+            if (key := _key(t)) in before and not written:
                 continue  # a view: it shares what is known of its storage
             if is_bad(span := extent(t)):
                 cause = self._inherited(func, inputs, spans)
@@ -616,11 +542,11 @@ class Locator(TorchDispatchMode):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
                     cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
-                elif cause < LAWFUL and not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
+                elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self._remember(key, t, cause)
-            elif key in self._causes and _values(t).numel() * t.element_size() >= _values(t).untyped_storage().nbytes():
-                del self._causes[key]
+            elif key in self._causes and _values(t).nbytes >= _values(t).untyped_storage().nbytes():
+                del self._causes[key]  # wholly overwritten
         return out
 
     def _born(self, birth: Birth) -> tuple[int, Birth]:
@@ -647,7 +573,7 @@ class Locator(TorchDispatchMode):
             return LAWFUL
         if not name or not used:
             return NOBODY
-        birth = replace(self._birth(*used, t, span), source=name, again="", samples=self._samples(t))
+        birth = replace(self._birth(*used, t, span), source=name, samples=self._samples(t))
         self._remember(key, t, cause := self._born(birth))
         return cause
 
@@ -661,47 +587,55 @@ class Locator(TorchDispatchMode):
         told = [(t, spans.setdefault(id(t), extent(t))) for t in inputs if t.is_floating_point() or t.is_complex()]
         stack = traceback.format_stack()
         stack = stack[: max(k for k, frame in enumerate(stack) if "in __torch_dispatch__" in frame)]
-        module, call = self._stack[-1] if self._stack else ("", 0)
-        node, name, line, phase = torch._C._current_autograd_node(), "", "", "forward"
-        if node is not None:
-            # Python frames inside the backward: a hook, a custom function's backward, or a checkpoint
+        (module, call), node = self._stack[-1] if self._stack else ("", 0), torch._C._current_autograd_node()
+        name, line, phase = "", "", "forward"
+        if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
             stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
         if node is not None and not (torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)):
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = [*node.metadata.get("traceback_", ())]
             if isinstance(variable := getattr(node, "variable", None), Tensor):
-                owner = self._known.get(_key(variable), ("", 0))[0].removeprefix("parameter ")
+                owner = self._known.get(_key(variable), ("", False))[0].removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
             elif not self._stack:
                 module, call = self._module[bisect_right(self._since, node._sequence_nr()) - 1]
-        calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame or "in _wrapped_call_impl" in frame]
-        ready = any(is_bad(s) and not is_mask(s) for _, s in told)
+        calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
+        bad = [s for _, s in told if is_bad(s)]
+        about = {} if out is None else dict(
+            made=_made(span), result=_type(out), samples=self._samples(out, bool(bad)),
+            source="" if all(map(is_mask, bad)) else CONSTANT)
         return Birth(
-            op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call,
-            made="" if out is None else _made(span), result="" if out is None else _type(out),
-            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told), again=again,
+            op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
+            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told),
             largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
-            samples=() if out is None else self._samples(out, any(is_bad(s) for _, s in told)),
-            source=CONSTANT if ready and out is not None else "",
-            caller=_line(stack[: calling[-1]]) if calling else "")
+            caller=_line(stack[: calling[-1]]) if calling else "", **about)
+
+    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
+        """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
+        for index, size, low, ignore in rule.index(*args):
+            if ignore is not None:
+                self.lawful.add(ignore)
+                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
+            wrong = ((index < low) | (index >= size)) & (index != ignore)
+            if wrong.any():
+                what = "index" if ignore is None else "label"
+                self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
+                found, marked = self._dim(index), torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, nan)
+                if found:
+                    self._carries(marked, *found)
+                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
+                raise IndexError(self.wrong[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
-    # one step along the batch is a fixed number of elements there, whatever the shape through which it is viewed.
+    # one step along the batch is a fixed number of bytes there, whatever the shape through which it is viewed.
 
-    def _find_batch(self, leaves: list[Tensor], size: int) -> None:
-        """The batch size is the one that most tensors have as dimension 0 or 1."""
-        counts = Counter(n for t in leaves for n in dict.fromkeys(t.shape[:2]))
-        size = size or max(counts, key=lambda n: (counts[n], n in [t.shape[0] for t in leaves]), default=0)
-        if size > 1:
-            self.size = size
-            for t in leaves:
-                if size in t.shape[:2] and t.layout is torch.strided:
-                    self._rows[_key(t)] = t.stride(t.shape.index(size)) * t.element_size()
+    def _carries(self, t: Tensor, d: int, inner: int) -> None:
+        if t.stride(d):
+            self._rows[_key(t)] = t.stride(d) * inner * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
         """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
-        step = self._rows.get(_key(t)) if t.layout is torch.strided else None
-        step = (step or 0) // t.element_size()  # a complex storage may be viewed as real
+        step = self._rows.get(_key(t), 0) // t.element_size() if t.layout is torch.strided else 0
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
             if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
@@ -718,61 +652,41 @@ class Locator(TorchDispatchMode):
     def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
                before: set[int]) -> None:
         """Mark the results that still have the batch dimension."""
-        if len(self._rows) > 1 << 16:
-            self._rows.clear()
         found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
         for number, t in enumerate(outs):
-            key = _key(t)
-            if key in self._rows and key in before:
+            if (key := _key(t)) in self._rows and key in before:
                 continue  # a view
-            self._rows.pop(key, None)
-            for k, source, (d, inner) in found:
-                if t.layout is torch.strided and (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
-                    if t.stride(to):
-                        self._rows[key] = t.stride(to) * inner * t.element_size()
+            self._rows.pop(key, None)  # a new storage, at an address that may have been another's
+            for k, source, (d, inner) in found if t.layout is torch.strided else ():
+                if (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
+                    self._carries(t, to, inner)
                     break
-            if found and not t.dim():
-                self._reduced |= {source.shape: d for _, source, d in found}
-            elif not found and t.shape in self._reduced and torch._C._current_autograd_node() is not None:
-                d, inner = self._reduced[t.shape]  # the slope of a mean over what carried the batch
-                if t.stride(d):
-                    self._rows[key] = t.stride(d) * inner * t.element_size()
-
-    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
-        """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
-        for index, size, ignore, low in rule.index(*args):
-            wrong = ((index < low) | (index >= size)) & (index != ignore)
-            if rule.name.startswith("nll"):
-                self.lawful.add(ignore)
-                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
-            if wrong.any():
-                what = "label" if rule.name.startswith("nll") else "index"
-                self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
-                marked = torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, inf)
-                if found := self._dim(index):
-                    self._rows[_key(marked)] = marked.stride(found[0]) * found[1] * marked.element_size()
-                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
-                raise IndexError(self.wrong[0])
 
 
-MATMUL = re.compile(r"(mm|bmm|addmm|baddbmm)$")
+def _batch_size(shapes: list[torch.Size], known: int) -> int:
+    """The size that most tensors of the batch have as dimension 0, or 1 where time is first."""
+    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
+    return known or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
+
+
+STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
+LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
 
 
 def _rule(func: Any) -> SimpleNamespace:
     """What the dispatch needs to know of an operation, found once."""
     schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
-    written = [(k, a.name) for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not written:
-        written = [(3, "running_mean"), (4, "running_var")]  # written, and the schema does not say so
-    names = [a.name for a in schema.arguments]
+    names, pointwise = [a.name for a in schema.arguments], torch.Tag.pointwise in func.tags or name == "copy"
+    writes = [k for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
+        writes = [3, 4]  # the running statistics, of which the schema does not say so
     at = next((k for k, n in enumerate(names) if n in ("dim", "dims")), None)
-    pointwise = torch.Tag.pointwise in func.tags
 
     def follow(args: Any, kwargs: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
         """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
-        if pointwise or name == "copy":
+        if pointwise:
             d += t.dim() - source.dim()
-        elif MATMUL.match(name):
+        elif re.fullmatch("(b|add|badd)?b?mm", name):
             if k < -2 or d == source.dim() - (1 if k == -2 else 2):
                 return None  # summed over
         elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
@@ -781,46 +695,39 @@ def _rule(func: Any) -> SimpleNamespace:
             dims = args[at] if at < len(args) else kwargs.get(names[at])
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
-            if name == "stack":
-                d += dims[0] <= d
-            elif d in dims:
+            if name != "stack" and d in dims:
                 return None
-            elif t.dim() < source.dim():
-                d -= sum(x < d for x in dims)
+            d += dims[0] <= d if name == "stack" else -sum(x < d for x in dims) * (t.dim() < source.dim())
         elif t.dim() != source.dim() and not STAYS.search(name):
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
 
-    return SimpleNamespace(
-        name=name, writes=[k for k, _ in written], names=[n for _, n in written], follow=follow, index=_INDEX.get(name),
-        many="foreach" in name or "fused" in name,
-        overwrites=bool(re.fullmatch("copy|fill|zero|normal|uniform|random|bernoulli|exponential", name)))
+    return SimpleNamespace(writes=writes, names=[names[k] for k in writes], follow=follow, index=INDEX.get(name),
+                           many="foreach" in name or "fused" in name, overwrites=name in (
+                               "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential"))
 
 
-def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> Iterator[tuple]:
-    yield target, x.shape[1 if x.dim() > 1 else 0], ignore, 0
+def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> list[tuple]:
+    return [(index, x.shape[dim], 0, None)] if x.dim() else []
 
 
-def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> Iterator[tuple]:
-    if x.dim():
-        yield index, x.shape[dim], None, 0
+def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> list[tuple]:
+    return [(target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]
 
 
-def _subscript(x: Tensor, indices: Any, *more: Any) -> Iterator[tuple]:
-    if not any(i is not None and i.dtype is torch.bool for i in indices):
-        yield from ((i, x.shape[k], None, -x.shape[k]) for k, i in enumerate(indices) if i is not None)
-
-
-_INDEX = {"nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along,
-          "scatter": _along, "scatter_add": _along, "index": _subscript,
-          "embedding": lambda w, i, *more: [(i, len(w), None, 0)]}
+INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments
+    "nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along, "scatter": _along,
+    "scatter_add": _along, "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
+    "index": lambda x, indices, *more: [(i, x.shape[k], -x.shape[k], None) for k, i in enumerate(indices)
+                                        if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)],
+}
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> str:
     """The operation on the same inputs in fp32 and fp64: "finite in float32", "nan in float32, finite in float64"."""
+    told: list[str] = []
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
-    told = []
     for dtype in (torch.float32, torch.float64):
         def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
             if isinstance(v, Tensor):
@@ -829,7 +736,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
         try:
             spans = [extent(t) for t in _flat((func(*tree_map(wide, args), **tree_map(wide, kwargs)),))]
         except Exception:  # a kernel that knows one dtype only
-            return ", ".join(told)
+            break
         bad = next((_made(s) for s in spans if is_bad(s)), "finite")
         told.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
         if bad == "finite":
@@ -843,27 +750,28 @@ def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tu
     """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
     tried: list[str] = []
 
-    def goes(what: str, *contexts: AbstractContextManager) -> bool:
-        said = rerun(*contexts)
+    def goes(what: str, context: AbstractContextManager) -> bool:
+        said = rerun(context)
         tried.append(f"{what}: " + (f"still bad ({said})" if said else "finite"))
         return not said
 
     name = birth.module if verdict == "precision" else ""
     while name:
-        module = rerun.net.get_submodule(name)
         for kind in kinds:
-            if goes(f"{name} in fp32" + kind.removeprefix("module"), island(module, keep="result" in kind)):
+            module = island(rerun.net.get_submodule(name), keep="result" in kind)
+            if goes(f"{name} in fp32{kind.removeprefix('module')}", module):
                 return tuple(tried), (kind, name)
         name = name.rpartition(".")[0]
-    if birth.weak and WEAK[birth.weak][1]:
-        mended = Mended(birth.weak, birth.line)
-        if goes(f"{WEAK[birth.weak][0].rpartition(': ')[2]} at {birth.line}", mended) and mended.hits:
+    advice, mend = WEAK.get(birth.weak, ("", None))
+    if mend:
+        calls, what = Calls(weak=birth.weak, line=birth.line), f"{advice.rpartition(': ')[2]} at {birth.line}"
+        if goes(what, calls) and calls.hits:
             return tuple(tried), ("eps", birth.weak)
-        if not mended.hits:
-            tried[-1] = f"{WEAK[birth.weak][0].rpartition(': ')[2]}: not tried, the call was not found"
+        if not calls.hits:
+            tried[-1] = f"{what}: not tried, the call was not found"
     if verdict != "precision":
         return tuple(tried), ("", "")
-    if re.search(r"float16", birth.result) and goes("the whole step in bf16", InBf16()):
+    if birth.result.startswith("float16") and goes("the whole step in bf16", InBf16()):
         return tuple(tried), ("precision", "bf16")
     return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
 
@@ -871,33 +779,26 @@ def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tu
 @contextmanager
 def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
     """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
-    before, forward = vars(module).get("forward"), module.forward
-
-    class Inner(nn.Module):  # so that functional_call exchanges the parameters and does not come here again
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
+    before, inner = vars(module).get("forward"), nn.Module()
+    inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
 
     def cast(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
         return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in of else t, tree)
 
-    def upcast(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         floats = [t for t in _flat((*args, *kwargs.values())) if t.is_floating_point()]
         device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
         back = floats[0].dtype if floats else torch.float32
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
             back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
-        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
         with torch.autocast(device, enabled=False):
             args, kwargs = cast((args, kwargs), torch.float32, HALF)
-            out = torch.func.functional_call(Inner(), half, args, kwargs)
+            half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+            out = torch.func.functional_call(inner, half, args, kwargs)
         return out if keep or back not in HALF else cast(out, back, (torch.float32,))
 
-    module.forward = upcast
+    module.forward = forward
     try:
         yield
     finally:
@@ -906,38 +807,23 @@ def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
             module.forward = before
 
 
-class Root(TorchFunctionMode):
-    """Reads the number of which run_step takes the backward; divides its gradient by `factor`, the loss scale."""
+class Calls(TorchFunctionMode):
+    """Sees torch's functions as the step calls them. It reads the number of which the backward is taken, divides its
+    gradient by `factor`, and changes the arguments of the weak operation at one line as WEAK says."""
 
-    def __init__(self, factor: float = 1.0):
+    def __init__(self, factor: float = 1.0, weak: str = "", line: str = ""):
         super().__init__()
-        self.factor, self.value = factor, 0.0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward and args[0].numel() == 1:
-            self.value = float(args[0].detach())
-            if self.factor > 1 and len(args) == 1 and kwargs.get("gradient") is None:
-                kwargs = kwargs | {"gradient": torch.ones_like(args[0]) / self.factor}
-        return func(*args, **kwargs)
-
-
-class Mended(TorchFunctionMode):
-    """Changes the arguments of the weak operation at one line as WEAK says."""
-
-    def __init__(self, weak: str, line: str):
-        super().__init__()
-        self.weak, self.line, self.hits = weak, line, 0
+        self.factor, self.weak, self.line, self.hits, self.root = factor, weak, line, 0, 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
-        if func is Tensor.backward:  # a checkpoint repeats its forward in there
-            root, (gradient, *_) = args[0], (*args[1:], kwargs.get("gradient"))
-            with self:
+        if func is Tensor.backward and args[0].numel() == 1 and not any(v is not None and v is not False for v in (
+                *args[1:], *kwargs.values())):
+            self.root, gradient = float(args[0].detach()), torch.ones_like(args[0]) / self.factor
+            with self if self.weak else nullcontext():  # a checkpoint repeats its forward in there
                 return torch.autograd.graph._engine_run_backward(
-                    (root,), (torch.ones_like(root) if gradient is None else gradient,), False, False, (),
-                    allow_unreachable=True, accumulate_grad=True)
-        if SAME.get(name, name) == self.weak and _line(traceback.format_stack(sys._getframe(1))) == self.line:
+                    args[:1], (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if self.weak and SAME.get(name, name) == self.weak and _line(traceback.format_stack()) == self.line:
             self.hits += 1
             args, kwargs = WEAK[self.weak][1](*args, **kwargs)
         return func(*args, **kwargs)
@@ -962,9 +848,7 @@ def _stance(stance: str) -> AbstractContextManager:
 
 def _values(t: Tensor) -> Tensor:
     """The numbers of a sparse tensor, or the tensor."""
-    if t.layout is torch.strided:
-        return t
-    return t._values() if t.layout is torch.sparse_coo else t.values()
+    return t if t.layout is torch.strided else t._values() if t.layout is torch.sparse_coo else t.values()
 
 
 def _key(t: Tensor) -> int:
@@ -978,9 +862,7 @@ def extent(t: Tensor) -> tuple[float, float]:
     t = _values(t)
     if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    low, high = torch.aminmax(t if t.element_size() > 1 else t.float())
+    low, high = torch.aminmax(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t)
     return float(low), float(high)
 
 
@@ -1027,8 +909,8 @@ def _flat(args: Iterable[Any]) -> list[Tensor]:
 
 def _statistics(net: nn.Module) -> dict[str, Tensor]:
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
-    norms = {n: m for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
-    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms.items() for key, b in m.named_buffers()}
+    norms = [(n, m) for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms for key, b in m.named_buffers()}
 
 
 def _symptom(results: Mapping[str, Tensor]) -> str:
@@ -1049,8 +931,7 @@ def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        plumbing = frame and (frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__")
-        if frame and not plumbing:
+        if frame and frame[3] != "__torch_function__" and not frame[1].startswith((TORCH, "<")):
             return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
     return ""
 
@@ -1058,13 +939,14 @@ def _line(stack: Iterable[str]) -> str:
 # --- python autopsy.py
 
 def demo() -> None:
-    """A Linear whose fp16 result passes 65504 from step 3 on: found, named, put into fp32; training goes on."""
+    """A Linear whose fp16 result passes 65504: found, named, and finite in fp32."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
     net.add_module("wide", nn.Linear(64, 64))
     net.extend([nn.LayerNorm(64), nn.Linear(64, 4)])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    batch, healed = (torch.randn(32, 16), torch.randint(0, 4, (32,))), ExitStack()
+    net.wide.weight.data *= 3e5  # the fault
+    batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
+    record.keep(*batch)
 
     def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
@@ -1073,20 +955,10 @@ def demo() -> None:
         loss.backward()
         return loss
 
-    for step in range(6):
-        if step == 3:
-            net.wide.weight.data *= 3e5  # the fault
-        record = StepRecord(step, net)
-        record.keep(*batch)
-        loss = run_step(batch, False)
-        if any(is_bad(extent(t)) for t in (loss, *(p.grad for p in net.parameters()))):
-            report = examine(run_step, record, net, precision="fp16")
-            healed.enter_context(island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]))
-            print(f"{report}\nhealed: {report.module} is an fp32 island")
-        else:
-            optimizer.step()
-            print(f"step {step}: loss {loss.item():.4f}")
-        optimizer.zero_grad()
+    print(f"loss {run_step(batch, False).item():.4f}")
+    print(report := examine(run_step, record, net, precision="fp16"))
+    with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
+        print(f"healed: {report.module} is an fp32 island\nloss {run_step(batch, False).item():.4f}")
 
 
 if __name__ == "__main__":
