@@ -416,7 +416,7 @@ class Rerun:
         else:
             return "", Birth()
         loss = float(results["loss"])
-        self.factor = calls.root / loss if loss else 1.0  # by how much run_step scaled its loss
+        self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
         order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
         bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
         self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
