@@ -20,6 +20,7 @@ the core files, and only train.py knows it. It is apart because the loop should 
 """
 
 import collections
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -48,11 +49,12 @@ def rerun(model: nn.Module, net: nn.Module, policy: amp_policy.Policy, injector:
     def run_in(pieces, batch, fp32):
         micro = next(i for i, kept in enumerate(evidence.batches) if kept is batch)
         total = 0.0
-        with amp_policy.fp32_eval(net) if fp32 else policy.autocast():
+        with amp_policy.fp32_eval(net) if fp32 else contextlib.nullcontext():
             for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
-                loss, _ = model(x, y)
+                with contextlib.nullcontext() if fp32 else policy.autocast():
+                    loss, _ = model(x, y)
                 loss = injector.loss(loss, micro) * (len(x) / len(batch[0]))
-                loss.backward()
+                loss.backward()  # outside of autocast, which would cast an fp32 island's gradients to half
                 total = total + loss.detach()
             return total, {name: p.grad for name, p in net.named_parameters()}
 
@@ -141,7 +143,8 @@ class Healer:
         facts = {"precision": self.policy.name, "num_classes": self.guard.num_classes}
         report = autopsy.agree(autopsy.examine(
             rerun(self.model, self.net, self.policy, self.injector, evidence), evidence, self.net,
-            state=dict(enumerate(self.optimizer.state.values())), scale=float(self.scaler.scale_tensor), **facts,
+            state=dict(enumerate(self.optimizer.state.values())), scale=float(self.scaler.scale_tensor), advice="flags",
+            **facts,
         ))
         folder = Path(self.checkpoints.last).parent
         if report.rank == self.rank and not self.calibrates(report) and not any(folder.glob("bad_step_*")):
@@ -153,11 +156,14 @@ class Healer:
 
     def calibrates(self, report: autopsy.Report) -> bool:
         scaler = self.scaler
-        return report.verdict == "not reproducible" and scaler.is_enabled() and report.scale > scaler.floor
+        return report.verdict == "calibration" and scaler.is_enabled() and report.scale > scaler.floor
 
     def cure(self, report: autopsy.Report) -> tuple[str, str, int]:
         """(what was done, status, exit code)."""
-        verdict, module = report.verdict, report.module
+        verdict = report.verdict if report.verdict != "calibration" else "not reproducible"  # the scale is at its floor
+        kind, module = report.cure
+        if verdict == "error":
+            raise RuntimeError(str(report))
         self.counts[verdict] += 1
         if verdict == "not reproducible":
             return "passed over", *(("suspected hardware", 5) if self.counts[verdict] >= 5 else ("done", 0))
@@ -166,7 +172,7 @@ class Healer:
             return "passed over", *(("bad data", 4) if many else ("done", 0))
         if self.counts.total() - self.counts["data"] > self.max_cures:
             return f"given up after {self.max_cures} cures", "diverged", 3
-        if verdict == "precision" and module and module not in amp_policy.pinned(self.net):
+        if verdict == "precision" and kind.startswith("module") and module not in amp_policy.pinned(self.net):
             amp_policy.keep_fp32(self.net, [module])
             self.guard.watch(self.net)
             self.healed.append(module)
@@ -274,7 +280,7 @@ def replay(path: str | Path, models: dict, wrap) -> int:
     model = wrap(net, recipe["label_smoothing"])
     report = autopsy.examine(
         rerun(model, net, policy, injector, evidence), evidence, net,
-        state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name,
+        state=capsule["optimizer"], num_classes=capsule["num_classes"], precision=policy.name, advice="flags",
     )
     recorded = capsule["report"]["verdict"]
     print(f"{report}\nrecorded verdict: {recorded}, replayed on the CPU: {report.verdict}")

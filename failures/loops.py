@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,9 +169,10 @@ def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
     """For autopsy.examine: forward and backward of one micro-batch, under autocast or in fp32."""
 
     def run_step(batch: tuple, fp32: bool):
-        with amp_policy.fp32_eval(net) if fp32 else autocast(dtype):
-            loss, _ = net(*batch)
-            loss.backward()
+        with amp_policy.fp32_eval(net) if fp32 else nullcontext():
+            with nullcontext() if fp32 else autocast(dtype):
+                loss, _ = net(*batch)
+            loss.backward()  # outside of autocast, which would cast an fp32 island's gradients to half
             return loss, {name: p.grad for name, p in net.named_parameters()}
 
     return run_step
@@ -209,7 +211,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
             continue
         report = autopsy.examine(rerun(net, dtype), record, net, state=optimizer.state_dict(), precision=NAMES[dtype],
                                  scale=scale)
-        if report.verdict != "not reproducible" or scale <= scaler.floor:  # else: finite at scale 1, calibration
+        if report.verdict != "calibration":  # that is finite at scale 1
             run.first, run.what, run.report = step, " and ".join(verdict.reasons), report
             break
     return run

@@ -60,7 +60,7 @@ def case(steps: int = 12) -> Case:
             f"{report.verdict} @ 1: {report.op.removesuffix('.default')} in the {report.phase} of the loss", cured)
     out.claim("as published: step 1 is skipped, and each growth back to 65536", published.skipped[:3] == [1, 5, 9])
     out.claim("the autopsy names the loss's backward",
-              report.verdict == "precision" and report.phase == "backward" and report.made == "inf")
+              report.verdict == "calibration" and report.phase == "backward" and report.made == "inf")
     out.claim("cured: step 1 is taken, at 65536 and at twice that", not cured.skipped and short.scales[3] > 65536
               and not {1, 2, 3, 4} & set(short.skipped))
     return out
