@@ -1242,7 +1242,10 @@ class Watch:
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
         self.symptom, self.at = symptom, max(0, passes)
         if not self.report and (self.first is not None or self.from_step is not None):
-            self.report = self._tell(evidence or ())
+            try:
+                self.report = self._tell(evidence or ())
+            except Exception as error:
+                self.report = f"{symptom} at step {self.steps}; the report failed ({_said(error)})"
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
         for b, copy in self.kept:
@@ -1253,7 +1256,7 @@ class Watch:
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
         ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
-        verdict = ("not reproducible" if not birth.op else "weights" if birth.state else
+        verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
                    "data" if birth.source or ignored else
                    "precision" if birth.again == "finite in float32" else "divergence")
         report = Report(verdict=verdict, step=self.steps, rank=self.rank, scale=self.scale, symptom=self.symptom,
@@ -1305,7 +1308,8 @@ class Watch:
             return 0
         if isinstance(failure, Exception):
             traceback.print_exception(failure)
-        self.report = self.report or self._second_run()
+        if not self.report:  # a watched run starts no other run
+            self.report = self._second_run() if self.first is None and self.from_step is None else self.symptom
         if self.rank == 0:
             with open(os.path.join(self.home, self.path), "w") as file:
                 file.write(self.report + "\n")
