@@ -67,7 +67,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
-TORCH = os.path.dirname(torch.__file__)
+TORCH, LIBRARY = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 HALF = (torch.float16, torch.bfloat16)
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
@@ -959,7 +959,7 @@ def _line(stack: Iterable[str]) -> str:
         if not frame or own or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
             continue
         at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
-        if "-packages" not in frame[1]:
+        if not frame[1].startswith(LIBRARY) and "-packages" not in frame[1]:
             return f"{inner}, called from {at}" if inner else at
         inner = inner or at  # a library's line: the script's line is wanted too
     return inner
@@ -1020,7 +1020,7 @@ class Watch:
         self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and a copy from the last good step
         self.gradient = self.activation = 0.0  # the largest
         self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
-        self.symptom, self.at, self.report = "", 0, ""
+        self.symptom, self.at, self.step, self.report = "", 0, 0, ""
 
     def __enter__(self) -> Watch:
         for text in (".*there are global hooks", "Anomaly Detection has been enabled"):
@@ -1117,7 +1117,8 @@ class Watch:
         original(tensors, *args, **kwargs)
         self.passes += 1
         self._safely(self._after_backward)
-        self._watch_operations()
+        if not self.last:  # else the watch begins where a step ends
+            self._watch_operations()
 
     def _before_backward(self, tensors: Any) -> None:
         for t in (t.detach() for _, t in named_tensors(tensors)):
@@ -1161,6 +1162,7 @@ class Watch:
             self._note("update", "", value, optimizer)
         if self.kept:
             torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
+        self._watch_operations()
 
     def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         fired = self.fired
@@ -1177,9 +1179,10 @@ class Watch:
         self.bad_losses *= self.bad_losses > losses
         why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
                if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
-        if why or self.first is not None:
+        if why or (self.locator and self.first is not None):
             self._judge(_moved(optimizer), why)
         self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
+        self._watch_operations()
 
     def _item(self, original: Callable, t: Tensor) -> Any:
         value = original(t)
@@ -1241,11 +1244,12 @@ class Watch:
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
         self.symptom, self.at = symptom, max(0, passes)
+        self.step = self.steps if self.last else self.at
         if not self.report and (self.first is not None or self.from_step is not None):
             try:
                 self.report = self._tell(evidence or ())
             except Exception as error:
-                self.report = f"{symptom} at step {self.steps}; the report failed ({_said(error)})"
+                self.report = f"{symptom} at step {self.step}; the report failed ({_said(error)})"
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
         for b, copy in self.kept:
@@ -1257,9 +1261,9 @@ class Watch:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
         ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
         verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
-                   "data" if birth.source or ignored else
+                   "data" if birth.source or ignored or "aten.set_." in birth.op else  # set_: a worker sent it
                    "precision" if birth.again == "finite in float32" else "divergence")
-        report = Report(verdict=verdict, step=self.steps, rank=self.rank, scale=self.scale, symptom=self.symptom,
+        report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
                         precision=birth.result.partition("[")[0], **asdict(birth))
         text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
         if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
@@ -1325,8 +1329,8 @@ class Watch:
 
     def _second_run(self) -> str:
         spent = time.monotonic() - self.started
-        self._say(f"{self.symptom} at step {self.steps}, after {spent:.0f} s. The script "
-                  "runs again, quietly, in eager mode, for about as long. Then every operation of that step is watched.")
+        self._say(f"{self.symptom} at step {self.step}, after {spent:.0f} s. The script runs "
+                  "again, quietly, in eager mode, for about as long. Then every operation of that step is watched.")
         if torch.cuda.is_initialized():
             vars(sys.modules["__main__"]).clear()  # the second run needs the memory
             gc.collect()
@@ -1343,9 +1347,9 @@ class Watch:
                 with open(path) as file:
                     return file.read().rstrip()
         last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
-        return (f"{self.symptom} at step {self.steps} -> not reproducible\n"
+        return (f"{self.symptom} at step {self.step} -> not reproducible\n"
                 f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
-                f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.steps - 1)}")
+                f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.step - 1)}")
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
