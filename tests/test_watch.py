@@ -2,7 +2,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,7 +131,7 @@ def test_a_planted_fault_is_found_on_its_line_and_stays_out_of_the_weights(run, 
 def test_an_eps_of_zero_is_named_and_not_the_gradients(run):
     done = run(CLASSIFIER, "eps")
     assert done.returncode == 3, done.stderr
-    assert "after a step with finite gradients" in done.stderr and "eps=0 is exactly 0" in done.stderr
+    assert "whose gradients were finite" in done.stderr and "eps=0 is exactly 0" in done.stderr
     assert "runs again" not in done.stderr
 
 
@@ -427,4 +426,3 @@ def test_trainers_of_others_are_torch_underneath(run, package, text):
 def test_without_a_script_it_explains_itself_and_shows_the_demo(run, tmp_path):
     done = subprocess.run([sys.executable, "autopsy.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "YOUR_SCRIPT.py" in done.stdout and "step 7" in done.stdout
-    assert signal.SIGINT
