@@ -1243,7 +1243,8 @@ class Watch:
                 self._found(symptom, (), 0)
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
-        self.symptom, self.at = symptom, max(0, passes)
+        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.last else passes  # where this step began
+        self.symptom, self.at = symptom, max(0, min(passes, ended))
         self.step = self.steps if self.last else self.at
         if not self.report and (self.first is not None or self.from_step is not None):
             try:

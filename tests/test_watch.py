@@ -410,7 +410,8 @@ for step in range(5):
 
 
 @pytest.mark.parametrize(("package", "text"), [
-    ("transformers", TRAINER), ("lightning", LIGHTNING), ("accelerate", ACCELERATE), ("timm", TIMM)])
+    ("transformers", TRAINER), ("lightning", LIGHTNING), ("accelerate", ACCELERATE), ("timm", TIMM)],
+    ids=["transformers", "lightning", "accelerate", "timm"])
 def test_trainers_of_others_are_torch_underneath(run, package, text):
     pytest.importorskip(package)
     bare, watched = run(text, watched=False), run(text)
