@@ -1048,7 +1048,8 @@ class Watch:
             self.undo.pop()()
 
     def _mine(self) -> bool:
-        return self.on and threading.get_ident() == self.thread and not torch.compiler.is_compiling()
+        # is_compiling() first: the compiler then sees a constant, and traces a graph without any of this
+        return not torch.compiler.is_compiling() and self.on and threading.get_ident() == self.thread
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
         original = getattr(owner, name)
