@@ -33,20 +33,27 @@ This file changes no weights and does not decide when to look. To copy it: it ne
 """
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
+import runpy
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 import traceback
 import warnings
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from math import inf, nan
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,12 +61,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
-TORCH = os.path.dirname(torch.__file__)
+TORCH, LIBRARY = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 HALF = (torch.float16, torch.bfloat16)
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
@@ -456,13 +464,26 @@ class Locator(TorchDispatchMode):
         self._rules: dict[Any, SimpleNamespace] = {}
         self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
         self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
-        self._clock, self._handles = 0, []
+        self._clock, self._handles, self.paused = 0, [], False
+        self.take(batch, len(indices or ()))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, operations pass unseen."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def take(self, batch: Any, size: int = 0) -> None:
+        """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
         leaves = dict(named_tensors(batch))
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
             name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
             self._known.setdefault(_key(t), (name, True))
-        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], len(indices or ())), {}
+        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], size), {}
         for t in leaves.values() if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
@@ -522,6 +543,8 @@ class Locator(TorchDispatchMode):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # a tensor that wraps others: their operations come here next
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
         inputs, kept = _flat((*args, *kwargs.values())), args
         written = _flat([*(args[i] for i in rule.writes if i < len(args)), *(kwargs.get(n) for n in rule.names)])
@@ -943,11 +966,17 @@ def _few(items: Iterable[Any], n: int = 8) -> str:
 
 def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
+    inner = ""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        if frame and frame[3] != "__torch_function__" and not frame[1].startswith((TORCH, "<")):
-            return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
-    return ""
+        own = frame and frame[1] == __file__ and frame[3] not in ("demo", "run_step")
+        if not frame or own or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
+            continue
+        at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
+        if not frame[1].startswith(LIBRARY) and "-packages" not in frame[1]:
+            return f"{inner}, called from {at}" if inner else at
+        inner = inner or at  # a library's line: the script's line is wanted too
+    return inner
 
 
 # --- python autopsy.py
@@ -975,5 +1004,432 @@ def demo() -> None:
         print(f"healed: {report.module} is an fp32 island\nloss {run_step(batch, False).item():.4f}")
 
 
+# --- python autopsy.py YOUR_SCRIPT.py
+
+USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...   (or: -m package.module ARGS...)
+Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. It draws no random number.
+At the first bad step the script ends. Then it runs again from the start, quietly (files that it writes are written
+again), and every operation of the bad step is watched. --from-step N watches every operation from optimizer step N on,
+in the first run: for scripts that take hours. Exit code 3: found; the report is printed and written to FILE
+(autopsy.txt). Exit code 0: nothing non-finite. Any other exit code is the script's."""
+RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
+
+
+class Found(SystemExit):
+    """Ends the script at its first bad step."""
+
+
+class Watch:
+    """The hooks around a script. Every operation is watched after `first` backward passes or `from_step` steps."""
+
+    def __init__(self, argv: list[str], path: str, first: int | None, from_step: int | None):
+        self.argv, self.path, self.first, self.from_step = argv, path, first, from_step
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
+        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
+        self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
+        self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
+        self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
+        self.roots: dict[int, weakref.ref] = {}  # the outermost modules
+        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and a copy from the last good step
+        self.gradient = self.activation = 0.0  # the largest
+        self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
+        self.symptom, self.at, self.step, self.report = "", 0, 0, ""
+
+    def __enter__(self) -> Watch:
+        for text in (".*there are global hooks", "Anomaly Detection has been enabled"):
+            warnings.filterwarnings("ignore", message=text)  # a compiled module fires a hook twice, which is harmless
+        self.undo = [hooks.register_module_forward_pre_hook(self._enter).remove,
+                     hooks.register_module_forward_hook(self._leave, always_call=True).remove,
+                     register_optimizer_step_pre_hook(self._before_step).remove,
+                     register_optimizer_step_post_hook(partial(self._safely, self._after_step)).remove]
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        self._wrap(Tensor, "item", self._item)
+        os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
+        if self.first is not None or self.from_step is not None:
+            torch.compiler.set_stance("force_eager")
+        self._watch_operations()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.on = False
+        if self.locator:
+            self.locator.__exit__(None, None, None)
+            torch.autograd.set_detect_anomaly(False)
+            self.locator = None
+        while self.undo:
+            self.undo.pop()()
+
+    def _mine(self) -> bool:
+        # is_compiling() first: the compiler then sees a constant, and traces a graph without any of this
+        return not torch.compiler.is_compiling() and self.on and threading.get_ident() == self.thread
+
+    def _wrap(self, owner: Any, name: str, around: Callable) -> None:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
+        setattr(owner, name, wrapper)
+        self.undo.append(partial(setattr, owner, name, original))
+
+    def _safely(self, hook: Callable, *args: Any) -> None:
+        """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
+        if self.busy or not self._mine():
+            return
+        self.busy, self.training = True, torch.is_grad_enabled()
+        try:
+            with torch.no_grad(), self.locator.pause() if self.locator else nullcontext():
+                hook(*args)
+        except Exception as error:
+            self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
+            self.__exit__()
+        finally:
+            self.busy = False
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"autopsy: {text}", file=sys.stderr, flush=True)
+
+    # What the script does: modules, backward passes, steps
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._mine():
+            self.depth += 1
+            if self.depth == 1 and (self.locator or id(module) not in self.roots):
+                self._safely(self._outermost, module, args)
+
+    def _outermost(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self.roots:
+            self.roots[id(module)] = weakref.ref(module)
+            self.kept += [(b, b.clone()) for b in _statistics(module).values()]
+        if self.locator:
+            self.locator.take(args)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._mine():
+            self.depth -= 1
+            sampled = self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...: every activation is read
+            if sampled or not self.depth:
+                self._safely(self._outputs, module, out, sampled)
+
+    def _outputs(self, module: nn.Module, out: Any, sampled: bool) -> None:
+        evaluation = not self.training and next(module.parameters(), None) is not None
+        name = f"the output of {type(module).__name__}" + " under no_grad" * evaluation
+        for t in (t for _, t in named_tensors(out) if t.is_floating_point() and t.numel()):
+            if sampled:
+                self._note("activation", "", torch.linalg.vector_norm(t, inf), None)
+            if not self.depth:  # its largest number, because -inf alone is a mask
+                self._note("evaluation" if evaluation else "output", name, t.amax(), [t])
+
+    @property
+    def steps(self) -> int:
+        return max((n for n, _ in self.last.values()), default=self.passes)
+
+    def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        self._safely(self._before_backward, tensors)
+        original(tensors, *args, **kwargs)
+        self.passes += 1
+        self._safely(self._after_backward)
+        if not self.last:  # else the watch begins where a step ends
+            self._watch_operations()
+
+    def _before_backward(self, tensors: Any) -> None:
+        for t in (t.detach() for _, t in named_tensors(tensors)):
+            self._note("loss", "loss", t.abs().amax(), [t])
+
+    def _after_backward(self) -> None:
+        if self.locator and self.first is not None:
+            self._judge([p for p in self._named().values() if p.grad is not None])
+        if not self.last and self.passes % 16 == 0:  # a script without an optimizer
+            self._ask()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure):
+            return self._safely(self._check, optimizer)
+
+        def watched() -> Any:
+            loss = closure()
+            self._safely(self._check, optimizer)
+            return loss
+        return args[:1], {**kwargs, "closure": watched}
+
+    def _check(self, optimizer: Any) -> None:
+        """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
+        self.fired, self.optimizer = self.fired + 1, optimizer
+        scales = [t for t in [getattr(optimizer, "grad_scale", None)] if t is not None]  # a fused step unscales itself
+        values = self._ask([*_norms(p.grad for p in _moved(optimizer)), *scales], calm=bool(scales))
+        self.scale = values.pop() if scales else 1.0
+        norm = sum(v * v for v in values) ** 0.5 / self.scale
+        if norm <= LIMIT:
+            self.gradient, self.skips, self.bad_losses, self.read = max(self.gradient, norm), 0, 0, []
+        elif scales:
+            self._skip(optimizer, self.scale, 0.5)
+        else:
+            self._judge(_moved(optimizer))
+
+    def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
+        for value in _norms(t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())):
+            self._note("update", "", value, optimizer)
+        if self.kept:
+            torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
+        self._watch_operations()
+
+    def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        fired = self.fired
+        out = original(scaler, optimizer, *args, **kwargs)
+        if self.fired == fired:
+            self._safely(self._skip, optimizer, scaler.get_scale(), scaler.get_backoff_factor())
+        return out
+
+    def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
+        """The loss scaler skipped a step: calibration, unless it goes on."""
+        self.optimizer, self.scale, losses = optimizer, scale, self.bad_losses
+        self.skips, self.skipped = self.skips + 1, self.skipped + 1
+        self._ask(calm=True)
+        self.bad_losses *= self.bad_losses > losses
+        why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
+               if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
+        if why or (self.locator and self.first is not None):
+            self._judge(_moved(optimizer), why)
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
+        self._watch_operations()
+
+    def _item(self, original: Callable, t: Tensor) -> Any:
+        value = original(t)
+        if type(value) is float and not abs(value) <= LIMIT:
+            self.read = [t.detach()]  # a script that ends soon ends because of this number
+        return value
+
+    # What is found
+
+    def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
+        """This value is asked at the next transfer; in the second run at once."""
+        self.pending.append((kind, name, self.passes, value, evidence if self.locator or kind == "update" else None))
+        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.first is not None)):
+            self._ask()
+
+    def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
+        """The values of `more`. What is pending is judged; `calm`: the loss scaler judges the losses."""
+        pending, self.pending = self.pending, []
+        values = _host([*(entry[3] for entry in pending), *more])
+        for (kind, name, passes, _, evidence), value in zip(pending, values, strict=False):
+            if kind == "activation":
+                self.activation = max(self.activation, value) if value <= LIMIT else self.activation
+            elif abs(value) <= LIMIT or (kind == "output" and not end) or (kind != "loss" and value < 0):
+                continue
+            elif kind == "update":
+                self._blame_update(evidence)
+            elif kind == "loss" and calm:
+                self.bad_losses += 1
+            elif self.world == 1:  # else a bad loss makes the gradients of all ranks bad, and they decide together
+                self._found(f"{name} is {value:.3g}", evidence, passes - (kind == "loss" and not self.last))
+            elif kind == "evaluation":
+                self._say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
+        return values[len(pending):]
+
+    def _judge(self, params: list[Tensor], why: str = "") -> None:
+        """A finding if any of these gradients is bad."""
+        norms = _host(_norms(p.grad for p in params))
+        if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
+            more = f" and {len(bad) - 1} more" * (len(bad) > 1)
+            made = _made(extent(bad[0].grad)) + (why and f", {why}")
+            symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
+            since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
+            self._found(symptom, [p.grad for p in bad], since)
+
+    def _blame_update(self, optimizer: Any) -> None:
+        """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
+        for group in optimizer.param_groups:
+            held = [(p, *row) for p in group["params"] for row in (("", p), *_moments(optimizer, p).items())]
+            for p, key, t in held:
+                if _host(_norms([t]))[0] <= LIMIT:
+                    continue
+                lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
+                why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}; the gradient norm was up to {self.gradient:.3g}"
+                symptom = f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))}"
+                self.report = (f"{symptom} after step {self.steps - 1}, whose gradients were finite -> optimizer\n"
+                               f"  made by {type(optimizer).__name__} (lr={lr:g}, eps={eps:g}) on {_type(p)}\n  {why}\n"
+                               "  try: weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower lr")
+                self._found(symptom, (), 0)
+
+    def _found(self, symptom: str, evidence: Any, passes: int) -> None:
+        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.last else passes  # where this step began
+        self.symptom, self.at = symptom, max(0, min(passes, ended))
+        self.step = self.steps if self.last else self.at
+        if not self.report and (self.first is not None or self.from_step is not None):
+            try:
+                self.report = self._tell(evidence or ())
+            except Exception as error:
+                self.report = f"{symptom} at step {self.step}; the report failed ({_said(error)})"
+        for p in _moved(self.optimizer) if self.optimizer else ():
+            p.grad = None  # a script that goes on all the same steps over these parameters
+        for b, copy in self.kept:
+            b.copy_(copy)
+        self.__exit__()
+        raise Found(3)
+
+    def _tell(self, evidence: Any) -> str:
+        birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
+        ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
+        verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
+                   "data" if birth.source or ignored or "aten.set_." in birth.op else  # set_: a worker sent it
+                   "precision" if birth.again == "finite in float32" else "divergence")
+        report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
+                        precision=birth.result.partition("[")[0], **asdict(birth))
+        text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
+        if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
+            received = not birth.op or "c10d" in birth.op or (birth.phase == "backward" and bool(birth.source))
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, (received, self.rank, text))
+            text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
+        return text
+
+    def _named(self) -> dict[str, Tensor]:
+        roots = [module for ref in self.roots.values() if (module := ref()) is not None]
+        return {n: p for root in roots for n, p in root.named_parameters()}
+
+    def _called(self, p: Tensor) -> str:
+        return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
+
+    def _watch_operations(self) -> None:
+        """Begin to watch every operation, if the time has come."""
+        now, begin = (self.passes, self.first) if self.from_step is None else (self.steps, self.from_step)
+        if self.on and not self.locator and begin is not None and now >= begin:
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self.locator = Locator().__enter__()
+
+    # From start to end
+
+    def run(self) -> int:
+        """The exit code: 3 for a finding, else 0; the script's own exit code and exceptions pass through."""
+        failure: BaseException | None = None
+        try:
+            with self:
+                try:
+                    run_script(self.argv)
+                except BaseException as error:
+                    failure = error
+                if not self.symptom:
+                    self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
+        except Found:
+            pass
+        if failure and not self.symptom:
+            raise failure
+        if not self.symptom:
+            skipped = f", {self.skipped} of them skipped by the loss scaler" * bool(self.skipped)
+            norm = f", largest gradient norm {self.gradient:.3g}" * bool(self.last)
+            self._say(f"{self.steps} steps{skipped}, nothing non-finite{norm}, "
+                      f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range")
+            return 0
+        if isinstance(failure, Exception):
+            traceback.print_exception(failure)
+        if not self.report:  # a watched run starts no other run
+            self.report = self._second_run() if self.first is None and self.from_step is None else self.symptom
+        if self.rank == 0:
+            with open(os.path.join(self.home, self.path), "w") as file:
+                file.write(self.report + "\n")
+        if self.first is None:
+            self._say(self.report)
+        time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
+        return 3
+
+    def _last_look(self, failed: Any) -> None:
+        self._ask(end=bool(failed))
+        if failed and self.read:
+            self._found("the last number that the script read is not finite", self.read, self.passes)
+
+    def _second_run(self) -> str:
+        spent = time.monotonic() - self.started
+        self._say(f"{self.symptom} at step {self.step}, after {spent:.0f} s. The script runs "
+                  "again, quietly, in eager mode, for about as long. Then every operation of that step is watched.")
+        if torch.cuda.is_initialized():
+            vars(sys.modules["__main__"]).clear()  # the second run needs the memory
+            gc.collect()
+            torch.cuda.empty_cache()
+        environment = dict(self.environment)
+        if "MASTER_PORT" in environment:  # a meeting place of its own
+            port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
+            environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        with tempfile.TemporaryDirectory() as folder:
+            environment[RERUN] = f"{self.at}:{(path := os.path.join(folder, 'report'))}"
+            done = subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment, cwd=self.home, text=True,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            if os.path.exists(path):
+                with open(path) as file:
+                    return file.read().rstrip()
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+        return (f"{self.symptom} at step {self.step} -> not reproducible\n"
+                f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
+                f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.step - 1)}")
+
+
+def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
+    """Why AdamW must not keep weights and moments in dtype with this eps and beta2, in one sentence. None: it may."""
+    unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
+    if torch.tensor(eps).to(dtype) == 0:
+        return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
+    lost = [f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight"] if dtype in HALF else []
+    if 1 - beta2 < unit / 2:
+        lost.append(f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)")
+    return "; ".join(lost) or None
+
+
+def _moved(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _moments(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
+    return {key: t for key, t in optimizer.state.get(p, {}).items()
+            if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+
+
+def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
+    flat = [_values(t.detach().to_local() if hasattr(t, "to_local") else t.detach()) for t in tensors]
+    flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
+    wide = torch.float64 if any(t.dtype is torch.float64 for t in flat) else torch.float32
+    return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
+
+
+def _host(values: list[Tensor]) -> list[float]:
+    """0-dim tensors as Python floats: one transfer for each device."""
+    told = [0.0] * len(values)
+    for device in {t.device for t in values}:
+        at = [i for i, t in enumerate(values) if t.device == device]
+        for i, v in zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True):
+            told[i] = v
+    return told
+
+
+def run_script(argv: list[str]) -> None:
+    """What `python SCRIPT.py ARGS` or `python -m MODULE ARGS` does, in this process."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.realpath(argv[0]))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = os.path.abspath(argv[0])
+    with open(argv[0], "rb") as file:
+        exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), vars(main))
+
+
+def main() -> int:
+    argv, told = sys.argv[1:], {"--report": "autopsy.txt", "--from-step": None}
+    first, _, report = os.environ.pop(RERUN, "").partition(":")
+    while len(argv) > 1 and argv[0] in told:
+        told[argv[0]], argv = argv[1], argv[2:]
+    if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
+        print(USAGE, end="\n\n")
+        return demo() or 0
+    by_hand = None if told["--from-step"] is None or report else int(told["--from-step"])
+    return Watch(argv, report or told["--report"], int(first) if report else None, by_hand).run()
+
+
 if __name__ == "__main__":
-    demo()
+    sys.exit(main())

@@ -1,0 +1,429 @@
+"""`python autopsy.py SCRIPT` on scripts that do not know of it: the same figures, and each planted fault found."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PREAMBLE = """
+import sys, torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+fault = sys.argv[1] if len(sys.argv) > 1 else ""
+"""
+CLASSIFIER = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.body(x)
+        if fault == "root" and step == 3:
+            h = h + (h * 0).sqrt()  # root
+        if fault == "division" and step == 3:
+            h = h / (h * 0)  # division
+        if fault == "masked row" and step == 3:
+            scores = h.masked_fill(torch.arange(len(h))[:, None] == 2, -torch.inf)
+            h = h * scores.softmax(1)  # masked row
+        if fault == "evaluation" and not self.training:
+            h = h.log()  # evaluation
+        return self.head(h)
+
+net = Net()
+half = torch.float16 if fault == "fp16" else torch.bfloat16
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=0 if fault == "eps" else 1e-8)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+losses, targets = [], torch.randn(6, 4)
+try:
+    for step in range(6):
+        for micro_batch in range(2):
+            x = torch.randn(6, 8)
+            if fault == "eps":
+                x[:, 0] = 0
+            if fault == "target" and step == 3:
+                targets = targets.clone(); targets[4] = torch.nan  # target
+            if fault == "input" and step == 3:
+                x[2, 1] = torch.nan  # input
+            with torch.autocast("cpu", half, enabled=fault in ("fp16", "bf16")):
+                if fault == "fp16" and step == 3:
+                    out = net.head(F.linear(net.body(x), torch.eye(16) * 6e4))  # fp16
+                elif fault == "bf16" and step == 3:
+                    out = net.head((net.body(x).bfloat16() + 1) * 1e30).square()  # bf16
+                else:
+                    out = net(x)
+            loss = F.mse_loss(out.float(), targets)
+            if fault == "leaves" and step == 3:
+                loss = loss.log1p() * torch.inf  # leaves
+                if not torch.isfinite(torch.tensor(loss.item())):
+                    sys.exit("Loss is not finite, stopping training")
+            (loss / 2).backward()
+        if step == 3 and fault:
+            print("before", *(t.double().sum().item().hex() for t in net.state_dict().values()))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        print(step, loss.item().hex())
+finally:
+    print("after", *(t.double().sum().item().hex() for t in net.state_dict().values()))
+with torch.no_grad():
+    net.eval()
+    print(net(torch.randn(3, 8)).sum().item().hex())
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script with and without the watcher: the finished process."""
+    shutil.copy(ROOT / "autopsy.py", tmp_path)
+
+    def go(text, *args, watched=True, name="script.py", launcher=(), before=(), **environment):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        target = ["-m", name.removesuffix(".py").replace("/", ".")] if "/" in name else [name]
+        command = [sys.executable, *launcher, *(["autopsy.py", *before] if watched else []), *target, *map(str, args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **environment}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+
+    return go
+
+
+def line_of(text, mark):
+    return next(n for n, line in enumerate(text.splitlines(), 1) if re.search(f"# .*{mark}", line))
+
+
+def found(done, text, mark, verdict, name="script.py"):
+    assert done.returncode == 3, done.stderr
+    assert f"-> {verdict}" in done.stderr, done.stderr
+    assert f"{name}:{line_of(text, mark)} " in done.stderr, done.stderr
+
+
+def test_a_clean_script_prints_the_same_bits_and_one_line_tells_what_was_seen(run, tmp_path):
+    bare, watched = run(CLASSIFIER, watched=False), run(CLASSIFIER)
+    assert bare.returncode == watched.returncode == 0, watched.stderr
+    assert bare.stdout == watched.stdout and len(bare.stdout.splitlines()) == 8
+    assert re.search(r"6 steps, nothing non-finite, largest gradient norm [\d.]+, largest activation", watched.stderr)
+    assert not (tmp_path / "autopsy.txt").exists()
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [
+    ("input", "data"), ("target", "data"), ("fp16", "precision"), ("bf16", "divergence"), ("division", "divergence"),
+    ("root", "divergence"), ("masked row", "divergence"), ("evaluation", "divergence"), ("leaves", "divergence")])
+def test_a_planted_fault_is_found_on_its_line_and_stays_out_of_the_weights(run, tmp_path, fault, verdict):
+    done = run(CLASSIFIER, fault)
+    found(done, CLASSIFIER, fault, verdict)
+    assert (tmp_path / "autopsy.txt").read_text().strip() in done.stderr
+    if fault not in ("evaluation", "leaves"):
+        assert "at step 3" in done.stderr
+        before, after = (next(line for line in done.stdout.splitlines() if line.startswith(word)).split()[1:]
+                         for word in ("before", "after"))
+        weights = [0, 1, 2, 3, 7, 8]
+        assert [before[i] for i in weights] == [after[i] for i in weights]
+        assert not any(value in ("nan", "inf") for value in after), "the bad step reached BatchNorm's buffers"
+
+
+def test_an_eps_of_zero_is_named_and_not_the_gradients(run):
+    done = run(CLASSIFIER, "eps")
+    assert done.returncode == 3, done.stderr
+    assert "whose gradients were finite" in done.stderr and "eps=0 is exactly 0" in done.stderr
+    assert "runs again" not in done.stderr
+
+
+WORLD = """
+import os, sys, random, torch
+print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__file__, __spec__ is None)
+print(torch.manual_seed(1).initial_seed(), random.seed(1), random.random(), torch.rand(1))
+class Here: pass
+print(Here.__module__, getattr(sys.modules["__main__"], "Here") is Here)
+if sys.argv[1:] == ["interrupt"]:
+    os.kill(os.getpid(), 2)
+    while True: pass
+if sys.argv[1:] == ["exit"]:
+    sys.exit(7)
+if sys.argv[1:] == ["raise"]:
+    raise ValueError("of the script")
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "exit", "raise", "interrupt"])
+def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(run, ending):
+    bare, watched = run(WORLD, ending, watched=False), run(WORLD, ending)
+    assert bare.stdout == watched.stdout and bare.stdout
+    assert bare.returncode == watched.returncode, watched.stderr
+    for word in ("ValueError: of the script", "KeyboardInterrupt"):
+        assert (word in bare.stderr) == (word in watched.stderr)
+
+
+def test_a_module_runs_by_its_name(run):
+    bare, watched = run(CLASSIFIER, name="package/train.py", watched=False), run(CLASSIFIER, name="package/train.py")
+    assert bare.stdout == watched.stdout and bare.returncode == watched.returncode == 0, watched.stderr
+    found(run(CLASSIFIER, "division", name="package/train.py"), CLASSIFIER, "division", "divergence", "train.py")
+
+
+OTHERS = PREAMBLE + """
+import random
+def bad(t):
+    return t / (t * 0) if here else t  # here
+
+here, step = False, 0
+def ticks(n):
+    global here, step
+    for step in range(n):
+        here = bool(fault) and step == 2
+        yield step
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 7), nn.Linear(7, 3)
+
+    def forward(self, *, batch):
+        out, _ = self.lstm(batch["words"])
+        return {"logits": bad(self.head(out[-1]))}
+
+kind = sys.argv[2]
+if kind == "dict":
+    net = Reader(); optimizer = torch.optim.Adam(net.parameters())
+    for _ in ticks(4):
+        loss = F.cross_entropy(net(batch={"words": torch.randn(6, 4, 5)})["logits"], torch.tensor([0, 1, 2, 0]))
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+elif kind == "closure":
+    net = nn.Linear(4, 1); optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    x = torch.randn(9, 4)
+    for _ in ticks(4):
+        def closure():
+            optimizer.zero_grad()
+            loss = bad(net(x)).square().mean() + net.weight.square().sum()
+            loss.backward()
+            return loss
+        print(optimizer.step(closure).item().hex())
+elif kind == "two optimizers":
+    maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    makes, judges = (torch.optim.Adam(n.parameters(), betas=(0.5, 0.99)) for n in (maker, judge))
+    for _ in ticks(4):
+        fake = maker(torch.randn(5, 3))
+        loss = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(torch.randn(5, 4))).mean()
+        judges.zero_grad(); loss.backward(); judges.step()
+        made = F.softplus(-bad(judge(fake))).mean()
+        makes.zero_grad(); made.backward(); makes.step()
+        print(loss.item().hex(), made.item().hex())
+elif kind == "no optimizer":
+    net = nn.Linear(4, 1)
+    for _ in ticks(40):
+        net.zero_grad()
+        loss = net(torch.randn(9, 4)).square().mean() + bad((net.weight * 0).sum() + 1).log()
+        loss.backward()
+        for p in net.parameters():
+            p.data.add_(p.grad, alpha=-0.01)
+        print(loss.item().hex())
+elif kind == "loader":
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 16
+        def __getitem__(self, i):
+            assert not hasattr(torch.autograd.backward, "__wrapped__"), "a worker is watched"
+            with torch.no_grad():
+                nn.Linear(1, 1)(torch.tensor([torch.nan]))
+            return torch.randn(4) * (torch.nan if fault and i == 11 else 1), random.random()
+    net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x, _ in torch.utils.data.DataLoader(Data(), 4, num_workers=2):
+        loss = net(x).square().mean()  # loader
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+elif kind == "compile":
+    net = torch.compile(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in ticks(4):
+        loss = bad(net(torch.randn(9, 4))).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize("kind", ["dict", "closure", "two optimizers", "no optimizer", "loader", "compile"])
+def test_other_kinds_of_loops_run_unchanged_and_their_fault_is_found(run, kind):
+    bare, watched = run(OTHERS, "", kind, watched=False), run(OTHERS, "", kind)
+    assert bare.returncode == watched.returncode == 0, watched.stderr
+    assert bare.stdout == watched.stdout and bare.stdout and "nothing non-finite" in watched.stderr
+    done = run(OTHERS, "fault", kind)
+    found(done, OTHERS, "loader" if kind == "loader" else "here", "data" if kind == "loader" else "divergence")
+
+
+SCALED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
+for step in range(60):
+    with torch.autocast("cpu", torch.float16):
+        out = net(torch.randn(16, 8))
+        if fault == "skips" and step >= 10:
+            out = out * torch.tensor(6e4, dtype=torch.float16)  # skips
+    loss = (out.float() ** 2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(step, loss.item().hex(), scaler.get_scale())
+"""
+
+
+def test_a_skip_of_the_loss_scaler_is_calibration_until_it_goes_on(run):
+    bare, watched = run(SCALED, watched=False), run(SCALED)
+    assert bare.stdout == watched.stdout and watched.returncode == 0, watched.stderr
+    skipped = re.search(r"60 steps, (\d+) of them skipped by the loss scaler, nothing non-finite", watched.stderr)
+    assert skipped and int(skipped[1]) > 0, watched.stderr
+    done = run(SCALED, "skips")
+    assert re.search("in a row|falls under 1", done.stderr), done.stderr
+    found(done, SCALED, "skips", "precision")
+
+
+def test_a_script_that_is_not_repeatable_is_told_so_and_watched_until_its_next_bad_step(run, tmp_path):
+    text = PREAMBLE + """
+import os
+first = not os.path.exists("seen")
+open("seen", "w").close()
+net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(9):
+    loss = net(torch.randn(9, 4)).square().mean()
+    if (step == 2 and first) or (step == 6 and fault):
+        loss = loss / (loss * 0)  # later
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+    done = run(text)
+    assert done.returncode == 3 and "-> not reproducible" in done.stderr, done.stderr
+    (tmp_path / "seen").unlink()
+    done = run(text, "fault")
+    found(done, text, "later", "divergence")
+    assert "at step 2" in done.stderr and "at step 6" in done.stderr
+
+
+def test_from_step_needs_no_second_run(run):
+    done = run(CLASSIFIER, "division", before=("--from-step", "2", "--report", "told.txt"))
+    found(done, CLASSIFIER, "division", "divergence")
+    assert "runs again" not in done.stderr
+    assert "told" not in done.stdout and len(done.stdout.splitlines()) == 5
+
+
+def test_an_error_of_the_watcher_is_one_line_and_the_script_goes_on(run):
+    text = CLASSIFIER.replace("net = Net()", "net = Net(); torch._foreach_norm = None")
+    bare, watched = run(text, watched=False), run(text)
+    assert bare.stdout == watched.stdout and watched.returncode == 0
+    assert watched.stderr.count("autopsy: the watcher failed (TypeError") == 1, watched.stderr
+
+
+RANKS = PREAMBLE + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+optimizer = torch.optim.AdamW(ddp.parameters())
+torch.manual_seed(rank)
+for step in range(5):
+    out = ddp(torch.randn(6, 8))
+    if fault and step == 3 and rank == 1:
+        out = out / (out * 0)  # rank
+    loss = out.square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if rank == 0: print(step, loss.item().hex())
+dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(run):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0")
+    bare, watched = run(RANKS, launcher=torchrun, watched=False), run(RANKS, launcher=torchrun)
+    assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5 and watched.returncode == 0, watched.stderr
+    assert watched.stderr.count("nothing non-finite") == 1
+    done = run(RANKS, "fault", launcher=torchrun)
+    assert done.returncode != 0 and "guilty: rank 1 of 2" in done.stderr, done.stderr
+    assert f"script.py:{line_of(RANKS, 'rank')} " in done.stderr and done.stderr.count("first bad op") == 1
+
+
+TRAINER = PREAMBLE + """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+class Model(BertForSequenceClassification):
+    def forward(self, input_ids=None, labels=None, **more):
+        self.calls = getattr(self, "calls", 0) + 1
+        out = super().forward(input_ids=input_ids, labels=labels, **more)
+        if fault and self.calls == 3:
+            out.loss = out.loss / (out.loss * 0)  # here
+        return out
+data = [{"input_ids": torch.randint(50, (7,)), "labels": i % 2} for i in range(24)]
+arguments = TrainingArguments("out", per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True,
+                              logging_steps=1, save_strategy="no", disable_tqdm=True)
+print(Trainer(Model(config), arguments, train_dataset=data).train().training_loss.hex())
+"""
+LIGHTNING = PREAMBLE + """
+import lightning
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        loss = self.net(batch[0]).square().mean()
+        if fault and index == 3:
+            loss = loss / (loss * 0)  # here
+        print(loss.item().hex())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 4)), 4)
+lightning.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False,
+                  enable_model_summary=False).fit(Model(), loader)
+"""
+ACCELERATE = PREAMBLE + """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+net = nn.Linear(4, 1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 4)), 4)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+for step, (x,) in enumerate(loader):
+    with accelerator.accumulate(net):
+        loss = net(x).square().mean()
+        if fault and step == 3:
+            loss = loss / (loss * 0)  # here
+        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+        print(loss.item().hex())
+"""
+TIMM = PREAMBLE + """
+import timm
+from timm.optim import create_optimizer_v2
+from timm.utils import NativeScaler
+net = timm.create_model("resnet10t", num_classes=4)
+optimizer, scaler = create_optimizer_v2(net, opt="lamb", lr=1e-3), NativeScaler(device="cpu")
+for step in range(5):
+    loss = F.cross_entropy(net(torch.randn(4, 3, 32, 32)), torch.arange(4))
+    if fault and step >= 3:
+        loss = loss / (loss * 0)  # here
+    optimizer.zero_grad()
+    if fault: loss.backward(); optimizer.step()
+    else: scaler(loss, optimizer, clip_grad=1.0, parameters=net.parameters())
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize(("package", "text"), [
+    ("transformers", TRAINER), ("lightning", LIGHTNING), ("accelerate", ACCELERATE), ("timm", TIMM)],
+    ids=["transformers", "lightning", "accelerate", "timm"])
+def test_trainers_of_others_are_torch_underneath(run, package, text):
+    pytest.importorskip(package)
+    bare, watched = run(text, watched=False), run(text)
+    assert bare.returncode == watched.returncode == 0, watched.stderr
+    assert "nothing non-finite" in watched.stderr
+
+    def figures(done):
+        return re.findall(r"-?0x[\d.a-fp+-]+", done.stdout)
+    assert figures(bare) == figures(watched) and figures(bare)
+    found(run(text, "fault"), text, "here", "divergence")
+
+
+def test_without_a_script_it_explains_itself_and_shows_the_demo(run, tmp_path):
+    done = subprocess.run([sys.executable, "autopsy.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "YOUR_SCRIPT.py" in done.stdout and "step 7" in done.stdout
