@@ -55,10 +55,11 @@ sys.path.insert(0, str(ROOT))
 from amp_policy import LossScaler  # noqa: E402
 from bench.record import header, spread, write  # noqa: E402
 from graphs import StepGraph  # noqa: E402
-from guards import Guard, Probes  # noqa: E402
+from guards import Guard  # noqa: E402
 from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
+from probes import Probes, SpikeDetector  # noqa: E402
 from ranks import agreed  # noqa: E402
 
 GOAL = {"cpu": 1.02, "cuda": 1.01}  # ours / bare, at most
@@ -156,7 +157,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         net = model.net
         optimizer = ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0)
         scaler = LossScaler(device.type, enabled=scales)
-        guard = Guard(net, num_classes=len(NAMES), device=device)
+        guard = Guard(net, num_classes=len(NAMES), device=device, spikes=SpikeDetector())
         count = itertools.count()
 
         def run(x, y, look=False):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import guards
+import probes
 from data import synthetic
 from fp32 import fp32_eval
 from optim import ClippedAdamW
@@ -186,7 +187,8 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
     torch.manual_seed(1)
     run = Run(net := copy.deepcopy(net))
     optimizer = ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options)
-    scaler, guard = amp_policy.LossScaler("cpu", enabled=dtype is F16), guards.Guard(net, lag=False)
+    scaler = amp_policy.LossScaler("cpu", enabled=dtype is F16)
+    guard = guards.Guard(net, lag=False, spikes=probes.SpikeDetector())
     for step, batch in enumerate(batches, 1):
         record = autopsy.StepRecord(step, net)
         record.keep(*batch)

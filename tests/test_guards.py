@@ -16,9 +16,10 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import guards
-from guards import Guard, Probes, SpikeDetector, check_state, first_step_checks
+from guards import Guard, check_state
 from inject import KINDS, Injector, parse_inject
 from optim import ClippedAdamW, param_groups
+from probes import Probes, SpikeDetector, first_step_checks
 
 
 def network(seed=0):
