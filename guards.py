@@ -149,14 +149,14 @@ class Guard:
         self._losses: list[Tensor] = []
         self._on_trial: list[Any] = []  # optimizers of this step that must still show that they skip
         self._stepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # which parameters were updated; "skips"
-        self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see _vote
+        self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see step()
         self.watch(net)
 
     def watch(self, net: nn.Module | Sequence[nn.Module]) -> None:
         """Take the buffers of `net` into care. open() calls this when a buffer was exchanged. One sync a dtype.
 
-        `lawful` collects the names of float buffers that are infinite from the start and hold no NaN: masks. They are
-        put back like the others, but their infinities raise no flag. Running statistics are never lawful.
+        `lawful` names the float buffers that are infinite from the start and hold no NaN: masks. They are put back like
+        the others, but their infinities raise no flag. Running statistics are never lawful.
         """
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
         self._identity = device, _ = self._look()
@@ -169,11 +169,12 @@ class Guard:
             self._squares, self._down = self._seen.unbind()
             self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
             self._up, self._flags = torch.tensor(self.rank + 1.0, device=device), torch.zeros(len(FLAGS), device=device)
-        bad = beyond(self.net.named_buffers())
+        buffers = dict(self.net.named_buffers())
+        bad = beyond(buffers.items())
         self.lawful = {name for name, x in bad.items() if "running_" not in name and x > LIMIT}  # False for NaN
-        self._finite = {name: b for name, b in self.net.named_buffers() if name not in self.lawful}
+        self._finite = {name: b for name, b in buffers.items() if name not in self.lawful}
         alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}  # by dtype, and whether they have to be finite
-        for name, b in self.net.named_buffers():
+        for name, b in buffers.items():
             expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
             if b.numel() and not b.is_meta and not expanded:  # an expanded buffer cannot change
                 alike.setdefault((b.dtype, b.dtype in CHECKED and name in self._finite), []).append(b)
@@ -342,7 +343,13 @@ class Guard:
         if clip:
             nn.utils.clip_grads_with_norm_([p for o in optimizers for p in _with_gradient(o)], clip, norm)
         if scaler:
-            self._vote(scaler, optimizers[0], bad)
+            # The scaler hears the verdict of all ranks by public means: update() backs off when any optimizer that it
+            # unscaled had an inf. So it unscales one more, whose only gradient is inf where the step is rejected.
+            if optimizers[0] not in self._voters:
+                self._voters[optimizers[0]] = torch.optim.SGD([torch.zeros_like(bad).requires_grad_()])
+            voter = self._voters[optimizers[0]]
+            voter.param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
+            scaler.unscale_(voter)
         on_device = [self._skips(o) for o in optimizers]
         rejected = not all(on_device) and float(bad) > 0  # the one host sync
         moved, self._on_trial = torch.zeros((), device=self.device), []
@@ -395,14 +402,6 @@ class Guard:
             if "already been called" not in str(error):  # the caller has unscaled them
                 raise
         return None
-
-    def _vote(self, scaler: Any, optimizer: Any, bad: Tensor) -> None:
-        """Let the scaler hear the verdict of all ranks, by public means: update() backs off when any optimizer that it
-        unscaled had an inf, so it unscales one more, whose only gradient is inf where the step is rejected."""
-        if optimizer not in self._voters:
-            self._voters[optimizer] = torch.optim.SGD([torch.zeros((), device=self.device, requires_grad=True)])
-        self._voters[optimizer].param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
-        scaler.unscale_(self._voters[optimizer])
 
     @torch.no_grad()
     def decide(self) -> Tensor:
