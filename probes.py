@@ -10,17 +10,12 @@ step or changes a number. To copy this file: it needs torch, nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-
-def _list(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 class SpikeDetector:
@@ -64,7 +59,8 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[st
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
     learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
-    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached): {_list(unused)}"] if unused else []
+    some = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached): {some}"] if unused else []
     for n, p in named:
         top = float(p.detach().abs().max())
         if not top <= 1e4 or 0 < top < 1e-30:  # what memory held before: no initialiser gives such numbers
