@@ -26,8 +26,8 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
     binary_cross_entropy                                         error     fp32
 
 A green CPU test says nothing about CUDA's fp32 operations: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and
-both devices agree. Half precision is not always faster either: a CPU that multiplies bf16 without AMX may take twice
-fp32's time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
+both devices agree. Half precision is not always faster: a CPU that multiplies bf16 without AMX may take twice fp32's
+time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
 
 What popular snippets get wrong:
 
@@ -225,13 +225,11 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[i
               budget: float | None = None) -> tuple[float, ...]:
     """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
 
-    The dtypes take turns, so a slow moment of the machine strikes all. After one round of warm-up come two or more
-    for `budget` seconds (default: 0.6 on a CPU, 0.2 elsewhere).
-    `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
+    The dtypes take turns, so a slow moment strikes all. After one round of warm-up come two or more for `budget`
+    seconds (0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
     """
-    inputs = _inputs(device, sizes or SIZES["cpu" if device == "cpu" else "gpu"])
-    budget = budget or (0.6 if device == "cpu" else 0.2)
-    seconds, end = {dtype: [] for dtype in dtypes}, 0.0
+    usual, short = (SIZES["cpu"], 0.6) if device == "cpu" else (SIZES["gpu"], 0.2)
+    inputs, seconds, end = _inputs(device, sizes or usual), {dtype: [] for dtype in dtypes}, 0.0
     set_tf32(False)
     while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 3:
         for dtype in dtypes:
@@ -240,7 +238,7 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[i
             if device != "cpu":
                 torch.accelerator.synchronize()
             seconds[dtype].append(time.perf_counter() - began)
-        end = end or time.perf_counter() + budget  # the first round was warm-up: it loads kernels
+        end = end or time.perf_counter() + (budget or short)  # the first round was warm-up: it loads kernels
     return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
 
 
@@ -299,8 +297,8 @@ TF32_SWITCHES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
 def set_tf32(on: bool) -> None:
     """TF32 on or off for matmuls (cuBLAS, oneDNN) and for cuDNN's convolutions and RNNs.
 
-    By the older setters, which keep the newer `fp32_precision` in step. Not so the other way round: after
-    `fp32_precision = "tf32"` every read of `allow_tf32` raises, and inductor reads it (pytorch #166387).
+    The older setters keep the newer `fp32_precision` in step. The other way round every read of `allow_tf32` raises,
+    and inductor reads it (pytorch #166387).
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 recommends the newer ones here
@@ -359,7 +357,7 @@ class LossScaler:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
-        if self.enabled and id(optimizer) in self._flags:
+        if id(optimizer) in self._flags:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         if self.enabled:
             self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal(), fp16=False)
@@ -399,11 +397,8 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
-        """Adapt to one attempted step, or set the scale to `new_scale`.
-
-        `found_inf`: 0-dim, on the device; anything but 0 (NaN too) is a skipped step. Without `found_inf` the flags
-        count that `step` left.
-        """
+        """Adapt to one attempted step, or set the scale to `new_scale`. `found_inf`: 0-dim, on the device; anything but
+        0 (NaN too) is a skipped step. Without `found_inf` the flags count that `step` left."""
         if not self.enabled:
             return
         scale = self.scale_tensor
@@ -458,24 +453,11 @@ def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor, fp16: bool) -> l
     return [*flags.values()]
 
 
-# --- python amp_policy.py
-
 def main() -> None:
-    """The choice on this machine, the dtypes of one real step at each level, and the scale that collapses."""
+    """The choice on this machine, and the scale that collapses."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caps = capabilities(device)
-    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}\n\nDtypes measured in one step on this {device}:")
-    print("        " + "".join(f"{c:>12}" for c in ("weight", "norm weight", "linear out", "norm out", "gradient")))
-    for level in LEVELS:
-        policy = replace(level, device=device)
-        net = policy.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device))
-        with policy.autocast():
-            features = net[:2](torch.randn(4, 8, device=device))
-            logits = net[2](features)
-        logits.float().logsumexp(-1).sum().backward()
-        row = net[2].weight, net[1].weight, logits, features, net[2].weight.grad
-        print(f"  {level.name:6}" + "".join(f"{str(t.dtype).removeprefix('torch.'):>12}" for t in row))
-    print("\nA weight of 1.0 after 166 bad steps in a row and a good one:")
+    print(f"{caps}\n  auto -> {choose_policy('auto', caps)}\n\nA weight of 1.0 after 166 bad steps and a good one:")
     for scaler in (torch.amp.GradScaler(device), LossScaler(device)):
         weight = torch.ones(1, device=device, requires_grad=True)
         optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -6,20 +6,19 @@ SIGKILL, by a full disk) leaves neither. torch.save writes a NaN as readily as a
 same NaN again and again. And torch.load loads a file with a flipped bit without a word. Here every file is
 
   whole      The bytes go to a folder beside the old file, are fsynced, and are renamed over the old file. A reader sees
-             the old file or the new one, never half a file. A full disk leaves the old file as it was.
+             the old file or the new one. A full disk leaves the old file as it was.
   checked    A torch file is a zip archive and holds the CRC-32 of each record. torch.load does not compare it; `load`
              does. (The CRC finds damage. Against malice there is weights_only=True.)
   finite     A state with a non-finite number (NaN, inf, a magnitude above LIMIT) is neither written nor "repaired":
              `save` returns the names of the tensors, for the guard. `non_finite` says which masks of -inf are lawful.
   exact      Adam's moments lose their small values in half precision: v below 2**-25 becomes 0 in fp16. Such optimizer
              state is refused. So is every object that torch.load(weights_only=True) would not read back.
-  cheap      The training loop waits for the finite check and for a copy to host memory. A thread does the rest. A save
-             waits while the same file is still being written: no save is dropped, and memory holds one copy a file.
+  cheap      The training loop waits for the finite check and a copy to host memory. A thread does the rest.
+             A save waits while the same file is still written: no save is dropped, and memory holds one copy a file.
 
 A folder holds `last.pt` (resume from this one), `last-1.pt` (the one before), `last_good.pt` (the last one that the
 caller called good: a hard link, not a second write) and `best.pt` (a plain fp32 state_dict). One process writes to the
-folder (rank 0); every rank may read. Sharded tensors (DTensor) are refused. To copy: take this file, it needs torch
-alone. `python checkpoint.py` shows the damage, the fallback and the resume.
+folder (rank 0); every rank may read. Sharded tensors (DTensor) are refused. Copy this file alone: it needs torch.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def non_finite(state: Any) -> list[str]:
     """Names of the tensors in `state` that hold NaN, inf or a magnitude above LIMIT. One host sync for each device.
 
-    A mask may hold -inf or finfo.min. A state_dict does not say which of its tensors are masks, so a tensor counts as a
-    mask when every element is 0 or below -LIMIT. A weight, a running statistic or optimizer state is never a mask, by
-    its name. A mask with other numbers in it is refused: register it with persistent=False, then it is not saved.
+    A mask may hold -inf: a tensor is a mask when every element is 0 or below -LIMIT, and its name is not that of a
+    weight, a running statistic or optimizer state. Other masks are refused: register them with persistent=False.
     """
     found: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
     for name, t in named_tensors(state):
@@ -94,8 +92,8 @@ def non_finite(state: Any) -> list[str]:
 def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     """A copy of `state` in host memory, complete once the returned events have passed; training may go on at once.
 
-    CUDA tensors are copied to pinned memory on the current stream: after the kernels that wrote them, before those that
-    will change them. Everything else is copied when this returns. CheckpointError names what cannot be saved.
+    CUDA tensors are copied to pinned memory on the current stream, in its order. Everything else is copied when this
+    returns. CheckpointError names what cannot be saved.
     """
     devices = set()
 
@@ -207,9 +205,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return self._start(self.best, wide)
 
     def _start(self, path: Path, state: dict, previous: Path | None = None, good: Path | None = None) -> list[str]:
-        self.poll()
-        if path in self._pending:
-            self._pending.pop(path).result()
+        self.poll(path)
         host, ready = snapshot(state)  # first, because it refuses what non_finite cannot look at
         if bad := non_finite(state):
             warnings.warn(f"{path} is left alone: not finite in {', '.join(bad[:3])} ({len(bad)} in all)", stacklevel=3)
@@ -217,18 +213,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._pending[path] = self._writer.submit(_write, path, host, ready, previous, good)
         return []
 
-    def poll(self) -> None:
-        """Raise the error of a save that has failed since the last call. Never waits."""
-        for path in [path for path, future in self._pending.items() if future.done()]:
+    def poll(self, *wanted: Path) -> None:
+        """Raise the error of a save that has failed since the last call. Waits only for the files named."""
+        for path in [path for path, future in self._pending.items() if future.done() or path in wanted]:
             self._pending.pop(path).result()
 
-    def wait(self) -> None:
+    def wait(self, *_: object) -> None:
         """Return when nothing is left to write. Call it before the process ends."""
-        while self._pending:
-            self._pending.popitem()[1].result()
+        self.poll(*self._pending)
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    __exit__ = wait
 
     def newest(self) -> tuple[Path, Any] | None:
         """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt. None if there is no file.
@@ -237,14 +231,14 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self.wait()
         files = [path for path in (self.last, self.previous, self.last_good) if path.exists()]
+        if not files:
+            return None
         for path in files:
             try:
                 return path, load(path)
             except CheckpointError as error:
                 warnings.warn(f"{error}; falling back to the file before it", stacklevel=2)
-        if files:
-            raise CheckpointError(f"no whole checkpoint is left among {', '.join(map(str, files))}")
-        return None
+        raise CheckpointError(f"no whole checkpoint is left among {', '.join(map(str, files))}")
 
 
 def rng_state(device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -300,7 +294,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
         for step in range(1, 51):
             place += torch.randn(1000)
-            if step % 10 == 0:
+            if step in (40, 50):
                 checkpoints.save({"place": place, "rng": rng_state()}, step)
         checkpoints.wait()
         raw = bytearray(checkpoints.last.read_bytes())

@@ -92,7 +92,7 @@ def mapped(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with f(tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):
         return f(tree)
-    if type(tree) is dict:
+    if type(tree) is dict:  # without copy.copy, which torch.compile does not know
         return {key: mapped(f, value) for key, value in tree.items()}
     if isinstance(tree, Mapping):
         out = copy.copy(tree)
@@ -274,20 +274,19 @@ def disagreement(net: nn.Module, inputs: Any, labels: Any, policy: Any,
     """
     net = _bare(net)
     alone = labels is None or loss is not None
-    if alone and isinstance(inputs, Mapping):
-        call = functools.partial(_call, net, (), inputs)
-    else:
-        call = functools.partial(_call, net, (inputs,) if alone else (inputs, labels), {})
-    rows, hits, trail = _watched(net, lambda: _judged(call(lambda t: t), labels, loss), policy.autocast())
-    rows32, hits32, trail32 = _watched(net, lambda: _judged(call(_to_fp32), labels, loss), fp32_eval(net, masters))
+    by_name = alone and isinstance(inputs, Mapping)
+    args = () if by_name else (inputs,) if alone else (inputs, labels)
+
+    def run(convert: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        named = mapped(convert, dict(inputs)) if by_name else {}
+        return _judged(net(*mapped(convert, args), **named), labels, loss)
+
+    rows, hits, trail = _watched(net, lambda: run(lambda t: t), policy.autocast())
+    rows32, hits32, trail32 = _watched(net, lambda: run(_to_fp32), fp32_eval(net, masters))
     bad, bad32 = ((~r.isfinite()).float().mean().item() for r in (rows, rows32))
     changed = (hits != hits32).float().mean().item()
     verdict = Disagreement(bad, bad32, rows.mean().item(), rows32.mean().item(), changed)
     return replace(verdict, layer=_fork(trail, trail32)) if verdict.parted else verdict
-
-
-def _call(net: nn.Module, args: tuple, kwargs: Mapping[str, Any], f: Callable[[Tensor], Tensor]) -> Any:
-    return net(*mapped(f, args), **mapped(f, dict(kwargs)))
 
 
 def _judged(out: Any, labels: Any, loss: Callable[[Tensor, Any], Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -297,8 +296,8 @@ def _judged(out: Any, labels: Any, loss: Callable[[Tensor, Any], Tensor] | None)
     elif isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
         rows, hits = out[1].get("loss", out[0]), out[1].get("acc1")
     elif isinstance(getattr(out, "loss", None), Tensor):
-        rows, hits = out.loss, getattr(out, "logits", None)
-        hits = hits.argmax(-1) if isinstance(hits, Tensor) else None
+        logits = getattr(out, "logits", None)
+        rows, hits = out.loss, logits.argmax(-1) if isinstance(logits, Tensor) else None
     else:
         raise TypeError(f"disagreement: the network returned a {type(out).__name__}, which is neither (loss, metrics) "
                         "nor an output with .loss; for logits pass loss=")
@@ -342,8 +341,6 @@ def _watched(net: nn.Module, run: Callable[[], tuple[Tensor, Tensor]],
             module.training = mode
 
 
-# --- python fp32.py
-
 def main() -> None:
     class Squares(nn.Module):
         """Squares near 3e5, and their square roots. The largest fp16 number is 65504."""
@@ -351,33 +348,18 @@ def main() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x * 500.0).square().sqrt() / 500.0
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.body, self.head = nn.Linear(8, 32), Squares(), nn.Linear(32, 4)
-
-        def forward(self, x: Tensor, y: Tensor):
-            logits = self.head(self.body(self.stem(x)))
-            rows = F.cross_entropy(logits.float(), y, reduction="none")
-            return rows.mean(), {"loss": rows, "acc1": (logits.argmax(-1) == y).float()}
-
-    class Half:
-        """What disagreement() needs of a policy: a context for the training precision."""
-
-        @staticmethod
-        def autocast() -> torch.autocast:
-            return torch.autocast("cpu", dtype=F16)
-
     torch.manual_seed(0)
-    net, x, y = Net(), torch.randn(64, 8), torch.randint(4, (64,))
-    with torch.no_grad(), Half.autocast():
-        print(f"loss in fp16: {net(x, y)[0]:.4f}")
+    net = nn.Sequential(nn.Linear(8, 32), Squares(), nn.Linear(32, 4))
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    half = types.SimpleNamespace(autocast=lambda: torch.autocast("cpu", dtype=F16))  # what stands for a policy
+    with torch.no_grad(), half.autocast():
+        print(f"largest logit in fp16: {net(x).max():.4f}")
         with fp32_eval(net):
-            print(f"loss in fp32: {net(x, y)[0]:.4f}")
-    verdict = disagreement(net, x, y, Half)
+            print(f"largest logit in fp32: {net(x).max():.4f}")
+    verdict = disagreement(net, x, y, half, loss=functools.partial(F.cross_entropy, reduction="none"))
     print(verdict)
     print(f"kept in fp32: {keep_fp32(net, [verdict.layer])}")
-    print(disagreement(net, x, y, Half))
+    print(disagreement(net, x, y, half, loss=functools.partial(F.cross_entropy, reduction="none")))
 
 
 if __name__ == "__main__":

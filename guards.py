@@ -22,10 +22,10 @@ Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose 
 (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN: write `not (x <= limit)`, because
 `x > limit` is False for NaN. "Non-finite" means NaN, inf, or a magnitude above 1.8e19 (see LIMIT).
 
-Also here: SpikeDetector, check_state (before a save), first_step_checks, Probes (how near activations are to overflow).
-This file does not find the operation that made the number (autopsy.py does), and it does not cure. It refuses
-optimizers that need a closure, and raises when an optimizer moved a weight in a skipped step. To copy it: it needs
-torch, nothing else. `python guards.py` puts an inf into a small network and shows that nothing of it stays.
+Also here: check_state (before a save). This file does not find the operation that made the number (autopsy.py does), it
+does not warn before there is one (probes.py does), and it does not cure. It refuses optimizers that need a closure, and
+raises when an optimizer moved a weight in a skipped step. To copy it: it needs torch, nothing else. `python guards.py`
+puts an inf into a small network and shows that nothing of it stays.
 """
 from __future__ import annotations
 
@@ -36,20 +36,18 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 # Every flag but the last rejects the step. "veto" is the caller's own; "signal" carries the number of a stop request.
 FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
 LABELS = ("label", "labels", "target", "targets")  # in a mapping only these keys hold class labels
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SLOTS = 2  # steps whose numbers are on their way to the host: this one and the one before
 
 
 def magnitude(x: Tensor) -> Tensor:
@@ -124,32 +122,7 @@ class Verdict:
     stats: dict[str, float]  # loss and grad_norm from step(), or what close() was given
     signal: int = 0
     rank: int = -1
-    spikes: tuple[str, ...] = ()  # sentences of the SpikeDetector; a spike alone never rejects a step
-
-
-class SpikeDetector:
-    """z-score of log(value) against a moving mean and variance. Non-finite values never enter these statistics.
-
-    `see(name, value)` returns the number of standard deviations above the mean (inf for a non-finite value, 0.0 while
-    warming up). A spike enters the statistics cut down to the threshold, so a lasting new level is learnt in time.
-    """
-
-    def __init__(self, threshold: float = 6.0, warmup: int = 50, momentum: float = 0.02):
-        self.threshold, self.warmup, self.momentum = threshold, warmup, momentum
-        self.seen: dict[str, list[float]] = {}  # name: [count, mean, variance] of the log
-
-    def see(self, name: str, value: float) -> float:
-        if not math.isfinite(value):
-            return math.inf
-        x = math.log(max(value, 1e-30))
-        count, mean, variance = self.seen.get(name, [0, x, 0.0])
-        std = max(math.sqrt(variance), 0.05)  # a loss that moves by less than 5 % has no spikes
-        z = (x - mean) / std if count >= self.warmup else 0.0
-        x = min(x, mean + self.threshold * std) if count >= self.warmup else x
-        rate = max(self.momentum, 1.0 / (count + 1))
-        variance = (1 - rate) * (variance + rate * (x - mean) ** 2)
-        self.seen[name] = [count + 1, mean + rate * (x - mean), variance]
-        return z
+    spikes: tuple[str, ...] = ()  # sentences of the spike detector; a spike alone never rejects a step
 
 
 class Guard:
@@ -159,31 +132,31 @@ class Guard:
     num_classes: class labels must be in [0, num_classes) or equal `ignore_index`. None: labels are not checked.
     lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault): it tells
     of this step, and waits. Call flush() before changing it.
+    spikes: a SpikeDetector (probes.py), or what has its `sentences` and `seen`. None: the verdict tells of no spikes.
     """
 
     def __init__(self, net: nn.Module | Sequence[nn.Module], *, num_classes: int | None = None,
                  device: torch.device | str | None = None, lag: bool = True, ignore_index: int = -100,
-                 spikes: SpikeDetector | None = None):
-        self.lag, self.num_classes, self.ignore_index = lag, num_classes, ignore_index
+                 spikes: Any = None):
+        self.lag, self.num_classes, self.ignore_index, self.spikes = lag, num_classes, ignore_index, spikes
         self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.together else 0
-        self.spikes = spikes or SpikeDetector()
         self.steps = self.skipped = self.skipped_in_a_row = 0
         self.number, self.device, self._asked = -1, None, device and torch.device(device)
-        self._pending: deque[tuple[int, int, dict[str, float], list[Any]]] = deque()
+        self._pending: deque[tuple[Any, ...]] = deque()  # steps whose numbers are on their way to the host
         self._due = self._opened = self._copied = False
         self._numbers: dict[str, float] = {}
         self._losses: list[Tensor] = []
         self._on_trial: list[Any] = []  # optimizers of this step that must still show that they skip
         self._stepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # which parameters were updated; "skips"
-        self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see _vote
+        self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see step()
         self.watch(net)
 
     def watch(self, net: nn.Module | Sequence[nn.Module]) -> None:
         """Take the buffers of `net` into care. open() calls this when a buffer was exchanged. One sync a dtype.
 
-        `lawful` collects the names of float buffers that are infinite from the start and hold no NaN: masks. They are
-        put back like the others, but their infinities raise no flag. Running statistics are never lawful.
+        `lawful` names the float buffers that are infinite from the start and hold no NaN: masks. They are put back like
+        the others, but their infinities raise no flag. Running statistics are never lawful.
         """
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
         self._identity = device, _ = self._look()
@@ -191,16 +164,17 @@ class Guard:
             self.flush()
             # Each flag is a sum of squares. The flag is up when that sum is inf or NaN. It then reports 1 + rank, so
             # the MAX over ranks names a guilty machine; while it is down it reports 0 ("signal": its number).
-            self.device, self._keys = device, None
+            self.device, self._row, self._keys = device, None, ()
             self._seen = torch.zeros(2, len(FLAGS), device=device)
             self._squares, self._down = self._seen.unbind()
             self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
             self._up, self._flags = torch.tensor(self.rank + 1.0, device=device), torch.zeros(len(FLAGS), device=device)
-        bad = beyond(self.net.named_buffers())
+        buffers = dict(self.net.named_buffers())
+        bad = beyond(buffers.items())
         self.lawful = {name for name, x in bad.items() if "running_" not in name and x > LIMIT}  # False for NaN
-        self._finite = {name: b for name, b in self.net.named_buffers() if name not in self.lawful}
+        self._finite = {name: b for name, b in buffers.items() if name not in self.lawful}
         alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}  # by dtype, and whether they have to be finite
-        for name, b in self.net.named_buffers():
+        for name, b in buffers.items():
             expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
             if b.numel() and not b.is_meta and not expanded:  # an expanded buffer cannot change
                 alike.setdefault((b.dtype, b.dtype in CHECKED and name in self._finite), []).append(b)
@@ -209,8 +183,12 @@ class Guard:
         # counts no version: a backward that is still to come does not complain.
         kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
         self._live = [b.data.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
-        self._saved, self._saved_parts = _room_for(self._live, self.device)  # before the step
-        self._now, self._now_parts = _room_for(self._live, self.device)  # after it
+        sizes = [b.numel() for b in self._live]
+        room = torch.zeros(2, math.ceil(sum(sizes) / 8), dtype=torch.int64, device=self.device)  # quick to select from
+        self._saved, self._now = room  # before the step, and after it
+        parts = [row.view(torch.uint8)[: sum(sizes)].split(sizes) for row in room]
+        self._saved_parts, self._now_parts = ([p.view(b.shape) for p, b in zip(row, self._live, strict=True)]
+                                              for row in parts)
         self._checked, at = [], 0
         for dtype, finite in kinds:
             end = at + sum(b.nbytes for b in alike[dtype, finite])
@@ -265,12 +243,11 @@ class Guard:
     def see_batch(self, images: Any, labels: Any = ...) -> Any:
         """Look at one micro-batch. Returns labels that are safe to run with: those out of range become 0.
 
-        see_batch(images, labels) returns the labels; see_batch(batch) returns a batch of the same type. Both take
-        tensors, or nests of mappings, dataclasses, lists and tuples. Floats must be finite. Class labels are integers
-        in `labels`, in a mapping or dataclass only under LABELS; all other integers (token ids, image_id) pass.
-
-        The step is rejected all the same, but it must run: on CUDA an index out of range is a device assert. Keep the
-        raw labels for a post-mortem. A mask in the batch must be bool: -inf in a float mask counts as bad.
+        see_batch(images, labels) returns the labels; see_batch(batch) returns a batch of the same type, and leaves the
+        raw one as it is. Both take tensors, or nests of mappings, dataclasses, lists and tuples. Floats must be finite
+        (a mask must be bool: -inf counts as bad). Class labels are integers in `labels`, in a mapping or dataclass only
+        under LABELS; all other integers pass. A label out of range rejects the step, but the step must run: on CUDA an
+        index out of range is a device assert.
         """
         batch = self._safe(images, "input", False)
         return batch if labels is ... else self._safe(labels, "label", True)
@@ -304,8 +281,7 @@ class Guard:
         """The loss of one micro-batch, one number, before the loss scale."""
         if loss.numel() != 1:
             raise ValueError(f"guard.see_loss() takes the mean loss, one number, and got shape {tuple(loss.shape)}")
-        loss = loss.detach().float()
-        self._losses.append(loss.reshape(()) if loss.ndim else loss)
+        self._losses.append(loss.detach().float().reshape(()))
         self._see("loss", self._losses[-1])
 
     @torch.no_grad()
@@ -341,32 +317,39 @@ class Guard:
         Returns the verdict, 0-dim fp32 on the device, 1.0 = rejected. This call replaces optimizer.step() and
         scaler.step(optimizer). zero_grad() and scaler.update() stay the caller's.
 
-        optimizer: any torch optimizer, or a list of them for one verdict. torch's AdamW, Adam, SGD and Adagrad with
-            fused=True and this project's ClippedAdamW skip on the device, without a host sync. (Their attribute
-            `_step_supports_amp_scaling` is true, and step() reads `found_inf` and `grad_scale`.) For any other, for
-            sharded parameters, and at the first update of a parameter (a fused SGD that skips its first step keeps
-            uninitialised momentum) the verdict is read, one sync, and a rejected step() is not called. The first skip
-            on the device is checked: verdict() raises if a weight moved.
+        optimizer: any torch optimizer, or a list of them for one verdict. Those with `_step_supports_amp_scaling`
+            (fused AdamW, Adam, SGD, Adagrad; ClippedAdamW) read `found_inf` and skip on the device, without a host
+            sync; verdict() raises if a weight moved in the first such skip. For any other, for sharded parameters, and
+            at the first update of a parameter (a fused SGD that skips its first step keeps uninitialised momentum) the
+            verdict is read, one sync, and a rejected step() is not called.
         scaler: GradScaler or LossScaler. The gradients are unscaled here, unless the caller has done so. Every rank's
             scaler hears the verdict of all ranks, so that the loss scales stay equal.
-        clip: largest gradient norm. Use it in place of clip_grad_norm_(), which comes before the verdict: a norm of inf
-            makes every gradient 0 or NaN there, and a step of zeros looks fine. Measure, decide, then clip.
+        clip: largest gradient norm. clip_grad_norm_() comes before the verdict: there a norm of inf makes every
+            gradient 0 or NaN, and a step of zeros looks fine.
         """
         if self._lost:
             raise RuntimeError(f"buffer {_list(self._lost)} was non-finite before the step and no finite copy exists: "
                                "every step would be rejected; load a checkpoint")
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        scales = [self._unscale(o, scaler) if scaler else None for o in optimizers]
-        norms = [gradient_norms((p.grad for p in _with_gradient(o)), self.device) for o in optimizers]
-        norms = [n if scale is None else n / scale for n, scale in zip(norms, scales, strict=True)]
+        scales, norms = [], []
+        for o in optimizers:
+            scales.append(self._unscale(o, scaler) if scaler else None)
+            some = gradient_norms((p.grad for p in _with_gradient(o)), self.device)
+            norms.append(some if scales[-1] is None else some / scales[-1])
         norm = torch.linalg.vector_norm(torch.cat(norms))
         self._see("grad", norm)
         bad = self.decide()
         if clip:
             nn.utils.clip_grads_with_norm_([p for o in optimizers for p in _with_gradient(o)], clip, norm)
         if scaler:
-            self._vote(scaler, optimizers[0], bad)
+            # The scaler hears the verdict of all ranks by public means: update() backs off when any optimizer that it
+            # unscaled had an inf. So it unscales one more, whose only gradient is inf where the step is rejected.
+            if optimizers[0] not in self._voters:
+                self._voters[optimizers[0]] = torch.optim.SGD([torch.zeros_like(bad).requires_grad_()])
+            voter = self._voters[optimizers[0]]
+            voter.param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
+            scaler.unscale_(voter)
         on_device = [self._skips(o) for o in optimizers]
         rejected = not all(on_device) and float(bad) > 0  # the one host sync
         moved, self._on_trial = torch.zeros((), device=self.device), []
@@ -420,14 +403,6 @@ class Guard:
                 raise
         return None
 
-    def _vote(self, scaler: Any, optimizer: Any, bad: Tensor) -> None:
-        """Let the scaler hear the verdict of all ranks, by public means: update() backs off when any optimizer that it
-        unscaled had an inf, so it unscales one more, whose only gradient is inf where the step is rejected."""
-        if optimizer not in self._voters:
-            self._voters[optimizer] = torch.optim.SGD([torch.zeros((), device=self.device, requires_grad=True)])
-        self._voters[optimizer].param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
-        scaler.unscale_(self._voters[optimizer])
-
     @torch.no_grad()
     def decide(self) -> Tensor:
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank. A signal is no fault."""
@@ -461,37 +436,27 @@ class Guard:
         self._versions = [b._version for b in self.net.buffers()]
         on_device = {name: value for name, value in stats.items() if isinstance(value, Tensor)}
         told = [self._flags, found_inf, *on_device.values()]
-        if tuple(on_device) != self._keys:
-            self._make_room(tuple(on_device), told)
-        for which, cells in self._cells:
-            torch._foreach_copy_(cells, [told[i] for i in which])
+        if self._row is None or tuple(on_device) != self._keys:
+            wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
+            self._row = torch.zeros(len(FLAGS) + 1 + len(on_device), dtype=wide, device=self.device)
+            self._cells = [self._row[: len(FLAGS)], *self._row[len(FLAGS) :].unbind()]
+            self._keys = tuple(on_device)
+        for dtype in {t.dtype for t in told}:  # one kernel copies all numbers of one dtype
+            which = [i for i, t in enumerate(told) if t.dtype == dtype]
+            torch._foreach_copy_([self._cells[i] for i in which], [told[i] for i in which])
         self._numbers = {name: float(value) for name, value in stats.items() if name not in on_device}
         self._due, self._opened = True, False
-
-    def _make_room(self, keys: tuple[str, ...], told: list[Tensor]) -> None:
-        self.flush()  # the old layout's numbers are read before its memory goes
-        cuda, width = self.device.type == "cuda", len(FLAGS) + 1 + len(keys)
-        self._keys, self._slot = keys, -1
-        wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
-        self._row = torch.zeros(width, dtype=wide, device=self.device)
-        self._host = torch.zeros(SLOTS, width, dtype=wide, pin_memory=cuda)
-        self._events = [torch.cuda.Event() for _ in range(SLOTS)] if cuda else []
-        cells = [self._row[: len(FLAGS)], *self._row[len(FLAGS) :].unbind()]
-        self._cells = []  # one kernel copies numbers of one dtype: which of `told`, and where to
-        for dtype in {t.dtype for t in told}:
-            which = [i for i, t in enumerate(told) if t.dtype == dtype]
-            self._cells.append((which, [cells[i] for i in which]))
 
     def verdict(self) -> Verdict | None:
         """Call once after each step() or close(), or after the replay of a graph that holds close(). Sends the numbers
         of this step to the host. Returns the oldest verdict that was not told yet; None if it is too young (lag)."""
-        if self._keys is None:  # before the first step
+        if self._row is None:  # before the first step
             return None
-        slot = self._slot = (self._slot + 1) % SLOTS
-        self._host[slot].copy_(self._row, non_blocking=True)
-        if self._events:
-            self._events[slot].record(torch.cuda.current_stream(self._row.device))
-        self._pending.append((self.number, slot, self._numbers, self._on_trial))
+        host, event = torch.empty_like(self._row, device="cpu", pin_memory=self._row.is_cuda), None
+        host.copy_(self._row, non_blocking=True)
+        if self._row.is_cuda:
+            event = torch.cuda.current_stream(self._row.device).record_event()
+        self._pending.append((self.number, host, event, self._keys, self._numbers, self._on_trial))
         self._due = self._opened = False
         return self._read() if len(self._pending) > (1 if self.lag else 0) else None
 
@@ -503,12 +468,12 @@ class Guard:
         return last
 
     def _read(self) -> Verdict:
-        step, slot, numbers, on_trial = self._pending.popleft()
-        if self._events:
-            self._events[slot].synchronize()  # waits for that step's numbers, not for the device
-        row, n = self._host[slot].tolist(), len(FLAGS)
+        step, host, event, keys, numbers, on_trial = self._pending.popleft()
+        if event:
+            event.synchronize()  # waits for that step's numbers, not for the device
+        row, n = host.tolist(), len(FLAGS)
         flags, rejected = dict(zip(FLAGS, row[:n], strict=True)), row[n] > 0
-        stats = numbers | dict(zip(self._keys, row[n + 1 :], strict=True))
+        stats = numbers | dict(zip(keys, row[n + 1 :], strict=True))
         self.steps += 1
         self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
@@ -518,31 +483,29 @@ class Guard:
             raise RuntimeError(f"step {step} was rejected, and {names} moved a weight or its state all the same: its "
                                "step() ignores found_inf. Set optimizer._step_supports_amp_scaling = False before "
                                "training; guard.step() then does not call it in a rejected step")
-        reasons, spikes = [], []
+        reasons = []
         if rejected:
             for optimizer in on_trial:
                 self._stepped[optimizer].add("skips")
             reasons = [name for name in FLAGS[:-1] if flags[name] > 0]
             if "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
                 reasons.append("grad")
-        for name in ("loss", "grad_norm"):
-            if name in stats and not rejected:
-                z = self.spikes.see(name, stats[name])
-                if not z <= self.spikes.threshold:
-                    spikes.append(f"{name} {stats[name]:.4g} is {z:.1f} standard deviations above its recent mean")
+        spikes = self.spikes.sentences(stats) if self.spikes and not rejected else []
         guilty = int(max(row[: n - 1])) - 1
         return Verdict(step, not rejected, tuple(reasons), stats, int(flags["signal"]), guilty, tuple(spikes))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and spike statistics: plain numbers. Pending verdicts are read (waited for) first."""
         self.flush()
+        spikes = self.spikes.seen if self.spikes else {}
         return {"steps": self.steps, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row,
-                "spikes": {name: list(row) for name, row in self.spikes.seen.items()}}
+                "spikes": {name: list(row) for name, row in spikes.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
         self.skipped_in_a_row, self.number = int(state["skipped_in_a_row"]), self.steps - 1
-        self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
+        if self.spikes:
+            self.spikes.seen = {name: list(row) for name, row in state["spikes"].items()}
 
 
 def _list(names: Iterable[str]) -> str:
@@ -552,14 +515,6 @@ def _list(names: Iterable[str]) -> str:
 
 def _with_gradient(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _room_for(live: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Memory for these bytes: all of it as int64, which is quicker to select from, and views of the tensors' shapes."""
-    sizes = [b.numel() for b in live]
-    room = torch.zeros(math.ceil(sum(sizes) / 8), dtype=torch.int64, device=device)
-    parts = room.view(torch.uint8)[: sum(sizes)].split(sizes)
-    return room, [part.view(b.shape) for part, b in zip(parts, live, strict=True)]
 
 
 def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
@@ -575,129 +530,28 @@ def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
     return [name.replace(".", " ", 1) for name in beyond(named_tensors(tree))]
 
 
-def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[str]:
-    """Sentences about what will go wrong, after the first backward and before zero_grad. [] = nothing found. Syncs.
-
-    `num_classes`: what the last Linear or Conv2d of `net` has to give; None for a net that does not classify.
-    """
-    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
-    unused = [n for n, p in named if p.grad is None]
-    learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
-    said = [f"{len(unused)} parameter(s) got no gradient (unused, or detached): {_list(unused)}"] if unused else []
-    for n, p in named:
-        top = float(p.detach().abs().max())
-        if not top <= 1e4 or 0 < top < 1e-30:  # what memory held before: no initialiser gives such numbers
-            said.append(f"{n} looks uninitialised: its largest magnitude is {top:.3g}")
-        elif top == 0 and p.dim() > 1 and n not in learns and len(learns) > len(named) / 2:  # not adaLN-zero's start
-            said.append(f"{n} is all zero and its gradient is zero too: it will never learn")
-    layers = [(n, len(m.weight)) for n, m in net.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    if num_classes is not None and layers and layers[-1][1] != num_classes:
-        name, outputs = layers[-1]
-        said.append(f"{name} has {outputs} outputs but the data has {num_classes} classes")
-    return said
-
-
-class Reading(NamedTuple):
-    """One module at a probed step."""
-
-    name: str
-    dtype: torch.dtype
-    amax: float
-    headroom: float  # largest activation / the dtype's maximum: overflow at 1.0; NaN and inf stay
-    underflow: float  # share of the non-zero gradients at its output that are below the dtype's smallest normal
-
-
-class Probes:
-    """How near are activations to overflow, and gradients to underflow? On sampled steps (`--probe-every`).
-
-        with probes: one forward and backward                   # attach, sample, detach
-        for line in probes.warnings(loss_scale): print(line)    # the one sync
-
-    The hooks only write to device memory. torch.compile ignores hooks that come after it: attach() before compiling
-    (they then stay, 0 graph breaks, activations only), or sample under torch.compiler.set_stance("force_eager").
-    """
-
-    def __init__(self, net: nn.Module, device: torch.device | str = "cpu"):
-        self.modules = {n: m for n, m in net.named_modules() if n and not any(m.children())}
-        self._rows = torch.zeros(len(self.modules), 2, device=device)  # (modules, amax and underflow)
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._handles: list[Any] = []
-
-    def attach(self) -> Probes:
-        self._rows.zero_()
-        self._handles = [m.register_forward_hook(self._hook(n, *row.unbind()))
-                         for (n, m), row in zip(self.modules.items(), self._rows, strict=True)]
-        return self
-
-    def detach(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    __enter__, __exit__ = attach, detach
-
-    def _hook(self, name: str, amax: Tensor, underflow: Tensor):
-        def on_gradient(g: Tensor) -> None:
-            size, tiny = g.abs(), torch.finfo(g.dtype).tiny
-            some = size > 0
-            underflow.copy_(torch.maximum(underflow, (some & (size < tiny)).sum() / some.sum().clamp(min=1)))
-
-        def on_output(module: nn.Module, args: Any, out: Any) -> None:
-            for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-                if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
-                    low, high = torch.aminmax(t.detach())
-                    amax.copy_(torch.maximum(amax, torch.maximum(-low, high)))  # maximum propagates NaN
-                    self._dtypes[name] = t.dtype
-                    if t.requires_grad and not torch.compiler.is_compiling():
-                        t.register_hook(on_gradient)
-        return on_output
-
-    def read(self) -> list[Reading]:
-        """Readings of the last sampled step, the least headroom left first. One sync."""
-        readings = []
-        for name, (amax, underflow) in zip(self.modules, self._rows.tolist(), strict=True):
-            if name in self._dtypes:
-                dtype = self._dtypes[name]
-                readings.append(Reading(name, dtype, amax, amax / torch.finfo(dtype).max, underflow))
-        return sorted(readings, key=lambda r: math.inf if math.isnan(r.headroom) else r.headroom, reverse=True)
-
-    def warnings(self, loss_scale: float = 1.0) -> list[str]:
-        """Sentences for modules over half of the dtype's maximum, or with more than half of their gradients tiny."""
-        said = []
-        for r in self.read():
-            half = str(r.dtype).removeprefix("torch.")
-            if not r.headroom <= 0.5:
-                said.append(f"{r.name}: activations reach {r.amax:.4g}, {r.headroom:.0%} of {half}'s maximum; "
-                            f"try --keep-fp32 '{r.name}' before it overflows")
-            if not r.underflow <= 0.5:
-                said.append(f"{r.name}: {r.underflow:.0%} of its gradients are below {half}'s smallest normal at loss "
-                            f"scale {loss_scale:g}; more scale, or fp32 there")
-        return said
-
-
 def demo() -> None:
     """A BatchNorm network under plain AdamW; an inf behind its first layer at step 3."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    guard = Guard(net, num_classes=10, lag=False)
-    images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 10, (32,))
-    for step in range(6):
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer, guard = torch.optim.AdamW(net.parameters()), Guard(net, num_classes=4, lag=False)
+    x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
+    for step in range(5):
         before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
         guard.open(step)
-        hidden = net[0](images) * (math.inf if step == 3 else 1.0)  # one overflow
-        loss = nn.functional.cross_entropy(net[1:](hidden), guard.see_batch(images, labels))
+        hidden = net[0](x) * (math.inf if step == 3 else 1.0)  # one overflow
+        loss = nn.functional.cross_entropy(net[1:](hidden), guard.see_batch(x, y))
         guard.see_loss(loss)
         optimizer.zero_grad()
         loss.backward()
-        poisoned = [name for name in check_state(net) if name.startswith("buffer")]
+        poisoned = check_state(net)
         guard.step(optimizer)
-        v = guard.verdict()
-        print(f"step {v.step}: {'accepted' if v.accepted else 'rejected: ' + ' and '.join(v.reasons)}, {v.stats}")
-        if not v.accepted:
+        verdict = guard.verdict()
+        print(f"step {step}: {'accepted' if verdict.accepted else 'rejected'} {verdict.reasons} {verdict.stats}")
+        if not verdict.accepted:
             old, new = (dict(named_tensors(tree)) for tree in (before, [net.state_dict(), optimizer.state_dict()]))
             same = all(torch.equal(new[name], t) for name, t in old.items())
-            print(f"  bad after the forward: {', '.join(poisoned)}\n"
-                  f"  now {len(new)} tensors (weights, moments, buffers) are bit-identical to before: {same}")
+            print(f"  bad after the forward: {poisoned}\n  {len(new)} tensors are bit-identical to before: {same}")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ Inject: plant a fault, because a guard that was never seen to bark is no guard.
 A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a parameter's gradient,
 before DDP reduces it), param, buffer, optstate, scale. A fault strikes one element, in sample 0 of micro-batch 0. Hooks
 plant it by a select on a flag on the device: the host does not wait, nothing is compiled anew, and a step that is run
-again meets the same fault.
-
-Copy this file alone: it needs torch and nothing else. `python inject.py` shows one NaN on its way through a network.
+again meets the same fault. Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
     faults = []
     for part in filter(None, (p.strip() for p in (spec or "").split(";"))):
         m = re.fullmatch(r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?", part)
-        if not m:
-            raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R], "
-                             "e.g. nan:grad:head.weight@step=5,rank=1")
+        if not m or m[1] not in KINDS or m[2] not in PLACES:
+            raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R] with KIND one of "
+                             f"{', '.join(KINDS)} and WHERE one of {', '.join(PLACES)}")
         kind, where, name, first, last, rank = m.groups()
-        if kind not in KINDS or where not in PLACES:
-            raise ValueError(f"--inject {part!r}: KIND is one of {', '.join(KINDS)}; WHERE one of {', '.join(PLACES)}")
         if int(last or first) < int(first):
             raise ValueError(f"--inject {part!r}: the last step comes before the first")
         faults.append(Fault(kind, where, name, int(first), int(last or first), None if rank is None else int(rank)))
@@ -98,14 +94,13 @@ class Injector:
         self.faults = [f for f in faults if f.rank in (None, rank)]
         device = next(net.parameters()).device
         self._gates = [(f, torch.zeros((), dtype=torch.bool, device=device)) for f in self.faults]
-        modules = {n: m for n, m in net.named_modules() if n}
-        leaves = {n: m for n, m in modules.items() if not any(m.children())}
-        params = {n: p for n, p in net.named_parameters() if p.requires_grad}
         for f, gate in self._gates:
-            if f.where == "act":
-                module = modules[pick(f, modules if f.name else leaves)]
+            if f.where == "act":  # without a name: the first module that has no modules inside
+                names = [n for n, m in net.named_modules() if n and (f.name or not any(m.children()))]
+                module = net.get_submodule(pick(f, names))
                 module.register_forward_hook(lambda m, args, out, f=f, gate=gate: spoil(out, f.kind, gate))
             elif f.where == "grad":
+                params = {n: p for n, p in net.named_parameters() if p.requires_grad}
                 params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
 
     def attach(self, model: nn.Module) -> None:
@@ -149,27 +144,25 @@ class Injector:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
     def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        due = self._due(where)
+        names, due = [], self._due(where)
         tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
-        names = [pick(f, tensors) for f in due]
-        for name, f in zip(names, due, strict=True):
-            t = tensors[name].data  # .data: a buffer may be saved for a backward that is still to come
+        for f in due:
+            names.append(pick(f, tensors))
+            t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward that is still to come
             t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
         return names
 
 
 def demo() -> None:
     """A NaN in the output of the first layer, and which numbers it reaches."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     injector = Injector(net, parse_inject("nan:act:0@step=2"))
     for step in (1, 2, 3):
         injector.begin(step)
         net.zero_grad()
-        net(torch.randn(8, 3, 8, 8)).square().mean().backward()
-        tensors = {**dict(net.named_buffers()), **{f"{name}.grad": p.grad for name, p in net.named_parameters()}}
-        bad = [name for name, t in tensors.items() if not t.isfinite().all()]
-        print(f"step {step}: non-finite numbers in {', '.join(bad) or 'nothing'}")
+        net(torch.randn(8, 3)).square().mean().backward()
+        tensors = dict(net.named_buffers()) | {f"{name}.grad": p.grad for name, p in net.named_parameters()}
+        print(f"step {step}: non-finite numbers in {[name for name, t in tensors.items() if not t.isfinite().all()]}")
     print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every evaluation will be NaN.")
 
 

@@ -67,13 +67,10 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
 
     No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything
     directly in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern
-    (fnmatch), and what the model lists: any submodule may have a method no_weight_decay() that returns names relative
-    to the submodule.
+    (fnmatch), and what a submodule's method no_weight_decay() returns, names relative to the submodule.
 
-    Args:
-        lr_scale: {pattern: multiplier}; the first pattern that matches a name wins.
-        muon: patterns of matrices (decayed, two or more dimensions, not all zero) that go to Muon instead of AdamW.
-            Muon keeps the norm of a matrix, so these do not decay.
+    lr_scale: {pattern: multiplier}; the first pattern that matches a name wins. muon: patterns of matrices (decayed,
+    not all zero) that go to Muon instead of AdamW. Muon keeps the norm of a matrix, so these do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -119,15 +116,15 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
 
 # --- the optimizer
 
-def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
-    """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence. None: it may."""
+def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
+    """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence; "": it may."""
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
     # v = 1 + unit is the hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
     if 1 - beta2 < (least := unit / (2 + 2 * unit)):
         return f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - least:.4f} does)"
-    return None
+    return ""
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -138,7 +135,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         # Over 1e8 elements at once a CPU's norm is 1.1 % too small (CUDA sums in chunks); row by row it is exact.
         large = [t for t in tensors if t.numel() > 2**16 and t.ndim > 1]
         norms = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype) for t in large]
-        tensors = [t for t in tensors if t.numel() <= 2**16 or t.ndim < 2] if large else tensors
+        tensors = [t for t in tensors if t.numel() <= 2**16 or t.ndim < 2]
     if tensors:
         norms.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)))
     return torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0]).float()
@@ -224,7 +221,7 @@ class ClippedAdamW(torch.optim.Optimizer):
 
     def _check(self, g: dict[str, Any], p: Tensor) -> None:
         """Refuse a parameter that would train wrongly. A frozen half parameter is refused when it gets a gradient."""
-        half, why = p.dtype in HALF, None
+        half, why = p.dtype in HALF, ""
         experiment = half and self._wants_masters is False
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             why = "sharded parameters (DTensor, FSDP) are not supported, because the norm is of one shard: use DDP"
@@ -238,7 +235,8 @@ class ClippedAdamW(torch.optim.Optimizer):
             why = refusal(torch.float32 if half and self._wants_masters else p.dtype, g["eps"], float(g["betas"][1]))
             if half and not self._wants_masters:
                 lost = torch.finfo(p.dtype).eps / 4  # of a weight just below a power of two
-                why = why or f"{p.dtype} weights lose every update smaller than {lost:.1e} of the weight"
+                lost = f"{p.dtype} weights lose every update smaller than {lost:.1e} of the weight"
+                why = why if why.startswith("eps") else "; ".join(filter(None, (lost, why)))  # NaN comes first
             why = f"{why}; masters=True keeps fp32 master weights" if why and half else why
         if why:
             raise ValueError(why)
@@ -317,18 +315,15 @@ class ClippedAdamW(torch.optim.Optimizer):
             if flag is not None:
                 good &= flag == 0
 
-        divisor, coef = grad_scale, self._one
-        limit = self._limit(norm, good)
+        divisor, coef, limit = grad_scale, self._one, self._limit(norm, good)
         if limit is not None:
             scale = self._one if grad_scale is None else grad_scale
             divisor = torch.maximum(scaled_norm / limit, scale)
             coef = scale / divisor
-
         # norm, clipped norm, clip coefficient, accepted, rejected; by where(), because 0 * NaN is NaN
         row = torch.where(good, torch.stack([norm, norm * coef, coef, self._one, self._zero]), self._rejected)
         self._sums[0].add_(row)
         _, _, coef, _, found_inf = row.unbind()
-
         before = self._measure(work, grad_scale) if measure else []
         self._update(work, lrs, good, found_inf, divisor)
         half = [(p, t) for pairs in work for p, t in pairs if p is not t]
@@ -347,7 +342,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         Half gradients are read once, into their masters' .grad. All that follows is fp32.
         """
         work: list[Pairs] = []
-        plain, half, wide = [], [], []
+        plain, half = [], []
         for g in self.param_groups:
             work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
             for p, t in work[-1]:
@@ -358,23 +353,20 @@ class ClippedAdamW(torch.optim.Optimizer):
                     self.state[p] = self._blank(g, t)
                 if p is not t:
                     t.grad = torch.empty_like(t) if t.grad is None else t.grad
-                    half.append(p.grad)
-                    wide.append(t.grad)
-                else:
-                    if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
-                        p.grad = torch.empty_like(p).copy_(p.grad)
-                    plain.append(p.grad)
+                elif p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
+                    p.grad = torch.empty_like(p).copy_(p.grad)
+                (plain if p is t else half).append((t.grad, p.grad))
         if not plain and not half:
             raise ValueError("no parameter has a gradient: call backward() before step()")
         if half:
-            torch._foreach_copy_(wide, half)
-        return work, plain + wide
+            torch._foreach_copy_(*zip(*half, strict=True))
+        return work, [grad for grad, _ in plain + half]
 
     def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
         """State before the first step, under torch's names; t: the parameter or its master."""
         if g["muon"]:
             return {"momentum_buffer": torch.zeros_like(t.flatten(1), dtype=torch.float32)}  # (rows, columns)
-        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * g["amsgrad"]
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if g["amsgrad"] else 2]
         return {"step": torch.zeros((), device=t.device if self.fused else "cpu"),
                 **{name: torch.zeros_like(t) for name in names}}
 
@@ -539,14 +531,14 @@ class ClippedAdamW(torch.optim.Optimizer):
                 raise ValueError("the checkpoint is of an optimizer that maximizes, or decays through the gradient")
             g = g | ({"amsgrad": s.get("amsgrad", False)} if self._schedule is None else {})
             for i, p in zip(s["params"], g["params"], strict=True):
-                blank = self._blank(g, self._masters.get(p, p))
                 values = {k: torch.as_tensor(v) for k, v in state_dict["state"].get(i, {}).items()}
-                if values and {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
+                if not values:
+                    continue
+                blank = self._blank(g, self._masters.get(p, p))
+                if {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
                     raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) does not fit "
                                      f"{tuple(p.shape)} and {', '.join(blank)}")
-                if values:
-                    fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
-
+                fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
         super().load_state_dict({**state_dict, "state": {}})  # torch's share: groups and hooks
         self.state.update(fresh)
         if self._schedule is not None:
@@ -571,20 +563,17 @@ class ClippedAdamW(torch.optim.Optimizer):
 
 
 def main() -> None:
-    """The eps trap, the refusal, and two steps of which one is bad."""
-    print("One step of torch.optim.AdamW at lr 1e-3; the right answer is 0, 1e-3, 1e-3")
-    for dtype, eps in ((torch.float32, 1e-8), (torch.float16, 1e-8), (torch.float16, 1e-4)):
-        p = torch.zeros(3, dtype=dtype)
-        p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=dtype)
+    """The eps trap, the refusal, and a step with masters."""
+    print("One step of AdamW at lr 1e-3, gradient 0, 1e-3, 1; the right answer is 0, 1e-3, 1e-3")
+    for eps in (1e-8, 1e-4):
+        p = torch.zeros(3, dtype=torch.float16)
+        p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
         torch.optim.AdamW([p], lr=1e-3, eps=eps, foreach=False).step()
-        print(f"  {dtype!s:13}  eps {eps:g}:  gradient 0, 1e-3, 1  ->  step {(0 - p).tolist()}")
+        print(f"  float16, eps {eps:g}: step {(0 - p).tolist()}")
     print(f"ClippedAdamW refuses it: {refusal(torch.float16, 1e-8, 0.999)}")
-    p = torch.zeros(3, dtype=torch.float16)
-    optimizer = ClippedAdamW([p], masters=True)
-    for gradient in ([0.0, 1e-3, 1.0], [0.0, math.nan, 1.0]):
-        p.grad = torch.tensor(gradient, dtype=p.dtype)
-        result = optimizer.step()
-        print(f"  masters, gradient {gradient}: rejected {result.found_inf:.0f}, weights {p.tolist()}")
+    p.zero_()
+    ClippedAdamW([p], masters=True).step()
+    print(f"  with masters: step {(0 - p).tolist()}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import heal
 import inject
 import muon
 import optim
+import probes
 import report
 from data import SCALE, batches, fingerprint, load
 from models import MODELS, DoesNotFit, set_drop_path, wrap
@@ -183,7 +184,7 @@ def training(run: Any, warmup: int) -> None:
         masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
     )
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
-    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device)
+    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device, spikes=probes.SpikeDetector())
     run.average = ema.EMA(run.optimizer.params, args.ema) if args.ema else None
     run.ddp = parallel(run.model, run.device)
     run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp

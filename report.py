@@ -1,10 +1,9 @@
 """
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png drawn from it.
 
-A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged, in a format
-that needs no library. NaN and inf are written as the strings "nan" and "inf": JSON has no word for them, and to leave
-them out would hide the one thing that a reader looks for. A resumed run cuts away the lines after its checkpoint. Then
-the file reads as if the run had never died.
+A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged. NaN and inf
+are written as the strings "nan" and "inf": JSON has no word for them, and to leave them out would hide what a reader
+looks for. A resumed run cuts away the lines after its checkpoint: the file reads as if the run had never died.
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}       the first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, "updates": 10, "skipped": 0}
@@ -13,8 +12,7 @@ the file reads as if the run had never died.
 
     python report.py runs/x          draws runs/x/curves.png again
 
-With `tensorboard=True` the same numbers go to TensorBoard too. Copy this file alone: it needs the standard library, and
-matplotlib only to draw.
+With `tensorboard=True` the same numbers go to TensorBoard too. Copy this file alone: only drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -56,12 +54,11 @@ class MetricsFile:
         fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
         with open(self.path, "a") as file:
             file.write(json.dumps(fields) + "\n")
-        if self.board and "event" not in fields:
-            for name, value in fields.items():
-                if name != "step":
-                    self.board.add_scalar(name, float(value), fields["step"])
-        elif self.board:
+        if self.board and "event" in fields:
             self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
+        elif self.board:
+            for name in fields.keys() - {"step"}:
+                self.board.add_scalar(name, float(fields[name]), fields["step"])
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the last event, draw the curves, print the summary for people."""
@@ -69,7 +66,7 @@ class MetricsFile:
             return
         self.write(event="end", **summary)
         curves = draw_curves(self.path)
-        files = [self.path, *sorted(self.path.parent.glob("*.pt")), *([curves] if curves else [])]
+        files = [self.path, *sorted(self.path.parent.glob("*.pt")), *filter(None, [curves])]
         print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, files)]))
 
     def picture(self, path: Path, step: int) -> None:
@@ -123,31 +120,31 @@ def draw_curves(path: Path) -> Path | None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first start says that it builds its font cache
     try:
         import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
     except ImportError:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    skipped = [line["step"] for line in lines if line.get("event") == "skip"]
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained")
     judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
     panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",))
     for axis, names in zip(axes.flat, panels, strict=True):
-        largest = -math.inf
+        values = []
         for name in names:
             points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line
                       and abs(float(line[name])) <= 1e38]
             style = dict(marker="o", linewidth=2) if name.startswith("val_") else dict(linewidth=1)
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, **style)
-            largest = max([largest, *(value for _, value in points)])
-        for line in lines:
-            if line.get("event") == "skip":
-                axis.axvline(line["step"], color="tab:red", linewidth=0.5)
-        if names[0] in ("grad_norm", "scale") and largest > 0:
+            values += [value for _, value in points]
+        for step in skipped:
+            axis.axvline(step, color="tab:red", linewidth=0.5)
+        if names[0] in ("grad_norm", "scale") and max(values, default=0) > 0:
             axis.set_yscale("log")
         axis.set(xlabel="step", title=" and ".join(names))
-        if len(names) > 1 and largest > -math.inf:
+        if len(names) > 1 and values:
             axis.legend()
     picture = Path(path).with_name("curves.png")
     figure.savefig(picture, dpi=100)

@@ -42,9 +42,9 @@ from tqdm import tqdm
 import checkpoint
 import flags
 import graphs
-import guards
 import heal
 import prepare
+import probes
 import report
 import validation
 from data import NAMES
@@ -172,7 +172,7 @@ def check_up(run):
     run.guard.see_state(param=dict(run.net.named_parameters()), optstate=run.optimizer.state)
     warnings = []
     if run.step == 1:
-        warnings = guards.first_step_checks(run.net, None if run.model is run.net else len(run.classes))
+        warnings = probes.first_step_checks(run.net, None if run.model is run.net else len(run.classes))
     if run.probes:
         run.probes.detach()
         warnings += run.probes.warnings(float(run.scaler.scale_tensor))
@@ -220,7 +220,7 @@ def attempt(run, images, labels, signal=0, watched=False):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns a verdict or None."""
     look = run.step % CHECK_EVERY == 0 or run.step == 1
     if run.args.probe_every and run.step % run.args.probe_every == 0:
-        run.probes = guards.Probes(run.net, run.device)
+        run.probes = probes.Probes(run.net, run.device)
         run.probes.attach()
     run.guard.open(run.step)
     run.guard.raise_flag("signal", signal)

@@ -56,10 +56,11 @@ sys.path.insert(0, str(ROOT))
 from amp_policy import LossScaler, capabilities, choose_policy  # noqa: E402
 from bench.record import header, spread, write  # noqa: E402
 from graphs import StepGraph  # noqa: E402
-from guards import Guard, Probes  # noqa: E402
+from guards import Guard  # noqa: E402
 from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
+from probes import Probes, SpikeDetector  # noqa: E402
 from ranks import agreed  # noqa: E402
 from train import CHECK_EVERY, Run, train_step  # noqa: E402
 
@@ -159,7 +160,8 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         run = Run(
             net=net, model=model, compiled=forward, log=SimpleNamespace(write=lambda **fields: None),
             policy=choose_policy("fp16" if scales else "bf16", capabilities(device), None, None),
-            scaler=LossScaler(device.type, enabled=scales), guard=Guard(net, num_classes=len(NAMES), device=device),
+            scaler=LossScaler(device.type, enabled=scales),
+            guard=Guard(net, num_classes=len(NAMES), device=device, spikes=SpikeDetector()),
             optimizer=ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0),
         )
         replay = StepGraph(partial(train_step, run), warm_up=2) if graph else None

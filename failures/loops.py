@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import guards
+import probes
 from data import synthetic
 from fp32 import fp32_eval
 from optim import ClippedAdamW
@@ -189,7 +190,7 @@ def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float,
     """
     torch.manual_seed(1)
     outcome = Outcome(net := copy.deepcopy(net))
-    run = Run(net=net, model=net, guard=guards.Guard(net, lag=False),
+    run = Run(net=net, model=net, guard=guards.Guard(net, lag=False, spikes=probes.SpikeDetector()),
               policy=amp_policy.choose_policy(NAMES[dtype], amp_policy.capabilities("cpu"), None, None),
               scaler=amp_policy.LossScaler("cpu", enabled=dtype is F16),
               optimizer=ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("amp_policy", "fp32", "guards", "autopsy", "optim", "muon", "ema", "checkpoint", "graphs", "inject", "ranks",
-          "report")  # files that are carried away one by one
+COPIED = ("amp_policy", "fp32", "guards", "probes", "autopsy", "optim", "muon", "ema", "checkpoint", "graphs", "inject",
+          "ranks", "report")  # files that are carried away one by one
 CORE = [ROOT / f"{name}.py" for name in COPIED if (ROOT / f"{name}.py").exists()]
 ALLOWED = {
     **{path.name: {"torch"} for path in CORE},
