@@ -1,10 +1,9 @@
 """
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png drawn from it.
 
-A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged, in a format
-that needs no library. NaN and inf are written as the strings "nan" and "inf": JSON has no word for them, and to leave
-them out would hide the one thing that a reader looks for. A resumed run cuts away the lines after its checkpoint. Then
-the file reads as if the run had never died.
+A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is logged. NaN and inf
+are written as the strings "nan" and "inf": JSON has no word for them, and to leave them out would hide what a reader
+looks for. A resumed run cuts away the lines after its checkpoint, and the file reads as if the run had never died.
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}       the first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, "updates": 10, "skipped": 0}
@@ -117,10 +116,8 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def draw_curves(path: Path) -> Path | None:
-    """Loss, accuracy, gradient norm and loss scale over steps; the picture's path, or None without matplotlib.
-
-    A red line marks each skipped step. A NaN is a gap, and so is a number above 1e38.
-    """
+    """Draw loss, accuracy, gradient norm and loss scale beside `path`; the picture's path, or None without matplotlib.
+    A red line marks each skipped step. A NaN is a gap, and so is a number above 1e38."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first start says that it builds its font cache
     try:
         import matplotlib
@@ -130,6 +127,7 @@ def draw_curves(path: Path) -> Path | None:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    skipped = [line["step"] for line in lines if line.get("event") == "skip"]
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained")
     judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
     panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",))
@@ -142,9 +140,8 @@ def draw_curves(path: Path) -> Path | None:
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, **style)
             largest = max([largest, *(value for _, value in points)])
-        for line in lines:
-            if line.get("event") == "skip":
-                axis.axvline(line["step"], color="tab:red", linewidth=0.5)
+        for step in skipped:
+            axis.axvline(step, color="tab:red", linewidth=0.5)
         if names[0] in ("grad_norm", "scale") and largest > 0:
             axis.set_yscale("log")
         axis.set(xlabel="step", title=" and ".join(names))
