@@ -122,3 +122,16 @@ def test_a_planted_long_function_and_a_long_file_are_caught(tmp_path):
     (tmp_path / "long.py").write_text("def short():\n" + body * 79 + "def long():\n" + body * 80 + "def main():\n"
                                       + body * 60 + "x = 1\n" * 300)
     assert too_long([tmp_path / "long.py"]) == {"long.py": 522, "long.py: long": 81, "long.py: main": 61}
+
+
+def test_a_helper_that_stands_in_several_core_files_is_the_same_in_all():
+    assert quarrels(CORE) == {}
+
+
+def test_no_file_and_no_function_of_the_core_is_too_long():
+    assert too_long(sorted(ROOT.glob("*.py"))) == {}
+
+
+def test_the_top_level_files_hold_at_most_4000_lines_together():
+    lines = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py")}
+    assert sum(lines.values()) <= 4000, lines
