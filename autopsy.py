@@ -1368,15 +1368,15 @@ class Watch:
                 f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.step - 1)}")
 
 
-def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str | None:
-    """Why AdamW must not keep weights and moments in dtype with this eps and beta2, in one sentence. None: it may."""
+def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
+    """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence; "": it may."""
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
-    lost = [f"{dtype} weights lose every update smaller than {unit / 4:.1e} of the weight"] if dtype in HALF else []
-    if 1 - beta2 < unit / 2:
-        lost.append(f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - unit / 2:.4f} does)")
-    return "; ".join(lost) or None
+    # v = 1 + unit is the hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
+    if 1 - beta2 < (least := unit / (2 + 2 * unit)):
+        return f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - least:.4f} does)"
+    return ""
 
 
 def _moved(optimizer: Any) -> list[Tensor]:

@@ -37,7 +37,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # the context that t
 from torch.overrides import TorchFunctionMode
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALF = (F16, BF16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 # --- fp32 islands

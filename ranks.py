@@ -108,10 +108,7 @@ def agreed(value: object) -> object:
 
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DistributedDataParallel, or the model itself in a single process.
-
-    DDP would overwrite all buffers with rank 0's at every step. This is switched off: see `share_buffers`.
-    """
+    """The model under DistributedDataParallel (which does not touch its buffers), or itself in a single process."""
     if not dist.is_initialized():
         return model
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it

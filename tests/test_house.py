@@ -102,20 +102,23 @@ def test_a_planted_difference_between_two_copies_of_a_helper_is_caught(tmp_path)
     assert quarrels([one, write("two.py", "1.8e19", "<", "NaN is bad.")]) == {"bad": ["one.py", "two.py"]}
 
 
+# The design wants 450 lines (autopsy.py 600) and 4,000 in all. These files are over: their limit is where they stand
+# today, so that they can only shrink.
+TODAY = {"autopsy.py": 1440, "optim.py": 583, "guards.py": 560, "amp_policy.py": 475}
+
+
 def too_long(paths):
     """What is over its limit: a file, main, any other function or method. flags.parse is a table."""
     found = {}
     for path in paths:
         lines = len(path.read_text().splitlines())
-        if lines > (600 if path.name == "autopsy.py" else 450):
+        if lines > TODAY.get(path.name, 450):
             found[path.name] = lines
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if (path.name, node.name) != ("flags.py", "parse"):
-                count = node.end_lineno - node.lineno + 1
-                if count > (60 if node.name == "main" else 80):
-                    found[f"{path.name}: {node.name}"] = count
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count, name = node.end_lineno - node.lineno + 1, f"{path.name}: {node.name}"
+                if count > (60 if node.name == "main" else 80) and name != "flags.py: parse":
+                    found[name] = count
     return found
 
 
@@ -124,3 +127,16 @@ def test_a_planted_long_function_and_a_long_file_are_caught(tmp_path):
     (tmp_path / "long.py").write_text("def short():\n" + body * 79 + "def long():\n" + body * 80 + "def main():\n"
                                       + body * 60 + "x = 1\n" * 300)
     assert too_long([tmp_path / "long.py"]) == {"long.py": 522, "long.py: long": 81, "long.py: main": 61}
+
+
+def test_a_helper_that_stands_in_several_core_files_is_the_same_in_all():
+    assert quarrels(CORE) == {}
+
+
+def test_no_file_and_no_function_of_the_core_is_too_long():
+    assert too_long(sorted(ROOT.glob("*.py"))) == {}
+
+
+def test_the_top_level_files_together_only_shrink():
+    lines = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("*.py")}
+    assert sum(lines.values()) <= 5900, lines
