@@ -92,6 +92,20 @@ def test_the_accuracies_in_the_readme_are_those_of_the_raw_files():
     assert f"{end['val_acc1']:.1f} % in {end['seconds']:.0f} seconds" in " ".join(README.split())
 
 
+def test_the_figures_of_the_diagnosis_are_those_of_the_raw_files():
+    files = ("diagnosis-before-corrected-cpu", "diagnosis-first-cpu", "diagnosis-cpu", "diagnosis_fresh-cpu")
+    before, first, now, fresh = (raw(name)["totals"] for name in files)
+    table, page = section(RESULTS, "Diagnosis"), " ".join(README.split())
+    for key in ("wholly right", "verdict", "module", "op", "line", "samples", "names", "fix", "islands that mend"):
+        assert f"| {key} | " + " | ".join("{} of {}".format(*t[key]) for t in (before, first, now, fresh)) in table, key
+    right, cases = now["wholly right"]
+    assert f"On {cases} steps" in page and f"advice) on {right}. The version before was right on "\
+        f"{before['wholly right'][0]}." in page
+    assert f"the end, {fresh['wholly right'][0]} were wholly right" in page
+    assert "names the operation in {} of {}".format(*now["anomaly mode"]["op"]) in page
+    assert "the module in {} of {}".format(*now["hooks"]["module"]) in page
+
+
 def test_the_line_counts_in_the_readme_are_right():
     rows = re.findall(r"^\| `([a-z_0-9/]+\.py)` \| (\d+) \|", README, re.M)
     assert len(rows) > 15  # each file of the folder, and no other
