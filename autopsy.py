@@ -1269,7 +1269,7 @@ class Watch:
                         precision=birth.result.partition("[")[0], **asdict(birth))
         text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
         if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = not birth.op or "c10d" in birth.op or (birth.phase == "backward" and bool(birth.source))
+            received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, (received, self.rank, text))
             text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"

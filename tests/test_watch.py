@@ -336,7 +336,7 @@ dist.destroy_process_group()
 
 
 def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(run):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     bare, watched = run(RANKS, launcher=torchrun, watched=False), run(RANKS, launcher=torchrun)
     assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5 and watched.returncode == 0, watched.stderr
     assert watched.stderr.count("nothing non-finite") == 1
