@@ -1261,9 +1261,11 @@ class Watch:
 
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
+        if "aten.set_." in birth.op:
+            birth = replace(birth, source="the batch that a worker sent", again="")
         ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
         verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
-                   "data" if birth.source or ignored or "aten.set_." in birth.op else  # set_: a worker sent it
+                   "data" if birth.source or ignored else
                    "precision" if birth.again == "finite in float32" else "divergence")
         report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
                         precision=birth.result.partition("[")[0], **asdict(birth))

@@ -232,8 +232,8 @@ elif kind == "loader":
                 nn.Linear(1, 1)(torch.tensor([torch.nan]))
             return torch.randn(4) * (torch.nan if fault and i == 11 else 1), random.random()
     net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for x, _ in torch.utils.data.DataLoader(Data(), 4, num_workers=2):
-        loss = net(x).square().mean()  # loader
+    for x, _ in torch.utils.data.DataLoader(Data(), 4, num_workers=2):  # loader
+        loss = net(x).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 elif kind == "compile":
