@@ -1275,15 +1275,17 @@ class Watch:
 
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
+        if "aten.set_." in birth.op:
+            birth = replace(birth, source="the batch that a worker sent", again="")
         ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
         verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
-                   "data" if birth.source or ignored or "aten.set_." in birth.op else  # set_: a worker sent it
+                   "data" if birth.source or ignored else
                    "precision" if birth.again == "finite in float32" else "divergence")
         report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
                         precision=birth.result.partition("[")[0], **asdict(birth))
         text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
         if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = not birth.op or "c10d" in birth.op or (birth.phase == "backward" and bool(birth.source))
+            received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, (received, self.rank, text))
             text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
