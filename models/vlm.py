@@ -323,7 +323,9 @@ class VLM(nn.Module):
         if prompt >= self.max_length:
             raise ValueError(f"the question takes {prompt} of max_length={self.max_length} tokens: no room to answer")
         for _ in range(min(self.answer_length, self.max_length - prompt)):
-            ids = torch.cat([ids, self.decoder(ids, image_tokens, 1).argmax(-1)], 1)
+            logits = self.decoder(ids, image_tokens, 1)  # B, 1, VOCABULARY
+            logits[..., IMAGE] = -torch.inf  # an answer holds no image
+            ids = torch.cat([ids, logits.argmax(-1)], 1)
         rows = [row[: row.index(EOS)] if EOS in row else row for row in ids[:, prompt:].tolist()]
         return [bytes(token for token in row if token < 256).decode(errors="replace") for row in rows]
 

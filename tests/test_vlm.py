@@ -279,3 +279,10 @@ def test_teacher_forced_exact_match_is_what_greedy_generation_scores(learned):
     assert [text == NAMES[label] for text, label in zip(said, labels.tolist(), strict=True)] == exact.tolist()
     assert 40 <= exact.sum() < 120
     assert net.show(images[:1], labels[:1]) == [f"Q: What is it? A: {said[0]} (true: {NAMES[labels[0]]})"]
+
+
+def test_a_net_that_would_answer_with_an_image_still_answers():
+    net, (images, _) = make(), draw(0, 2)
+    net.eval().decoder.register_forward_hook(
+        lambda module, args, logits: logits.index_fill(-1, torch.tensor([vlm.IMAGE]), 1e4))
+    assert len(net.generate(images)) == 2
