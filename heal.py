@@ -69,7 +69,7 @@ def record(run: Any, step: int, images: Tensor, labels: Tensor) -> autopsy.StepR
 
 def recall(run: Any, step: int) -> autopsy.StepRecord:
     """The record of a step that is over: its batches again, with the weights, buffers and RNG of now."""
-    run.injector.begin(step)  # a planted fault is planted again
+    run.injector.begin(step, state=False)  # a planted fault is planted again, but for those of the weights
     return record(run, step, *run.injector.batch(*run.stream.at(step - 1)))
 
 
@@ -371,7 +371,7 @@ def replay(path: Any, models: dict, wrap: Callable) -> int:
     net = policy.prepare(net)
     kept = unpack(capsule, net)
     injector = inject.Injector(net, inject.parse_inject(capsule["inject"]), capsule["rank"])
-    injector.begin(kept.step)
+    injector.begin(kept.step, state=False)
     model = wrap(net, recipe["label_smoothing"])
     injector.attach(model)
     run = SimpleNamespace(net=net, model=model, policy=policy, injector=injector)

@@ -108,12 +108,13 @@ class Injector:
         if any(f.where in ("loss", "buffer") for f in self.faults):
             model.register_forward_hook(lambda m, args, out: (self.loss(out[0]), *out[1:]) if m.training else None)
 
-    def begin(self, step: int, optimizer: Any = None, scale: Tensor | None = None) -> list[str]:
-        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns the names written."""
+    def begin(self, step: int, optimizer: Any = None, scale: Tensor | None = None, state: bool = True) -> list[str]:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns the names written.
+        state=False: a step that is run again, whose weights are as they are."""
         self.step, self.micro, self.again = step, 0, False
         for f, gate in self._gates:
             gate.fill_(f.first <= step <= f.last)
-        written = self._write("param", self.net.named_parameters())
+        written = self._write("param", self.net.named_parameters()) if state else []
         if optimizer is not None:  # a name is a key of the state, as exp_avg
             moments = ((n, t) for of in optimizer.state.values() for n, t in of.items() if isinstance(t, Tensor))
             written += self._write("optstate", ((n, t) for n, t in moments if t.dim()))

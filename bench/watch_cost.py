@@ -1,0 +1,80 @@
+"""
+What `python autopsy.py SCRIPT` costs: time of a training step under the watcher, beside the same script alone.
+
+    python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
+
+The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of each step. It runs as a
+process of its own, alone and under the watcher in turns. A ratio is that of the two medians of one turn; the first
+steps of each run, in which memory is allocated, do not count.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.record import header, spread, write  # noqa: E402
+
+SCRIPT = '''
+import time, torch
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
+net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10)).to(device)
+optimizer = torch.optim.AdamW(net.parameters())
+x, y = torch.randn(BATCH, 64, 384, device=device), torch.randint(0, 10, (BATCH * 64,), device=device)
+for step in range(STEPS):
+    began = time.perf_counter()
+    loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{loss.item():.6f} {time.perf_counter() - began:.6f}")
+'''
+
+
+def steps(command: list[str], folder: str) -> tuple[list[str], float]:
+    """(the losses as printed, median seconds of a step)."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 2]
+    rows = [row for row in rows if row[0].replace(".", "").isdigit()]
+    return [loss for loss, _ in rows], statistics.median(float(seconds) for _, seconds in rows[4:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 64 tokens")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    args = parser.parse_args()
+    alone, watched = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "script.py").write_text(SCRIPT.replace("BATCH", str(args.batch)).replace("STEPS", str(args.steps)))
+        for turn in range(args.turns):
+            ways = [([sys.executable, "script.py"], alone), ([sys.executable, str(ROOT / "autopsy.py"), "script.py"],
+                                                             watched)]
+            printed = []
+            for command, seconds in ways[:: 1 if turn % 2 else -1]:
+                losses, median = steps(command, folder)
+                printed.append(losses)
+                seconds.append(median)
+            assert printed[0] == printed[1] and len(printed[0]) == args.steps, "the watcher changed a printed figure"
+            print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {watched[-1] / alone[-1]:.3f}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ratios = [w / a for w, a in zip(watched, alone, strict=True)]
+    record = header("watch_cost", vars(args), device) | {
+        "watched / alone": spread(ratios), "alone": alone, "watched": watched, "printed figures": "the same"}
+    write(record, args.results, device, ("alone", "watched"))
+
+
+if __name__ == "__main__":
+    main()
