@@ -153,7 +153,7 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
     for line in filter(lambda line: line not in ("", "..."), map(str.strip, shown.splitlines())):
         assert all(part in divergence for part in line.split("inject.py:...")), line
 
-    capsule = next(tmp_path.glob("runs/*/bad_step_22_rank0.pt"))
+    capsule = next(tmp_path.glob("runs/*/bad_step_20_rank0.pt"))
     best = next(tmp_path.glob("runs/cifarnet-cifar10-*/best.pt"))
     snippet = section(README, "When a run is killed").split("\n\n")[1]
     for program in ([str(ROOT / "train.py"), "--replay", str(capsule)], ["-c", textwrap.dedent(snippet)]):
