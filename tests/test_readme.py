@@ -106,6 +106,12 @@ def test_the_figures_of_the_diagnosis_are_those_of_the_raw_files():
     assert "the module in {} of {}".format(*now["hooks"]["module"]) in page
 
 
+def test_the_cost_of_watching_is_that_of_the_raw_file():
+    ratio = raw("watch_cost-cpu")["watched / alone"]
+    low, high = ratio["quartiles"]
+    assert f"{ratio['median']:.2f} of a step's time (quartiles {low:.2f} and {high:.2f};" in " ".join(README.split())
+
+
 def test_the_line_counts_in_the_readme_are_right():
     rows = re.findall(r"^\| `([a-z_0-9/]+\.py)` \| (\d+) \|", README, re.M)
     assert len(rows) > 15  # each file of the folder, and no other
