@@ -84,6 +84,8 @@ def parse(argv: Sequence[str] | None, about: str, models: dict, datasets: Sequen
     guard.add_argument("--max-skips", type=count, default=25, help="rejected steps in a row before giving up")
     guard.add_argument("--max-cures", type=count, default=8, help="healings before giving up")
     guard.add_argument("--probe-every", type=count, metavar="STEPS", help="warn of activations near the dtype's limit")
+    guard.add_argument("--verify-every", type=number(int, 0), metavar="STEPS", help="look for hardware that lies with "
+                       "finite numbers; default: once an epoch; 0: never")
     guard.add_argument("--detect-anomaly", action=switch, default=False, help="autograd's own anomaly mode; slow")
     guard.add_argument("--inject", default="", metavar="SPEC", help="plant a fault: nan:grad:head.weight@step=5,rank=1")
     guard.add_argument("--replay", type=Path, metavar="FILE", help="examine a recorded bad step again and leave")

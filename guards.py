@@ -44,7 +44,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Every flag but the last rejects the step. "veto" is the caller's own; "signal" carries the number of a stop request.
-FLAGS = ("input", "label", "loss", "grad", "buffer", "act", "param", "optstate", "veto", "signal")
+FLAGS = ("input", "label", "loss", "grad", "buffer", "param", "optstate", "veto", "signal")
+FAULTS = len(FLAGS) - 1
 LABELS = ("label", "labels", "target", "targets")  # in a mapping only these keys hold class labels
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -120,6 +121,7 @@ class Verdict:
     accepted: bool
     reasons: tuple[str, ...]  # names of FLAGS; () when accepted
     stats: dict[str, float]  # loss and grad_norm from step(), or what close() was given
+    told: dict[str, float]  # see Guard.tell
     signal: int = 0
     rank: int = -1
     spikes: tuple[str, ...] = ()  # sentences of the spike detector; a spike alone never rejects a step
@@ -133,18 +135,20 @@ class Guard:
     lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault): it tells
     of this step, and waits. Call flush() before changing it.
     spikes: a SpikeDetector (probes.py), or what has its `sentences` and `seen`. None: the verdict tells of no spikes.
+    told: names of numbers that travel with the flags, see tell().
     """
 
     def __init__(self, net: nn.Module | Sequence[nn.Module], *, num_classes: int | None = None,
                  device: torch.device | str | None = None, lag: bool = True, ignore_index: int = -100,
-                 spikes: Any = None):
+                 spikes: Any = None, told: Sequence[str] = ()):
+        self._names = (*FLAGS, *told)
         self.lag, self.num_classes, self.ignore_index, self.spikes = lag, num_classes, ignore_index, spikes
         self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.together else 0
         self.steps = self.skipped = self.skipped_in_a_row = 0
         self.number, self.device, self._asked = -1, None, device and torch.device(device)
         self._pending: deque[tuple[Any, ...]] = deque()  # steps whose numbers are on their way to the host
-        self._due = self._opened = self._copied = False
+        self._due = self._opened = self.decided = False
         self._numbers: dict[str, float] = {}
         self._losses: list[Tensor] = []
         self._on_trial: list[Any] = []  # optimizers of this step that must still show that they skip
@@ -165,10 +169,10 @@ class Guard:
             # Each flag is a sum of squares. The flag is up when that sum is inf or NaN. It then reports 1 + rank, so
             # the MAX over ranks names a guilty machine; while it is down it reports 0 ("signal": its number).
             self.device, self._row, self._keys = device, None, ()
-            self._seen = torch.zeros(2, len(FLAGS), device=device)
+            self._seen = torch.zeros(2, len(self._names), device=device)
             self._squares, self._down = self._seen.unbind()
-            self._squares_of = dict(zip(FLAGS, self._squares.unbind(), strict=True))
-            self._up, self._flags = torch.tensor(self.rank + 1.0, device=device), torch.zeros(len(FLAGS), device=device)
+            self._squares_of = dict(zip(self._names, self._squares.unbind(), strict=True))
+            self._up, self._flags = torch.tensor(self.rank + 1.0, device=device), torch.zeros_like(self._down)
         buffers = dict(self.net.named_buffers())
         bad = beyond(buffers.items())
         self.lawful = {name for name, x in bad.items() if "running_" not in name and x > LIMIT}  # False for NaN
@@ -212,7 +216,7 @@ class Guard:
         """
         if self._due:  # nobody asked for the last verdict; it still counts
             self.verdict()
-        again, self._opened, self._copied = self._opened, True, False
+        again, self._opened = self._opened, True
         self.number = self.number + 1 if step is None else step
         if self._look() != self._identity:
             self.watch(self.net)
@@ -224,6 +228,7 @@ class Guard:
         else:
             self._seen.zero_()
             self._losses.clear()
+        self.decided = False
         if self._live:
             torch._foreach_copy_(self._saved_parts, self._live)
 
@@ -306,9 +311,25 @@ class Guard:
         if isinstance(value, Tensor):
             self._squares_of[name].masked_fill_(value != 0, math.inf)
         elif value and name == "signal":
-            self._down[-1].clamp_(min=float(value))
+            self.tell(name, float(value))
         elif value:
             self._squares_of[name].fill_(math.inf)
+
+    @torch.no_grad()
+    def tell(self, name: str, value: float | Tensor) -> None:
+        """A number (exact up to 2^24) that rejects nothing; `verdict.told[name]` is the largest of all ranks.
+
+        Between open() and decide(). A rank that tells nothing tells 0.
+        """
+        self._down[self._names.index(name)].fill_(value)
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """Take this step from its beginning: flags down, buffers as open() found them. Before decide()."""
+        self._seen.zero_()
+        self._losses.clear()
+        if self._live:
+            torch._foreach_copy_(self._live, self._saved_parts)
 
     @torch.no_grad()
     def step(self, optimizer: Any, scaler: Any = None, *, clip: float | None = None) -> Tensor:
@@ -412,11 +433,11 @@ class Guard:
         torch.where(self._squares < math.inf, self._down, self._up, out=self._flags)  # NaN is not below
         if self.together:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        guilty = self._flags[:-1].amax()
+        guilty = self._flags[:FAULTS].amax()
         return guilty.clamp(max=1) if self.together else guilty
 
     def _copy_now(self) -> None:
-        self._copied = True
+        self.decided = True
         if self._live:
             torch._foreach_copy_(self._now_parts, self._live)
 
@@ -428,7 +449,7 @@ class Guard:
         """
         if not isinstance(found_inf, Tensor):
             found_inf = torch.full((), float(found_inf), device=self.device)
-        if not self._copied:  # nobody called decide()
+        if not self.decided:  # nobody called decide()
             self._copy_now()
         if self._live:
             torch.where(found_inf > 0, self._saved, self._now, out=self._now)
@@ -438,8 +459,8 @@ class Guard:
         told = [self._flags, found_inf, *on_device.values()]
         if self._row is None or tuple(on_device) != self._keys:
             wide = torch.float32 if self.device.type == "mps" else torch.float64  # counts updates exactly
-            self._row = torch.zeros(len(FLAGS) + 1 + len(on_device), dtype=wide, device=self.device)
-            self._cells = [self._row[: len(FLAGS)], *self._row[len(FLAGS) :].unbind()]
+            self._row = torch.zeros(len(self._names) + 1 + len(on_device), dtype=wide, device=self.device)
+            self._cells = [self._row[: len(self._names)], *self._row[len(self._names) :].unbind()]
             self._keys = tuple(on_device)
         for dtype in {t.dtype for t in told}:  # one kernel copies all numbers of one dtype
             which = [i for i, t in enumerate(told) if t.dtype == dtype]
@@ -471,8 +492,8 @@ class Guard:
         step, host, event, keys, numbers, on_trial = self._pending.popleft()
         if event:
             event.synchronize()  # waits for that step's numbers, not for the device
-        row, n = host.tolist(), len(FLAGS)
-        flags, rejected = dict(zip(FLAGS, row[:n], strict=True)), row[n] > 0
+        row, n = host.tolist(), len(self._names)
+        flags, rejected = dict(zip(self._names, row[:n], strict=True)), row[n] > 0
         stats = numbers | dict(zip(keys, row[n + 1 :], strict=True))
         self.steps += 1
         self.skipped += rejected
@@ -487,12 +508,12 @@ class Guard:
         if rejected:
             for optimizer in on_trial:
                 self._stepped[optimizer].add("skips")
-            reasons = [name for name in FLAGS[:-1] if flags[name] > 0]
+            reasons = [name for name in FLAGS[:FAULTS] if flags[name] > 0]
             if "grad" not in reasons and (not reasons or not stats.get("grad_norm", 0.0) <= LIMIT):
                 reasons.append("grad")
         spikes = self.spikes.sentences(stats) if self.spikes and not rejected else []
-        guilty = int(max(row[: n - 1])) - 1
-        return Verdict(step, not rejected, tuple(reasons), stats, int(flags["signal"]), guilty, tuple(spikes))
+        told, guilty = {name: flags[name] for name in self._names[len(FLAGS) :]}, int(max(row[:FAULTS])) - 1
+        return Verdict(step, not rejected, tuple(reasons), stats, told, int(flags["signal"]), guilty, tuple(spikes))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and spike statistics: plain numbers. Pending verdicts are read (waited for) first."""

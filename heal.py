@@ -6,8 +6,7 @@ the loss scale falls to its floor, and the run stands still without an error. So
 (autopsy.py). What is done depends on the verdict:
 
     precision          finite in fp32           that module runs in fp32 from now on. If there is no such module, or it
-                                                is in fp32 already, the run goes fp16 -> bf16 (native only) -> fp32, in
-                                                smaller micro-batches where the memory asks for them
+                                                is in fp32 already, the run goes fp16 -> bf16 (native only) -> fp32
     data               a bad input or label     the samples are named and never drawn again; over 1 % of the steps:
                                                 exit 4
     weights            bad before the step      back to last_good, past these batches
@@ -21,7 +20,8 @@ function of the step) and examined with the weights of one update later: enough 
 next 50 steps are recorded before they run, so that a fault that comes back is examined exactly as it was: only then
 are "divergence" and "not reproducible" believed.
 
-A run can also be lost with finite numbers only: see suspect().
+A run can also be lost with finite numbers only: see suspect(). And memory can end at any step, on any rank, after a
+cure too (fp32 takes twice the memory of half): see make_room().
 
 Every rank holds the same report (autopsy.agree) and takes the same turn. Like train.py this file is wiring: it knows
 the core files, and only train.py and prepare.py know it. `run` is train.py's record of the run, which these functions
@@ -128,11 +128,6 @@ def treat(run: Any, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     if report.verdict != "data":
         run.cured = run.step  # the steps up to here ran before the cure: examining them would find the same again
         run.unexamined.clear()
-    if report.verdict == "precision":  # fp32 takes more memory than half
-        pieces = fit(run, kept)
-        run.accum *= pieces
-        if pieces > 1:
-            action += f", in micro-batches {pieces} times smaller"
     return Cure(report, action)
 
 
@@ -215,25 +210,30 @@ def adopt(run: Any, precision: str) -> None:
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
 
 
-def fit(run: Any, kept: autopsy.StepRecord) -> int:
-    """Into how many pieces to cut a micro-batch (1, 2, 4, ...) so that it fits into memory after a cure.
+def out_of_memory(run: Any) -> None:
+    """This rank's memory ended while DDP averaged: no rank uses this average, and all take the step once more."""
+    if 2 * run.accum > run.args.batch_size // run.world_size:
+        raise torch.OutOfMemoryError("not even one image a micro-batch fits into memory")
+    run.guard.raise_flag("veto")
+    run.guard.tell("micro-batches", 2 * run.accum)
 
-    nanoVLM's "batch 12 -> 6": fp32 takes twice the memory of half. The batch of an update stays the same, for there are
-    as many more micro-batches. One trial step on the bare model, without a collective: a rank that fails alone leaves
-    no other rank waiting, and all take the largest number. Weights, buffers and RNG stay as they are.
+
+def make_room(run: Any, error: torch.OutOfMemoryError) -> None:
+    """This rank's memory ended before any collective of the step. Half the micro-batch, twice as many of them: the
+    update stays the same within rounding. This rank begins the step again at once; the others follow at the verdict.
+
+    Raises the error where no room can be made: after the decision, with one image a micro-batch, and while a CUDA graph
+    was recorded (CUDA's random numbers do not outlive that).
     """
-    now = autopsy.rng_states(run.device)
-    images, labels = kept.batches[0]
-    try:
-        *_, pieces = in_pieces(run, (images, labels.clamp(0, run.guard.num_classes - 1)))
-    finally:
-        kept.restore()  # buffers as before the step, no gradients
-        autopsy.set_rng_states(now, run.device)
-    if dist.is_initialized():
-        every = torch.tensor(pieces, device=run.device)
-        dist.all_reduce(every, op=dist.ReduceOp.MAX)
-        pieces = int(every)
-    return pieces
+    recording = run.graph and run.graph.graph is None and run.graph.calls > run.graph.warm_up
+    if run.guard.decided or recording or 2 * run.accum > run.args.batch_size // run.world_size:
+        raise error
+    run.accum *= 2
+    run.optimizer.zero_grad()
+    if run.graph:
+        run.graph.drop()
+    run.guard.again()
+    run.guard.tell("micro-batches", run.accum)
 
 
 def rewind(run: Any, factor: float) -> str:
@@ -282,8 +282,12 @@ def suspect(run: Any, loss: float, grad_norm: float) -> str:
 
 
 def suspicious(run: Any) -> bool:
-    """Whether a suspicion is open: then last_good is not moved, and a run that ends now does not end well."""
-    return max(run.trend["high"], run.trend["dead"]) >= PATIENCE // 2
+    """Whether a suspicion is open: then last_good is not moved, and a run that ends now does not end well.
+
+    After a divergence one step is enough: the run may end before the next suspicion has lasted.
+    """
+    steps = max(run.trend["high"], run.trend["dead"])
+    return steps >= (1 if run.cures["divergence"] else PATIENCE // 2)
 
 
 def turn_back(run: Any, symptom: str) -> Cure:

@@ -9,7 +9,12 @@ Inject: plant a fault, because a guard that was never seen to bark is no guard.
 A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a parameter's gradient,
 before DDP reduces it), param, buffer, optstate, scale. A fault strikes one element, in sample 0 of micro-batch 0. Hooks
 plant it by a select on a flag on the device: the host does not wait, nothing is compiled anew, and a step that is run
-again meets the same fault. Copy this file alone: it needs torch and nothing else.
+again meets the same fault.
+
+Two kinds are no bad numbers. "flip" is hardware that lies: one bit of the largest number changes, and the number stays
+finite. At act and grad a flip strikes one pass only: a step that is run again does not meet it. "oom" is memory that
+ends: the forward of a module (act) or the backward at a parameter (grad) raises torch.OutOfMemoryError for every
+micro-batch of more than half the images of the first one. Copy this file alone: it needs torch and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-KINDS = ("nan", "inf", "big")
+KINDS = ("nan", "inf", "big", "flip", "oom")
+ONLY = {"flip": ("act", "grad", "param", "optstate"), "oom": ("act", "grad")}  # of PLACES
 PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
 
 
@@ -50,6 +56,8 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
         kind, where, name, first, last, rank = m.groups()
         if int(last or first) < int(first):
             raise ValueError(f"--inject {part!r}: the last step comes before the first")
+        if where not in ONLY.get(kind, PLACES):
+            raise ValueError(f"--inject {part!r}: {kind} can be planted at {', '.join(ONLY[kind])} only")
         faults.append(Fault(kind, where, name, int(first), int(last or first), None if rank is None else int(rank)))
     return tuple(faults)
 
@@ -65,6 +73,18 @@ def fault_value(kind: str, dtype: torch.dtype) -> float | int:
     return {"nan": info.min, "inf": info.max, "big": min(10**9, info.max)}[kind]
 
 
+def flipped(x: Tensor) -> Tensor:
+    """Every number of x with the highest bit of its fraction flipped: up to a third or a half off, and finite."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+    return (x.detach().view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
+
+
+def largest(x: Tensor) -> Tensor:
+    """A mask of the one element (the first, of several) with the largest magnitude: a flip at 0 would do no harm."""
+    x = x.detach().abs()
+    return torch.arange(x.numel(), device=x.device).view(x.shape) == x.argmax()
+
+
 def pick(fault: Fault, names: Iterable[str]) -> str:
     """The first name that fits the fault's NAME (exact, then pattern); the first of all if it has none."""
     names = list(names)
@@ -78,6 +98,10 @@ def spoil(tree: Any, kind: str, gate: Tensor) -> Any:
     """The first element of the first tensor is replaced where `gate` (0-dim bool) is set: no branch, no host sync."""
     leaves, shape = tree_flatten(tree)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    if kind == "flip":
+        leaves[i] = torch.where(largest(leaves[i]) & gate, flipped(leaves[i]), leaves[i])
+        gate.fill_(False)
+        return tree_unflatten(leaves, shape)
     where = torch.zeros_like(leaves[i], dtype=torch.bool)
     where[(0,) * where.dim()] = gate
     leaves[i] = leaves[i].masked_fill(where, fault_value(kind, leaves[i].dtype))
@@ -93,15 +117,30 @@ class Injector:
         self.net, self.step, self.micro, self.again = net, -1, 0, False
         self.faults = [f for f in faults if f.rank in (None, rank)]
         device = next(net.parameters()).device
+        self._size = self._room = 0  # "oom": images in this micro-batch, and how many of them fit
+        if any(f.kind == "oom" for f in self.faults):
+            net.register_forward_pre_hook(self._measure)
         self._gates = [(f, torch.zeros((), dtype=torch.bool, device=device)) for f in self.faults]
         for f, gate in self._gates:
             if f.where == "act":  # without a name: the first module that has no modules inside
                 names = [n for n, m in net.named_modules() if n and (f.name or not any(m.children()))]
                 module = net.get_submodule(pick(f, names))
-                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: spoil(out, f.kind, gate))
+                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: self._strike(out, f, gate))
             elif f.where == "grad":
                 params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-                params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: spoil(g, f.kind, gate))
+                params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: self._strike(g, f, gate))
+
+    def _measure(self, net: nn.Module, args: tuple) -> None:
+        self._size = len(args[0])
+        self._room = self._room or max(1, self._size // 2)
+
+    def _strike(self, tree: Any, f: Fault, gate: Tensor) -> Any:
+        if f.kind != "oom":
+            return spoil(tree, f.kind, gate)
+        if f.first <= self.step <= f.last and self._size > self._room:
+            size, self._size = self._size, 0  # once a pass
+            raise torch.OutOfMemoryError(f"planted: no memory for {size} images at {f.name or f.where}")
+        return tree
 
     def attach(self, model: nn.Module) -> None:
         """`model` returns (loss, metrics): in training its loss goes through `loss` from now on."""
@@ -150,7 +189,10 @@ class Injector:
         for f in due:
             names.append(pick(f, tensors))
             t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward that is still to come
-            t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
+            if f.kind == "flip":
+                t.copy_(torch.where(largest(t), flipped(t), t))
+            else:
+                t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
         return names
 
 

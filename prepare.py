@@ -152,6 +152,7 @@ def length(run: Any) -> tuple[str, int]:
     """
     args, (_, recipe) = run.args, MODELS[run.args.model]
     run.epoch_steps = run.stream.steps_per_epoch
+    args.verify_every = run.epoch_steps if args.verify_every is None else args.verify_every
     whole, seconds = recipe["epochs"] * run.epoch_steps, pace(run)
     if args.epochs or args.max_steps:
         run.total_steps, why = args.max_steps or max(1, round(args.epochs * run.epoch_steps)), "as asked"
@@ -184,7 +185,8 @@ def training(run: Any, warmup: int) -> None:
         masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
     )
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
-    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device, spikes=probes.SpikeDetector())
+    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device, spikes=probes.SpikeDetector(),
+                             told=("micro-batches", "unsure", "checksum", "-checksum"))
     run.average = ema.EMA(run.optimizer.params, args.ema) if args.ema else None
     run.ddp = parallel(run.model, run.device)
     run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp

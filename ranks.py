@@ -18,12 +18,12 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -114,6 +114,30 @@ def parallel(model: nn.Module, device: torch.device) -> nn.Module:
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(model, [device] if device.type == "cuda" else None, **{sync: False})
+
+
+def backward(loss: Tensor, ddp: nn.Module, out_of_memory: Callable[[], None]) -> None:
+    """loss.backward(). Where this rank runs out of memory after DDP's average has begun, the average is finished.
+
+    The other ranks wait for this rank's share of the gradients. It gives zeros for what it has not computed, calls
+    out_of_memory(), which has to see to it that no rank uses the average, and returns. Anywhere else
+    torch.OutOfMemoryError goes to the caller, and no collective has begun.
+    """
+    if not getattr(ddp, "require_backward_grad_sync", False):  # no DDP, or inside no_sync()
+        loss.backward()
+        return
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    before = [None if p.grad is None else p.grad._version for p in parameters]
+    try:
+        loss.backward()
+        return
+    except torch.OutOfMemoryError:
+        out_of_memory()
+    # Out of the except clause, which holds the memory of the failed backward.
+    now = [None if p.grad is None else p.grad._version for p in parameters]
+    missing = [p.sum().float() * 0 for p, old, new in zip(parameters, before, now, strict=True) if old == new]
+    if missing:
+        torch.stack(missing).sum().backward()
 
 
 def share_buffers(net: nn.Module) -> None:

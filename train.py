@@ -47,9 +47,10 @@ import prepare
 import probes
 import report
 import validation
+import verify
 from data import NAMES
 from models import MODELS, wrap
-from ranks import agreed, quiet, refusing, share_buffers, speaks
+from ranks import agreed, backward, quiet, refusing, share_buffers, speaks
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 
@@ -91,6 +92,7 @@ class Run:
     graph: Any = None  # the step as one CUDA graph, or None
     probes: Any = None  # hooks of this step, or None
     doubt: bool = False  # a save was refused: the next step is rejected and examined
+    exact: bool | None = None  # whether the same pass gives the same bits on this device; None: not measured yet
     # What it leaves behind
     found: Any = None  # path and state of the checkpoint to go on from
     facts: dict = field(default_factory=dict)  # by which a resumed run knows itself again
@@ -117,8 +119,11 @@ class Run:
     cures: Counter = field(default_factory=Counter)  # by verdict
     hunt_until: int = 0  # after a bad step: the last step to record
     unexamined: list = field(default_factory=list)  # rejected steps
+    again: list = field(default_factory=list)  # steps to take once more: memory ended in them, on some rank
     cured: int = 0  # the last step that ran before the last cure
     lost: str = ""  # what looks lost although it is finite, and has for long
+    apart: int = 0  # the step in which the ranks' replicas were found to differ
+    unsure: tuple = ()  # step, and the rank that computed two gradients from the same pass
     trend: dict = field(default_factory=lambda: {"seen": 0, "start": math.inf, "usual": 0.0, "high": 0, "dead": 0})
 
 
@@ -128,7 +133,7 @@ def train_step(run, images, labels, look=False, watched=False):
     """All of a step that happens on the device. No host sync, no branch on a value: a CUDA graph can hold it.
 
     Call run.guard.open(step) before it, and run.guard.verdict() after it.
-    look: also check all weights and moments, and measure each group. watched: run the model without its compiled
+    look: also check all weights and moments, and measure each tensor. watched: run the model without its compiled
     code, which ignores the hooks of this step.
     """
     guard, optimizer, scaler, average = run.guard, run.optimizer, run.scaler, run.average
@@ -146,7 +151,7 @@ def train_step(run, images, labels, look=False, watched=False):
             with run.policy.autocast():
                 loss, metrics = forward(x, y)
             guard.see_loss(loss)
-            scaler.scale(loss * share).backward()
+            backward(scaler.scale(loss * share), run.ddp, lambda: heal.out_of_memory(run))
         for name, value in (metrics | {"loss": loss.detach()}).items():
             sums[name] = sums.get(name, 0.0) + value.mean() * share
     if look or run.probes:
@@ -170,6 +175,8 @@ def train_step(run, images, labels, look=False, watched=False):
 def check_up(run):
     """Between the last backward and the decision: what is too dear for every step. It may ask the device."""
     run.guard.see_state(param=dict(run.net.named_parameters()), optstate=run.optimizer.state)
+    if run.world_size > 1:
+        verify.tell_replica(run)
     warnings = []
     if run.step == 1:
         warnings = probes.first_step_checks(run.net, None if run.model is run.net else len(run.classes))
@@ -205,7 +212,7 @@ def main(argv=None):
                     digest(run, run.guard.flush())
                     run.guard.lag = not hunting
                 record = heal.record(run, run.step, images, labels) if hunting else None
-                digest(run, attempt(run, images, labels, stop.number, watched=hunting))
+                digest(run, attempt(run, run.step, images, labels, stop.number, watched=hunting))
                 respond(run, record)
                 run.trained += args.batch_size
                 run.bar.update()
@@ -216,19 +223,29 @@ def main(argv=None):
     return finish(run)
 
 
-def attempt(run, images, labels, signal=0, watched=False):
+def attempt(run, step, images, labels, signal=0, watched=False):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns a verdict or None."""
-    look = run.step % CHECK_EVERY == 0 or run.step == 1
-    if run.args.probe_every and run.step % run.args.probe_every == 0:
+    due = run.args.verify_every and step % run.args.verify_every == 0
+    look = step % CHECK_EVERY == 0 or step == 1 or due
+    wrong = verify.twice(run, images, labels) if due else ""
+    if run.args.probe_every and step % run.args.probe_every == 0:
         run.probes = probes.Probes(run.net, run.device)
         run.probes.attach()
-    run.guard.open(run.step)
-    run.guard.raise_flag("signal", signal)
-    run.guard.raise_flag("param", run.doubt)
-    if run.graph and not (watched or run.probes or look):
-        run.graph(images, labels)
-    else:
-        train_step(run, images, labels, look, watched or bool(run.probes))
+    run.guard.open(step)
+    room = False  # whether this step fits into memory
+    while not room:
+        run.guard.raise_flag("signal", signal)
+        run.guard.raise_flag("param", run.doubt)
+        if wrong:
+            run.guard.tell("unsure", run.rank + 1)
+        try:
+            if run.graph and not (watched or run.probes or look):
+                run.graph(images, labels)
+            else:
+                train_step(run, images, labels, look, watched or bool(run.probes))
+            room = True
+        except torch.OutOfMemoryError as error:
+            heal.make_room(run, error)
     run.probes = None
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
@@ -242,11 +259,20 @@ def digest(run, verdict):
     """The host's side of a step: count it, log it, and decide whether to go on. The same on every rank."""
     if verdict is None:
         return
-    run.updates = int(verdict.stats["updates"])
+    run.updates, told = int(verdict.stats["updates"]), verdict.told
+    if told["unsure"]:
+        run.unsure = verdict.step, int(told["unsure"]) - 1
+    if told["checksum"] != -told["-checksum"]:
+        run.apart = verdict.step
+    if told["micro-batches"]:
+        run.accum = max(run.accum, int(told["micro-batches"]))
+        warn(run, f"out of memory at step {verdict.step}: from now on {run.accum} micro-batches a step on each rank")
     stats = {**verdict.stats, "updates": run.updates}
     if verdict.accepted:
         run.losses = [run.losses[0] + stats["loss"], run.losses[1] + 1]
         run.lost = heal.suspect(run, stats["loss"], stats["grad_norm"]) or run.lost
+    elif "veto" in verdict.reasons:  # see heal.out_of_memory
+        run.again.append(verdict.step)
     else:
         reasons = verdict.reasons or ("grad",)  # no flag was up: it was the gradient's norm
         run.log.write(event="skip", step=verdict.step, reasons=reasons, rank=verdict.rank, **stats)
@@ -266,6 +292,16 @@ def digest(run, verdict):
 
 def respond(run, record=None):
     """Examine each rejected step, and turn back where the run is lost with finite numbers. `record`: of this step."""
+    while run.again and run.status == "done":
+        step = run.again.pop(0)
+        run.injector.begin(step, state=False)
+        digest(run, attempt(run, step, *run.injector.batch(*run.stream.at(step - 1))))
+        digest(run, run.guard.flush())
+    if run.apart and run.status == "done":
+        tell(run, verify.settle(run))
+    if run.unsure and run.status == "done":
+        tell(run, verify.unreliable(run, *run.unsure, "the same forward and backward gave two different gradients"))
+    run.apart, run.unsure = 0, ()
     while run.unexamined and run.status == "done":
         step = run.unexamined.pop(0)
         tell(run, heal.treat(run, step, record if record and record.step == step else None))
@@ -281,8 +317,8 @@ def tell(run, cure):
     if not cure.action:
         return
     found = cure.report
-    run.log.write(event="cure", step=run.step, of_step=found.step, verdict=found.verdict, module=found.module,
-                  op=found.op, samples=found.indices, action=cure.action)
+    run.log.write(event="cure", step=run.step, of_step=found.step, verdict=found.verdict, rank=found.rank,
+                  module=found.module, op=found.op, samples=found.indices, action=cure.action)
     say(run, f"{found}\n  -> {cure.action}")
 
 
@@ -307,6 +343,10 @@ def end_of_step(run):
             + "".join(f"{name} {value:.4f}  " for name, value in run.scores.items() if name.startswith("val_"))
             + f"skipped {run.guard.skipped}  {run.trained / run.busy:.0f} images/s")
         run.losses, run.tick = [0.0, 0], time.time()
+        if run.lost and at_the_end:
+            run.status, run.code = "diverged", 3
+            warn(run, run.lost)
+        respond(run)
     if (time_to_save and run.status == "done") or stopped:
         save(run)
     run.checkpoints.poll()

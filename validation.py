@@ -11,7 +11,7 @@ Like train.py this file is wiring, kept apart because the loop should be readabl
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from ranks import share_buffers
 
 
 def validate(run: Any) -> str:
-    """Set run.scores: figures from fp32 weights, and how far low precision is from them. Returns a warning or "".
+    """Set run.scores: figures from fp32 weights, and how far low precision is from them; run.lost if the model is lost.
+    Returns a warning or "".
 
     `run` is train.py's record of the run. What is evaluated is the average where there is one. Buffers become rank 0's
     on every rank. Rank 0 alone compares the precisions, shows what the model makes, and keeps the best weights.
@@ -41,7 +42,7 @@ def validate(run: Any) -> str:
         with fp32_eval(run.net, masters) if forced else run.policy.autocast():
             split = batches.val_batches(*run.val, normalize, batch_size=500, rank=run.rank, device=run.device,
                                         world_size=run.world_size, workers=run.args.workers)
-            run.scores = evaluate(run.model, split)
+            run.scores, run.lost = evaluate(run.model, split)
             if run.rank == 0:
                 path = run.folder / f"shown/{run.step:07d}"
                 if shown := show(run.model, *some(run, 16), path, normalize):
@@ -75,19 +76,40 @@ def evaluated(run: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Mean of every metric over all validation images of all ranks, under the names val_*."""
+def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> tuple[dict[str, float], str]:
+    """Mean of every metric over all validation images of all ranks, under the names val_*; and what is lost, or "".
+
+    Lost is a model whose outputs do not depend on the input: all images of a label have the same loss.
+    """
     model.eval()
     total = 0.0
     for x, y in split:
-        _, metrics = model(x, y)
+        parts = [metrics for _, metrics in in_halves(model, x, y)]
+        metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         # (metrics + 1, B) -> (metrics + 1,): the first row counts the images
-        total += torch.stack([torch.ones_like(y), *metrics.values()]).cpu().double().sum(1)
+        sums = torch.stack([torch.ones_like(y), *metrics.values()]).cpu().double().sum(1)
+        order = y.argsort()
+        gaps, same = metrics["loss"][order].diff().abs(), y[order].diff() == 0
+        differ = same & ~(gaps <= 1e-6 * metrics["loss"].abs().max())  # NaN counts as different
+        total += torch.cat([sums, torch.stack([same.sum(), differ.sum()]).cpu()])
     model.train()
     if dist.is_initialized():
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
-    return {f"val_{name}": value for name, value in zip(metrics, (total[1:] / total[0]).tolist(), strict=True)}
+    count, *sums, same, differ = total.tolist()
+    scores = {f"val_{name}": value / count for name, value in zip(metrics, sums, strict=True)}
+    return scores, "the outputs no longer depend on the input" if same > 0 == differ else ""
+
+
+def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor) -> list[Any]:
+    """[function(x, y)]; where memory ends, the results for the halves, or for their halves."""
+    try:
+        return [function(x, y)]
+    except torch.OutOfMemoryError:
+        if len(x) == 1:
+            raise
+    halves = zip(x.chunk(2), y.chunk(2), strict=True)
+    return [result for half in halves for result in in_halves(function, *half)]
 
 
 def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: Policy,
@@ -96,7 +118,8 @@ def both_ways(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], policy: 
 
     amp_changed: share of predictions that differ from fp32's. amp_nonfinite: share of images whose loss is NaN or inf.
     """
-    gaps = [disagreement(model, x, y, policy, masters) for x, y in split]
+    gaps = [gap for x, y in split
+            for gap in in_halves(lambda x, y: disagreement(model, x, y, policy, masters), x, y)]
     parted = [f"{policy.name} and fp32 evaluation differ: {gap}" for gap in gaps if gap.parted]
     means = {f"amp_{what}": sum(getattr(gap, what) for gap in gaps) / len(gaps) for what in ("changed", "nonfinite")}
     return means, parted[0] if parted else ""

@@ -136,7 +136,7 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
     monkeypatch.setitem(train.MODELS, "roomy", (build, RECIPE | {"batch_size": 40}))
     code, last, _, lines = run("--model", "roomy", "--precision", "O1", "--eval-precision", "same")
     assert code == 0 and last["precision"] in ("bf16", "fp32")
-    assert acted(lines)[-1]["action"].endswith("in micro-batches 4 times smaller")
+    assert any("from now on 4 micro-batches" in line["text"] for line in events(lines, "warning"))
     assert nets[0].largest == 10 and last["updates"] > 5
     assert torch.load(run.folder / "last.pt", weights_only=True)["healer"]["accum"] == 4
 

@@ -291,6 +291,16 @@ def test_a_signal_saves_and_leaves_with_its_number_and_a_second_sigint_leaves_at
     assert torch.load(hasty.folder / "last.pt", weights_only=True)["step"] == 0
 
 
+def test_a_signal_to_one_rank_of_two_stops_both_at_the_same_step_with_a_checkpoint(few_images, tmp_path):
+    endless = ("--max-steps", 100_000, "--ckpt-every", 100_000, "--precision", "bf16", "--batch-size", 20)
+    job = Job(few_images, tmp_path / "job", *endless, ranks=2)
+    job.until('"step": 3,').processes[1].send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM, job.err
+    assert [process.returncode for process in job.processes] == [128 + signal.SIGTERM] * 2
+    assert job.summary["status"] == f"stopped by signal {int(signal.SIGTERM)}"
+    assert torch.load(job.folder / "last.pt", weights_only=True)["step"] == job.summary["steps"] >= 4
+
+
 @pytest.mark.parametrize("last_step", [6, 12], ids=["of an epoch", "of the run"])
 def test_a_signal_on_the_last_step_loses_no_evaluation(run, few_images, monkeypatch, last_step):
     flags = ("--data-dir", few_images, "--batch-size", 20, "--precision", "bf16")
