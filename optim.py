@@ -17,7 +17,7 @@ device. Here a step is two passes over memory, and no line waits for the device:
                   fp32, and an infinite second moment freezes the weight.
     3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the
                   step is rejected, the kernel writes nothing: weights, moments and step count stay, bit for bit.
-                  Multiplying by 0 is no skip: 0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
+                  Multiplying by 0 is no skip: 0 * NaN = NaN.
 
 Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also
 stores the gradient it divided, +4: after an accepted step .grad is clipped and unscaled; after a rejected step .grad is
@@ -65,12 +65,10 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
                  lr_scale: dict[str, float] | None = None, muon: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Trainable parameters of net, grouped by weight decay, learning-rate multiplier and optimizer.
 
-    No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything
-    directly in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern
-    (fnmatch), and what a submodule's method no_weight_decay() returns, names relative to the submodule.
-
-    lr_scale: {pattern: multiplier}; the first pattern that matches a name wins. muon: patterns of matrices (decayed,
-    not all zero) that go to Muon instead of AdamW. Muon keeps the norm of a matrix, so these do not decay.
+    No weight decay for: tensors of fewer than two dimensions (biases, norm scales), everything directly in an embedding
+    or in a module with "Norm" in its class name, names that match a no_decay pattern (fnmatch), and what a submodule's
+    no_weight_decay() returns, names relative to it. lr_scale: {pattern: multiplier}; the first that matches wins.
+    muon: patterns of matrices (decayed, not all zero) for Muon. Muon keeps a matrix's norm, so these do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -87,11 +85,10 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
         matrix = decays and any(fnmatch(name, pattern) for pattern in muon) and bool(p.any())
         scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
         kind = "muon" if matrix else "decay" if decays else "no_decay"
-        if (kind, scale) not in groups:
-            label = kind + (f" lr*{scale:g}" if scale != 1 else "")
-            groups[kind, scale] = dict(name=label, params=[], lr_multiplier=scale, muon=matrix,
-                                       weight_decay=weight_decay if kind == "decay" else 0.0)
-        groups[kind, scale]["params"].append(p)
+        label = kind + (f" lr*{scale:g}" if scale != 1 else "")
+        group = dict(name=label, params=[], lr_multiplier=scale, muon=matrix,
+                     weight_decay=weight_decay if kind == "decay" else 0.0)
+        groups.setdefault((kind, scale), group)["params"].append(p)
     return list(groups.values())
 
 
@@ -127,18 +124,23 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     return ""
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm of each tensor (one device): (N,), one read, fp32 accumulators, nothing written, no sync."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
+
+
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norm over all tensors (one device), 0-dim fp32: one read, fp32 accumulators, nothing written, no sync."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = []
+    """2-norm over all tensors together, 0-dim fp32."""
+    parts = []
     if tensors[0].is_cpu:
         # Over 1e8 elements at once a CPU's norm is 1.1 % too small (CUDA sums in chunks); row by row it is exact.
-        large = [t for t in tensors if t.numel() > 2**16 and t.ndim > 1]
-        norms = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype) for t in large]
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        parts = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype)
+                 for t in tensors if t.numel() > 2**16 and t.ndim > 1]
         tensors = [t for t in tensors if t.numel() <= 2**16 or t.ndim < 2]
     if tensors:
-        norms.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)))
-    return torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0]).float()
+        parts.append(norms(tensors))
+    return torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]).float()
 
 
 def fused_works(p: Tensor) -> bool:
@@ -150,7 +152,7 @@ def fused_works(p: Tensor) -> bool:
         trial.grad_scale = trial.found_inf = torch.ones((), device=p.device)
         trial.step()
         return bool((q == 1).all())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False
 
 
@@ -158,12 +160,11 @@ class ClippedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm to 1.0 by itself, and rejects non-finite gradients.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Keys that count in a group: lr, betas, eps, weight_decay,
-            amsgrad, name (for statistics), muon, lr_multiplier (lr is multiplied by it once, here). lr_scale, a key of
-            timm and MAE, is left to whoever sets g["lr"]. Unknown keys are refused.
+        params: parameters, (name, parameter) pairs or groups with the KEYS above; other keys are refused. lr_multiplier
+            multiplies the group's lr once, here; lr_scale, a key of timm and MAE, is left to whoever sets g["lr"].
         lr: peak learning rate. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
-        schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. A rejected step
-            does not move it. Each step writes g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
+        schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. Each step writes
+            g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
         clip: largest global gradient norm. None or 0: no limit.
         zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
         masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
@@ -187,6 +188,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         self._matrix_step = matrix_step and functools.partial(matrix_step, **muon_options or {})
         self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
         self._peaks, self._placed = [], None  # each group's lr at the start; what _place() has seen
+        self._measured: tuple[list[Tensor], Tensor] = ([], torch.zeros(0, 3))  # parameters, and a row for each
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
                                       muon=False))
         if not self.model_params:
@@ -222,7 +224,6 @@ class ClippedAdamW(torch.optim.Optimizer):
     def _check(self, g: dict[str, Any], p: Tensor) -> None:
         """Refuse a parameter that would train wrongly. A frozen half parameter is refused when it gets a gradient."""
         half, why = p.dtype in HALF, ""
-        experiment = half and self._wants_masters is False
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             why = "sharded parameters (DTensor, FSDP) are not supported, because the norm is of one shard: use DDP"
         elif p.is_complex():
@@ -231,13 +232,14 @@ class ClippedAdamW(torch.optim.Optimizer):
             why = "a group has muon=True: pass matrix_step=muon.turn"
         elif g["muon"] and (p.ndim < 2 or not p.any()):
             why = f"Muon keeps a matrix's norm, and this {tuple(p.shape)} is all zero or no matrix: leave it to AdamW"
-        elif p.is_floating_point() and (p.requires_grad or p.grad is not None) and not experiment:
+        elif (p.is_floating_point() and (p.requires_grad or p.grad is not None)
+              and not (half and self._wants_masters is False)):
             why = refusal(torch.float32 if half and self._wants_masters else p.dtype, g["eps"], float(g["betas"][1]))
             if half and not self._wants_masters:
                 lost = torch.finfo(p.dtype).eps / 4  # of a weight just below a power of two
                 lost = f"{p.dtype} weights lose every update smaller than {lost:.1e} of the weight"
                 why = why if why.startswith("eps") else "; ".join(filter(None, (lost, why)))  # NaN comes first
-            why = f"{why}; masters=True keeps fp32 master weights" if why and half else why
+                why += "; masters=True keeps fp32 master weights"
         if why:
             raise ValueError(why)
 
@@ -256,8 +258,6 @@ class ClippedAdamW(torch.optim.Optimizer):
         for state in self.state.values():
             state.update({k: t.to("cpu" if k == "step" and not self.fused else device) for k, t in state.items()})
         self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
-        self._rejected = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], device=device)  # step()'s row, see there
-        self._sums = torch.zeros(len(self.param_groups) + 1, 5, device=device)  # of such rows, then of each group's
         # Peak learning rates: of the step, then of each group. With a schedule a row for each number of updates.
         self._lrs = torch.tensor([float(lr) for lr in (self.defaults["lr"], *self._peaks)], device=device)
         if self._schedule is not None:
@@ -294,16 +294,16 @@ class ClippedAdamW(torch.optim.Optimizer):
         Args:
             closure: computes loss and gradients first; step() then returns its loss, as torch's optimizers do.
             grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
-            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step, whatever the gradients are. So does
-                self.found_inf, which GradScaler sets, and a guard may set.
-            measure: record per-group norms for statistics(), at the price of a copy of the weights and four reads.
+            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step. So does self.found_inf, which
+                GradScaler sets, and a guard may set.
+            measure: take the figures of statistics(), at the price of a copy of the weights and four reads.
         """
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._placed != (self.model_params[0].device, len(self.param_groups)):
             self._place()
-        work, grads = self._gather()
+        work, half, grads = self._gather()
         step_lr, *lrs = self._rates()
         if grad_scale is None:
             grad_scale = getattr(self, "grad_scale", None)
@@ -320,29 +320,28 @@ class ClippedAdamW(torch.optim.Optimizer):
             scale = self._one if grad_scale is None else grad_scale
             divisor = torch.maximum(scaled_norm / limit, scale)
             coef = scale / divisor
-        # norm, clipped norm, clip coefficient, accepted, rejected; by where(), because 0 * NaN is NaN
-        row = torch.where(good, torch.stack([norm, norm * coef, coef, self._one, self._zero]), self._rejected)
-        self._sums[0].add_(row)
-        _, _, coef, _, found_inf = row.unbind()
-        before = self._measure(work, grad_scale) if measure else []
+        coef = torch.where(good, coef, self._zero)  # where(), because 0 * NaN is NaN
+        found_inf = torch.where(good, self._zero, self._one)
+        if measure:
+            tensors = [t for pairs in work for _, t in pairs]
+            old, sizes = [t.clone() for t in tensors], norms([t.grad for t in tensors])
         self._update(work, lrs, good, found_inf, divisor)
-        half = [(p, t) for pairs in work for p, t in pairs if p is not t]
+        if measure:
+            update, weight = norms(torch._foreach_sub(tensors, old)), norms(old)
+            rows = [sizes if grad_scale is None else sizes / grad_scale, weight, update / weight]
+            self._measured = [p for pairs in work for p, _ in pairs], torch.stack(rows, dim=1)
         if half:  # half parameters from their masters; after a rejected step the same bits again
             torch._foreach_copy_([p for p, _ in half], [t for _, t in half])
         for _, t in half:  # CUDA's allocator keeps the buffer for the next step; the CPU would fault its pages anew
             t.grad = t.grad if t.is_cpu else None
         self.updates += good
-        if measure:
-            self._record(before, good)
         return StepResult(norm, found_inf, step_lr, coef) if closure is None else loss
 
-    def _gather(self) -> tuple[list[Pairs], list[Tensor]]:
-        """Of each group the parameters that have a gradient, as (parameter, itself or its master); all gradients.
-
-        Half gradients are read once, into their masters' .grad. All that follows is fp32.
-        """
+    def _gather(self) -> tuple[list[Pairs], Pairs, list[Tensor]]:
+        """Of each group the parameters with a gradient, as (parameter, itself or its master); those with a master; all
+        gradients. Half gradients are read once, into their masters' .grad: what follows is fp32."""
         work: list[Pairs] = []
-        plain, half = [], []
+        half, grads = [], []
         for g in self.param_groups:
             work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
             for p, t in work[-1]:
@@ -353,14 +352,16 @@ class ClippedAdamW(torch.optim.Optimizer):
                     self.state[p] = self._blank(g, t)
                 if p is not t:
                     t.grad = torch.empty_like(t) if t.grad is None else t.grad
-                elif p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
+                    half.append((p, t))
+                    continue
+                if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
                     p.grad = torch.empty_like(p).copy_(p.grad)
-                (plain if p is t else half).append((t.grad, p.grad))
-        if not plain and not half:
-            raise ValueError("no parameter has a gradient: call backward() before step()")
+                grads.append(p.grad)
         if half:
-            torch._foreach_copy_(*zip(*half, strict=True))
-        return work, [grad for grad, _ in plain + half]
+            torch._foreach_copy_([t.grad for _, t in half], [p.grad for p, _ in half])
+        elif not grads:
+            raise ValueError("no parameter has a gradient: call backward() before step()")
+        return work, half, grads + [t.grad for _, t in half]
 
     def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
         """State before the first step, under torch's names; t: the parameter or its master."""
@@ -446,36 +447,16 @@ class ClippedAdamW(torch.optim.Optimizer):
         self.history.copy_(torch.where(good, new, self.history))
         return limit
 
-    def _measure(self, work: list[Pairs], grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
-        """Of each group, before an update: the gradient's norm, the weights, and a copy of them."""
-        before = []
-        for pairs, g in zip(work, self.param_groups, strict=True):
-            norm = total_norm([t.grad for _, t in pairs]) if pairs else self._zero
-            weights = [self._masters.get(p, p) for p in g["params"]]
-            before.append((norm if grad_scale is None else norm / grad_scale, weights, [t.clone() for t in weights]))
-        return before
+    def statistics(self, named: Iterable[tuple[str, Tensor]] = ()) -> dict[str, dict[str, float]]:
+        """The figures of each tensor that had a gradient at the last step(measure=True), in one host read.
 
-    def _record(self, before: list[tuple[Tensor, list[Tensor], list[Tensor]]], good: Tensor) -> None:
-        for sums, (norm, weights, old) in zip(self._sums[1:], before, strict=True):
-            if weights:
-                size, update = total_norm(old), total_norm(torch._foreach_sub(weights, old))
-                row = torch.stack([norm, size, update / size, self._one, self._zero])
-                sums += torch.where(good & row.isfinite().all(), row, self._zero)
-
-    def statistics(self) -> dict[str, float]:
-        """Means over the accepted steps since the last call, the rejected ones counted beside them. One host read.
-
-        grad_norm (before clipping), grad_norm_clipped, accepted, rejected; and, over the steps with measure=True, each
-        group's NAME/grad_norm, NAME/param_norm, NAME/update_ratio (|update| / |weights|). A mean of nothing is NaN.
+        Name (in `named`, say net.named_parameters()) -> grad_norm (before clipping, without loss scale), weight_norm,
+        update_ratio (|update| / |weights|; 0 after a rejected step, inf or NaN where the weights are 0).
         """
-        (norm, clipped, _, accepted, rejected), *rows = self._sums.tolist()
-        self._sums.zero_()
-        n = accepted or math.nan
-        out = dict(grad_norm=norm / n, grad_norm_clipped=clipped / n, accepted=accepted, rejected=rejected)
-        for g, (*sums, n, _) in zip(self.param_groups, rows, strict=True):
-            keys = [f"{g['name']}/{key}" for key in ("grad_norm", "param_norm", "update_ratio")]
-            out |= {key: s / n for key, s in zip(keys, sums, strict=True) if n}
-        return out
+        names = {p: name for name, p in named}
+        params, rows = self._measured
+        return {names.get(p, f"parameter {i}"): {"grad_norm": grad, "weight_norm": size, "update_ratio": ratio}
+                for i, (p, (grad, size, ratio)) in enumerate(zip(params, rows.tolist(), strict=True))}
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with masters, updates, lr_factor and history beside it. The large tensors are live, not copies."""
@@ -512,10 +493,8 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
 
         Load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
-        with schedule= the constructor's count, so that a resumed run may change them.
-
-        Raises:
-            ValueError: it is of other parameters or of another optimizer, or its masters are half. Nothing changed.
+        with schedule= the constructor's count. A checkpoint of other parameters, of another optimizer or with half
+        masters is refused with a ValueError, and nothing is changed.
         """
         groups, saved = self.param_groups, state_dict.get("param_groups", [])
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
@@ -539,15 +518,11 @@ class ClippedAdamW(torch.optim.Optimizer):
                     raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) does not fit "
                                      f"{tuple(p.shape)} and {', '.join(blank)}")
                 fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
-        super().load_state_dict({**state_dict, "state": {}})  # torch's share: groups and hooks
+        taken = [{k: v for k, v in s.items() if k == "params" or (k not in TORCHS and self._schedule is None)}
+                 for s in saved]
+        merged = [g | s for g, s in zip(groups, taken, strict=True)]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": merged})  # torch's share: groups and hooks
         self.state.update(fresh)
-        if self._schedule is not None:
-            self.param_groups = groups
-        for new, old in zip(self.param_groups, groups, strict=True):
-            for key in TORCHS:
-                new.pop(key, None)
-            new |= {k: v for k, v in old.items() if k not in new}
-        self._mark()
         steps = [s["step"] for s in fresh.values() if "step" in s]
         for name, value in (("updates", max(steps, default=0)), ("lr_factor", 1), ("history", 0)):
             getattr(self, name).copy_(torch.as_tensor(state_dict.get(name, value)))
