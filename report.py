@@ -36,7 +36,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path, header: dict, step: int = 0, tensorboard: bool = False, speaks: bool = True):
         self.board, self.speaks = None, speaks
-        self.decades: dict[tuple[str, str], float] = {}  # of all tensors at the last look
+        self.figures: dict[str, dict[str, float]] = {}  # of all tensors at the last look
         if not speaks:
             return
         if tensorboard:
@@ -68,19 +68,19 @@ class MetricsFile:
         """A line about the five tensors that stand out most, and about those that jumped. TensorBoard gets all.
 
         figures: name -> grad_norm, weight_norm, update_ratio. A non-finite norm stands out most, then a 0, then what is
-        furthest from the median of all tensors, up or down. A weight norm, large or small by nature, has to jump: by
-        10 times, up or down against the median, since the last look.
+        furthest from the median. A weight norm has to jump: 10 times since the last look, beyond the median change.
         """
-        here, before, chosen = decades(figures), self.decades, {}
+        here, before, chosen = decades(figures), self.figures, {}
         for name, figure in sorted(here, key=lambda key: -abs(here[key])):
             if len(chosen) < 5 and (figure != "weight_norm" or here[name, figure] == math.inf):
                 chosen.setdefault(name, figure)
-        chosen |= {name: figure for (name, figure), d in here.items()  # from 0 or to non-finite is no jump
-                   if before.get((name, figure), -99) > -99 and 1 <= abs(d - before[name, figure]) < math.inf}
-        self.decades = here
+        change = decades({name: {f: v / before[name][f] if 0 < before[name][f] < math.inf else math.nan
+                                 for f, v in values.items()} for name, values in figures.items() if name in before})
+        chosen |= {name: figure for (name, figure), d in change.items() if 1 <= abs(d) < math.inf}
+        self.figures = figures
         self.write(step=step, tensors={
             name: {key: float(f"{v:.4g}") for key, v in figures[name].items()}
-            | {"figure": f, "decades": here[name, f], "was": before.get((name, f))} for name, f in chosen.items()})
+            | {"figure": f, "decades": here[name, f], "change": change.get((name, f))} for name, f in chosen.items()})
         for name, values in figures.items() if self.board else ():
             for figure, value in values.items():
                 self.board.add_scalar(f"{figure}/{name}", value, step)
@@ -123,8 +123,8 @@ def peak_memory_mb(cuda: bool) -> int:
 
 
 def decades(figures: dict[str, dict[str, float]]) -> dict[tuple[str, str], float]:
-    """(tensor, figure) -> powers of ten above the figure's median over all tensors. A warm-up moves the median too.
-    Non-finite: inf. 0: -99. Left out: the update ratio of weights that are 0; a figure that is 0 or bad in all."""
+    """(tensor, figure) -> powers of ten above the figure's median over all tensors. Non-finite: inf. 0: -99.
+    Left out: the update ratio of weights that are 0; a figure that is 0 or bad in all."""
     out = {}
     for f in ("update_ratio", "grad_norm", "weight_norm"):
         known = {name: values[f] for name, values in figures.items() if f != "update_ratio" or values[f] < math.inf}
@@ -162,7 +162,7 @@ def draw_curves(path: Path) -> Path | None:
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     skipped = [line["step"] for line in lines if line.get("event") == "skip"]
     figure = Figure(figsize=(10, 9), layout="constrained")
-    axes = figure.subplot_mosaic("ab;cd;ee")
+    axes = figure.subplot_mosaic("ab;cd;e.")
     judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
     tensors = [(line["step"], f"{name} {entry['figure']}", min(max(-6.0, float(entry["decades"])), 6.0))
                for line in lines for name, entry in line.get("tensors", {}).items()]
@@ -185,9 +185,9 @@ def draw_curves(path: Path) -> Path | None:
         axis.set(xlabel="step", title=" and ".join(names))
         if len(names) > 1 and values:
             axis.legend()
-    axes["e"].set(title="tensors that stand out: powers of ten above the median of all (-6: 0, 6: non-finite)")
+    axes["e"].set(title="powers of ten above the median (-6: 0, 6: bad)")
     if often:
-        axes["e"].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="x-small")
+        axes["e"].legend(title="tensors that stand out", bbox_to_anchor=(1, 1), loc="upper left").set_in_layout(False)
     picture = Path(path).with_name("curves.png")
     figure.savefig(picture, dpi=100)
     return picture

@@ -89,7 +89,7 @@ def test_planted_tensors_that_stand_out_are_named_and_the_rest_is_not(tmp_path):
     named, = looks(tmp_path, figures(**planted))
     assert set(named) == set(planted) and set([*named][:2]) == {"t31", "t7"} and [*named][2:] == ["t12", "t3", "t20"]
     assert named["t31"] == {"grad_norm": "nan", "weight_norm": 33.0, "update_ratio": 0.00131, "figure": "grad_norm",
-                            "decades": "inf", "was": None}
+                            "decades": "inf", "change": None}
     assert [named[n]["figure"] for n in ("t7", "t12", "t20")] == ["weight_norm", "grad_norm", "update_ratio"]
     far = math.log10(0.9 / 1.2e-3)
     assert named["t12"]["decades"] == -99 and named["t20"]["decades"] == pytest.approx(far, abs=0.01)
@@ -101,7 +101,15 @@ def test_a_planted_jump_of_the_weights_is_named_beside_five_that_stand_out_more(
                                  figures(t33={"weight_norm": 700.0}, **odd))
     assert set(first) == set(odd) == set(third) and set(second) == {"t33", *odd}
     assert second["t33"]["figure"] == "weight_norm" and second["t33"]["weight_norm"] == 700
-    assert second["t33"]["decades"] - second["t33"]["was"] == pytest.approx(math.log10(700 / 35), abs=0.01)
+    assert second["t33"]["change"] == pytest.approx(math.log10(700 / 35), abs=0.01)
+    assert all(abs(entry["change"]) < 0.01 for entry in third.values())
+
+
+def test_biases_that_leave_zero_make_no_other_tensor_jump(tmp_path):
+    born = {f"t{i}": {"weight_norm": 0.0, "update_ratio": math.inf} for i in range(22)}
+    small = {f"t{i}": {"weight_norm": 1e-3, "update_ratio": 0.05} for i in range(22)}
+    first, second = looks(tmp_path, figures(**born), figures(**small))
+    assert len(first) == len(second) == 5
 
 
 def test_a_gradient_that_dies_has_jumped_and_what_moves_every_tensor_has_not(tmp_path):
