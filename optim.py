@@ -3,25 +3,24 @@ Optim: clipped AdamW in one pass over memory, safe in every dtype.
 
 AdamW is where half precision dies without a message. Give torch.optim.AdamW float16 parameters, and two numbers vanish.
 eps = 1e-8 lies below fp16's smallest subnormal (5.96e-8), so eps becomes exactly 0. (1 - beta2) * g * g becomes 0 for
-every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step, with
-every gradient finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large. amsgrad changes nothing.
-bfloat16 keeps 8 bits, so v * 0.999 rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half
-parameters, fp32 moments, and the half parameters written once a step.
+every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step. eps =
+1e-4 hides the NaN and makes steps 10 to 50 times too large; amsgrad changes nothing. bfloat16 keeps 8 bits: v * 0.999
+rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half parameters, and fp32 moments.
 
 The second lesson is the order of a step, and its price. unscale_, clip_grad_norm_ and AdamW read the gradients four
 times and write them twice. Clipping before the verdict turns one NaN into a model of NaNs. `if finite:` stalls the
 device. Here a step is two passes over memory, and no line waits for the device:
 
     1. norm       One read of the gradients, accumulated in fp32 whatever their dtype, divided by the loss scale.
-    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT. Its square would be inf in
-                  fp32, and an infinite second moment freezes the weight.
+    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT: an infinite second moment
+                  freezes the weight.
     3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the
                   step is rejected, the kernel writes nothing: weights, moments and step count stay, bit for bit.
                   Multiplying by 0 is no skip: 0 * NaN = NaN.
 
 Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also
-stores the gradient it divided, +4: after an accepted step .grad is clipped and unscaled; after a rejected step .grad is
-unchanged. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
+stores the gradient it divided, +4: .grad is then clipped and unscaled, unless the step was rejected. Half parameters
+with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
 
 ClippedAdamW is a torch.optim.Optimizer: schedulers, GradScaler, closures, hooks and torch's checkpoints work. What it
 cannot do it refuses in one sentence. Copy this file alone: it needs torch.
@@ -47,7 +46,7 @@ LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf i
 KEYS = ("params", "param_names", "name", "lr", "lr_multiplier", "lr_scale", "initial_lr", "betas", "eps",
         "weight_decay", "amsgrad", "muon")  # a group's
 TORCHS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay")  # AdamW's keys too
-Pairs = list[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]  # (parameter, itself or its master)
 
 
 class StepResult(NamedTuple):
@@ -58,8 +57,6 @@ class StepResult(NamedTuple):
     lr: Tensor  # with schedule=: before a group's lr_multiplier; without: the first group's
     clip_coef: Tensor  # the gradients' factor, <= 1; 0. when rejected
 
-
-# --- groups, learning rate, schedule
 
 def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[str] = (),
                  lr_scale: dict[str, float] | None = None, muon: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -76,7 +73,6 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
         if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
             names += [name for name, _ in module.named_parameters(recurse=False)]
         listed |= {f"{prefix}.{name}" if prefix else name for name in names}
-
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, p in net.named_parameters():
         if not p.requires_grad:
@@ -85,8 +81,7 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
         matrix = decays and any(fnmatch(name, pattern) for pattern in muon) and bool(p.any())
         scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
         kind = "muon" if matrix else "decay" if decays else "no_decay"
-        label = kind + (f" lr*{scale:g}" if scale != 1 else "")
-        group = dict(name=label, params=[], lr_multiplier=scale, muon=matrix,
+        group = dict(name=kind + (f" lr*{scale:g}" if scale != 1 else ""), params=[], lr_multiplier=scale, muon=matrix,
                      weight_decay=weight_decay if kind == "decay" else 0.0)
         groups.setdefault((kind, scale), group)["params"].append(p)
     return list(groups.values())
@@ -111,8 +106,6 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
     return torch.where(u < warmup_updates, (u + 1) / max(1, warmup_updates), 1 - (1 - final) * falls[kind]).float()
 
 
-# --- the optimizer
-
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence; "": it may."""
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
@@ -134,9 +127,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     parts = []
     if tensors[0].is_cpu:
         # Over 1e8 elements at once a CPU's norm is 1.1 % too small (CUDA sums in chunks); row by row it is exact.
+        large = [t for t in tensors if t.numel() > 2**16 and t.ndim > 1]
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        parts = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype)
-                 for t in tensors if t.numel() > 2**16 and t.ndim > 1]
+        parts = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype) for t in large]
         tensors = [t for t in tensors if t.numel() <= 2**16 or t.ndim < 2]
     if tensors:
         parts.append(norms(tensors))
@@ -145,30 +138,29 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def fused_works(p: Tensor) -> bool:
     """Whether fused AdamW exists for p's device and dtype and obeys found_inf: tried, not looked up."""
+    q = torch.ones(2, device=p.device, dtype=p.dtype)
+    q.grad = torch.full_like(q, math.nan)
     try:
-        q = torch.ones(2, device=p.device, dtype=p.dtype)
-        q.grad = torch.full_like(q, math.nan)
         trial = torch.optim.AdamW([q], lr=1.0, fused=True)
         trial.grad_scale = trial.found_inf = torch.ones((), device=p.device)
         trial.step()
-        return bool((q == 1).all())
     except RuntimeError:
         return False
+    return bool((q == 1).all())
 
 
 class ClippedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm to 1.0 by itself, and rejects non-finite gradients.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups with the KEYS above; other keys are refused. lr_multiplier
-            multiplies the group's lr once, here; lr_scale, a key of timm and MAE, is left to whoever sets g["lr"].
-        lr: peak learning rate. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
+        params: parameters, (name, parameter) pairs or groups with the KEYS above. lr_multiplier multiplies a group's lr
+            once, here; lr_scale, a key of timm and MAE, is left to whoever sets g["lr"].
+        lr: the peak. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
         schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. Each step writes
             g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
-        clip: largest global gradient norm. None or 0: no limit.
-        zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
-        masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
-            Masters are copied at construction, and each step writes the parameters from them: load weights before.
+        clip: largest global gradient norm. zclip: z-score (the paper's: 2.5) of a spike, see _limit. None: no limit.
+        masters: True: fp32 masters of half parameters, copied here: load weights before. None: refuse half parameters.
+            False: half state, an experiment.
         fused: None: where it works; else foreach, which reads the verdict on the host, one sync a step.
         matrix_step: what steps the groups with muon=True, say muon.turn; muon_options: its keyword arguments.
     """
@@ -189,8 +181,8 @@ class ClippedAdamW(torch.optim.Optimizer):
         self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
         self._peaks, self._placed = [], None  # each group's lr at the start; what _place() has seen
         self._measured: tuple[list[Tensor], Tensor] = ([], torch.zeros(0, 3))  # parameters, and a row for each
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-                                      muon=False))
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, muon=False)
+        super().__init__(params, defaults)
         if not self.model_params:
             raise ValueError("the optimizer got no parameters")
         self._place()
@@ -200,13 +192,11 @@ class ClippedAdamW(torch.optim.Optimizer):
         g = self.defaults | {"name": f"group {len(self.param_groups)}" if self.param_groups else "all"} | param_group
         if unknown := sorted(set(param_group) - set(KEYS)):
             raise ValueError(f"unknown group key {', '.join(map(repr, unknown))}: ClippedAdamW knows {', '.join(KEYS)}")
-        if not isinstance(g["params"], Tensor | set):  # torch takes one tensor and refuses sets
-            g["params"] = list(g["params"])  # a generator can be read once
-        multiplier = g.pop("lr_multiplier", 1.0)
-        g["lr"] = g["lr"] if multiplier == 1 else g["lr"] * multiplier
+        if (multiplier := g.pop("lr_multiplier", 1.0)) != 1:
+            g["lr"] = g["lr"] * multiplier
         if not (min(g["lr"], g["eps"], g["weight_decay"]) >= 0 and all(0 <= b < 1 for b in g["betas"])):
-            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {g['lr']}, {g['eps']}, "
-                             f"{g['weight_decay']} and {g['betas']}")
+            values = ", ".join(f"{key}={g[key]}" for key in ("lr", "eps", "weight_decay", "betas"))
+            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {values}")
         super().add_param_group(g)
         try:
             if len(set(g["params"])) < len(g["params"]):
@@ -247,8 +237,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Put what a step needs beside the parameters: at first, after add_param_group() and after net.to(device)."""
         devices = {p.device for p in self.model_params}
         if len(devices) > 1:
-            raise ValueError(f"parameters on several devices ({', '.join(sorted(map(str, devices)))}) are not "
-                             "supported, because one norm is taken of all: put them on one")
+            raise ValueError(f"parameters on several devices, {sorted(map(str, devices))}: put all of them on one")
         device = devices.pop()
         for name in ("updates", "lr_factor", "history"):
             setattr(self, name, getattr(self, name).to(device))
@@ -281,22 +270,20 @@ class ClippedAdamW(torch.optim.Optimizer):
         kind = "fused" if self.fused else "foreach (no fused kernel: one host sync a step)"
         matrices = sum(len(g["params"]) for g in self.param_groups if g["muon"])
         muon = f" + Muon, {matrices} matrices" if matrices else ""
-        half = any(t.dtype in HALF for t in self.params)
-        masters = f"yes, {len(self._masters)} tensors" if self._masters else "NO, half state" if half else "no"
-        clip = f"clip {self.clip or 'off'}" + (f", zclip {self.zclip}" if self.zclip else "")
-        return f"{kind} AdamW, {len(self.params) - matrices} tensors{muon}, master weights: {masters}, {clip}"
+        half_state = any(t.dtype in HALF for t in self.params)
+        masters = f"yes, {len(self._masters)} tensors" if self._masters else "NO, half state" if half_state else "no"
+        return (f"{kind} AdamW, {len(self.params) - matrices} tensors{muon}, master weights: {masters}, "
+                f"clip {self.clip or 'off'}" + (f", zclip {self.zclip}" if self.zclip else ""))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None,
              skip: Tensor | None = None, measure: bool = False) -> StepResult | Any:
         """Remove the loss scale, clip and update, or reject; decided on the device, without a host sync when fused.
 
-        Args:
-            closure: computes loss and gradients first; step() then returns its loss, as torch's optimizers do.
-            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
-            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step. So does self.found_inf, which
-                GradScaler sets, and a guard may set.
-            measure: take the figures of statistics(), at the price of a copy of the weights and four reads.
+        grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
+        skip: 0-dim; anything but 0 (NaN too) rejects the step. So does self.found_inf; GradScaler or a guard sets it.
+        measure: take the figures of statistics(), at the price of a copy of the weights and four reads.
+        With a closure, which computes loss and gradients, step() returns the loss, as torch's optimizers do.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -305,16 +292,13 @@ class ClippedAdamW(torch.optim.Optimizer):
             self._place()
         work, half, grads = self._gather()
         step_lr, *lrs = self._rates()
-        if grad_scale is None:
-            grad_scale = getattr(self, "grad_scale", None)
-
+        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         scaled_norm = total_norm(grads)
         norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
         good = norm <= LIMIT  # False for NaN
         for flag in (skip, getattr(self, "found_inf", None)):
             if flag is not None:
                 good &= flag == 0
-
         divisor, coef, limit = grad_scale, self._one, self._limit(norm, good)
         if limit is not None:
             scale = self._one if grad_scale is None else grad_scale
@@ -341,7 +325,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Of each group the parameters with a gradient, as (parameter, itself or its master); those with a master; all
         gradients. Half gradients are read once, into their masters' .grad: what follows is fp32."""
         work: list[Pairs] = []
-        half, grads = [], []
+        half, plain = [], []
         for g in self.param_groups:
             work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
             for p, t in work[-1]:
@@ -352,24 +336,22 @@ class ClippedAdamW(torch.optim.Optimizer):
                     self.state[p] = self._blank(g, t)
                 if p is not t:
                     t.grad = torch.empty_like(t) if t.grad is None else t.grad
-                    half.append((p, t))
-                    continue
-                if p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
+                elif p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
                     p.grad = torch.empty_like(p).copy_(p.grad)
-                grads.append(p.grad)
+                (plain if p is t else half).append((p, t))
+        if not plain and not half:
+            raise ValueError("no parameter has a gradient: call backward() before step()")
         if half:
             torch._foreach_copy_([t.grad for _, t in half], [p.grad for p, _ in half])
-        elif not grads:
-            raise ValueError("no parameter has a gradient: call backward() before step()")
-        return work, half, grads + [t.grad for _, t in half]
+        return work, half, [t.grad for _, t in plain + half]
 
     def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
         """State before the first step, under torch's names; t: the parameter or its master."""
         if g["muon"]:
             return {"momentum_buffer": torch.zeros_like(t.flatten(1), dtype=torch.float32)}  # (rows, columns)
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if g["amsgrad"] else 2]
-        return {"step": torch.zeros((), device=t.device if self.fused else "cpu"),
-                **{name: torch.zeros_like(t) for name in names}}
+        step = torch.zeros((), device=t.device if self.fused else "cpu")
+        return {"step": step, **{name: torch.zeros_like(t) for name in names}}
 
     def _mark(self) -> None:
         """Remember each learning rate: a scheduler replaces a number, and writes into a tensor."""
@@ -381,8 +363,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         if self._schedule is not None:
             if any("initial_lr" in g or g["lr"] is not lr or getattr(lr, "_version", 0) != version
                    for g, (lr, version) in zip(groups, self._marks, strict=True)):
-                raise ValueError("the learning rate has two owners, schedule= and a scheduler or a hand-set g['lr']: "
-                                 "leave one of them out")
+                raise ValueError("the learning rate has two owners, schedule= and a hand-set g['lr']: leave one out")
             # index_select, because _lrs[updates] would read the index on the host; beyond the end the last row goes on
             index = self.updates.clamp(max=len(self._lrs) - 1)
             rates = (self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()
@@ -393,12 +374,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         for i, g in enumerate(groups):
             lr = g["lr"]
             if lr is self._peaks[i] and g.get("lr_scale", 1) != 1:
-                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: use a scheduler that reads it, "
-                                 "set g['lr'], or call the key lr_multiplier")
-            if isinstance(lr, Tensor):
-                self._lrs[i + 1].fill_(lr.reshape(()))
-            elif lr is not self._seen[i]:  # a new number costs one small kernel and no sync
-                self._lrs[i + 1].fill_(lr)
+                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: set its lr or use lr_multiplier")
+            if isinstance(lr, Tensor) or lr is not self._seen[i]:  # a new number costs one small kernel and no sync
+                self._lrs[i + 1].fill_(lr.reshape(()) if isinstance(lr, Tensor) else lr)
             self._seen[i] = lr
         rates = (self._lrs * self.lr_factor).unbind()
         return [rates[1], *rates[1:]]
@@ -410,9 +388,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         stays = not self.fused and found_inf.item()  # the host sync that the fused kernel spares
         turned: list[tuple[Tensor, ...]] = []  # matrix, gradient, momentum, learning rate
         for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True):
-            weights, grads, state = [t for _, t in pairs], [t.grad for _, t in pairs], [self.state[p] for p, _ in pairs]
             if not pairs:
                 continue
+            weights, grads, state = [t for _, t in pairs], [t.grad for _, t in pairs], [self.state[p] for p, _ in pairs]
             if g["muon"]:
                 grads = grads if divisor is None else torch._foreach_div(grads, divisor)
                 turned += [(w, d, s["momentum_buffer"], lr) for w, d, s in zip(weights, grads, state, strict=True)]
@@ -420,18 +398,17 @@ class ClippedAdamW(torch.optim.Optimizer):
                 if divisor is not None and not self.fused:
                     torch._foreach_div_(grads, divisor)
                 columns = [[s[k] for s in state if k in s] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
-                adamw(weights, grads, *columns, **kind, lr=lr if self.fused else lr.item(), beta1=g["betas"][0],
-                      beta2=g["betas"][1], eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"],
-                      maximize=False)
+                beta1, beta2 = g["betas"]
+                adamw(weights, grads, *columns, **kind, lr=lr if self.fused else lr.item(), beta1=beta1, beta2=beta2,
+                      eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"], maximize=False)
         if turned:
             self._matrix_step(*zip(*turned, strict=True), good)
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.
 
-        ZClip: z = (norm - mean) / std over the accepted norms. A spike, z > zclip, is cut to mean + std * zclip**2 / z:
-        the worse, the closer to the mean. The first 25 norms count equally, later ones 3 % each; only what is finite,
-        accepted and already clipped enters, and where() drops the rest (a product with 0 would let a NaN in).
+        ZClip: z = (norm - mean) / std over the accepted norms. A spike, z > zclip, is cut to mean + std * zclip**2 / z.
+        The first 25 norms count equally, later ones 3 % each, clipped; where() drops rejected ones (0 * NaN is NaN).
         """
         if not self.zclip:
             return self.clip or None
@@ -448,10 +425,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         return limit
 
     def statistics(self, named: Iterable[tuple[str, Tensor]] = ()) -> dict[str, dict[str, float]]:
-        """The figures of each tensor that had a gradient at the last step(measure=True), in one host read.
+        """Of each tensor with a gradient at the last step(measure=True), by its name in `named`; one host read.
 
-        Name (in `named`, say net.named_parameters()) -> grad_norm (before clipping, without loss scale), weight_norm,
-        update_ratio (|update| / |weights|; 0 after a rejected step, inf or NaN where the weights are 0).
+        grad_norm (before clipping), weight_norm (before the update), update_ratio: |update| / |weights|.
         """
         names = {p: name for name, p in named}
         params, rows = self._measured
@@ -479,7 +455,7 @@ class ClippedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Half parameters become fp32 in place, with what their masters hold: for a run that leaves half weights."""
+        """Half parameters become fp32 in place, with what their masters hold."""
         for p in self.model_params:
             if p.dtype in HALF:
                 p.grad = None  # of the old dtype
@@ -493,8 +469,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
 
         Load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
-        with schedule= the constructor's count. A checkpoint of other parameters, of another optimizer or with half
-        masters is refused with a ValueError, and nothing is changed.
+        with it the constructor's. ValueError, and nothing changed: other parameters, another optimizer, half masters.
         """
         groups, saved = self.param_groups, state_dict.get("param_groups", [])
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
@@ -508,19 +483,19 @@ class ClippedAdamW(torch.optim.Optimizer):
         for g, s in zip(groups, saved, strict=True):
             if s.get("maximize") or (s["weight_decay"] and not s.get("decoupled_weight_decay", True)):
                 raise ValueError("the checkpoint is of an optimizer that maximizes, or decays through the gradient")
-            g = g | ({"amsgrad": s.get("amsgrad", False)} if self._schedule is None else {})
+            amsgrad = g["amsgrad"] if self._schedule is not None else s.get("amsgrad", False)
             for i, p in zip(s["params"], g["params"], strict=True):
                 values = {k: torch.as_tensor(v) for k, v in state_dict["state"].get(i, {}).items()}
                 if not values:
                     continue
-                blank = self._blank(g, self._masters.get(p, p))
+                blank = self._blank(g | {"amsgrad": amsgrad}, self._masters.get(p, p))
                 if {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
                     raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) does not fit "
                                      f"{tuple(p.shape)} and {', '.join(blank)}")
                 fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
-        taken = [{k: v for k, v in s.items() if k == "params" or (k not in TORCHS and self._schedule is None)}
-                 for s in saved]
-        merged = [g | s for g, s in zip(groups, taken, strict=True)]
+        if self._schedule is not None:
+            saved = [{"params": s["params"]} for s in saved]
+        merged = [g | {k: v for k, v in s.items() if k not in TORCHS} for g, s in zip(groups, saved, strict=True)]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": merged})  # torch's share: groups and hooks
         self.state.update(fresh)
         steps = [s["step"] for s in fresh.values() if "step" in s]
@@ -539,15 +514,14 @@ class ClippedAdamW(torch.optim.Optimizer):
 
 def main() -> None:
     """The eps trap, the refusal, and a step with masters."""
+    p = torch.zeros(3, dtype=torch.float16)
+    p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
     print("One step of AdamW at lr 1e-3, gradient 0, 1e-3, 1; the right answer is 0, 1e-3, 1e-3")
     for eps in (1e-8, 1e-4):
-        p = torch.zeros(3, dtype=torch.float16)
-        p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
-        torch.optim.AdamW([p], lr=1e-3, eps=eps, foreach=False).step()
+        torch.optim.AdamW([p.zero_()], lr=1e-3, eps=eps, foreach=False).step()
         print(f"  float16, eps {eps:g}: step {(0 - p).tolist()}")
     print(f"ClippedAdamW refuses it: {refusal(torch.float16, 1e-8, 0.999)}")
-    p.zero_()
-    ClippedAdamW([p], masters=True).step()
+    ClippedAdamW([p.zero_()], masters=True).step()
     print(f"  with masters: step {(0 - p).tolist()}")
 
 
