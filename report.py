@@ -169,7 +169,7 @@ def draw_curves(path: Path) -> Path | None:
     lines += [{"step": step, name: height} for step, name, height in tensors]
     often = [name for name, _ in Counter(name for _, name, _ in tensors).most_common(10)]  # there are ten colours
     panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",), often)
-    for axis, names in zip(axes.values(), panels, strict=True):
+    for axis, names in zip((axes[key] for key in "abcde"), panels, strict=True):
         values = []
         for name in names:
             points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line
