@@ -3,25 +3,24 @@ Optim: clipped AdamW in one pass over memory, safe in every dtype.
 
 AdamW is where half precision dies without a message. Give torch.optim.AdamW float16 parameters, and two numbers vanish.
 eps = 1e-8 lies below fp16's smallest subnormal (5.96e-8), so eps becomes exactly 0. (1 - beta2) * g * g becomes 0 for
-every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step, with
-every gradient finite. eps = 1e-4 hides the NaN and makes steps 10 to 50 times too large. amsgrad changes nothing.
-bfloat16 keeps 8 bits, so v * 0.999 rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half
-parameters, fp32 moments, and the half parameters written once a step.
+every |g| below 5.4e-3. What is left is m / (0 + 0): NaN where the gradient is 0, inf elsewhere, after one step. eps =
+1e-4 hides the NaN and makes steps 10 to 50 times too large; amsgrad changes nothing. bfloat16 keeps 8 bits: v * 0.999
+rounds back to v, and v never decays. The cure is old: fp32 *masters* of the half parameters, and fp32 moments.
 
 The second lesson is the order of a step, and its price. unscale_, clip_grad_norm_ and AdamW read the gradients four
 times and write them twice. Clipping before the verdict turns one NaN into a model of NaNs. `if finite:` stalls the
 device. Here a step is two passes over memory, and no line waits for the device:
 
     1. norm       One read of the gradients, accumulated in fp32 whatever their dtype, divided by the loss scale.
-    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT. Its square would be inf in
-                  fp32, and an infinite second moment freezes the weight.
+    2. verdict    The step is rejected when a skip flag is up or the norm is above LIMIT: an infinite second moment
+                  freezes the weight.
     3. update     The fused kernel gets grad_scale = loss scale / clip coefficient and found_inf = verdict. When the
                   step is rejected, the kernel writes nothing: weights, moments and step count stay, bit for bit.
-                  Multiplying by 0 is no skip: 0 * NaN = NaN, and lerp with weight 0 is the same multiplication.
+                  Multiplying by 0 is no skip: 0 * NaN = NaN.
 
 Bytes a parameter in fp32: 4 (norm) + 16 read + 12 written = 32. With a loss scale or a clip limit the kernel also
-stores the gradient it divided, +4: after an accepted step .grad is clipped and unscaled; after a rejected step .grad is
-unchanged. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
+stores the gradient it divided, +4: .grad is then clipped and unscaled, unless the step was rejected. Half parameters
+with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48, and .grad is unchanged.
 
 ClippedAdamW is a torch.optim.Optimizer: schedulers, GradScaler, closures, hooks and torch's checkpoints work. What it
 cannot do it refuses in one sentence. Copy this file alone: it needs torch.
@@ -47,7 +46,7 @@ LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf i
 KEYS = ("params", "param_names", "name", "lr", "lr_multiplier", "lr_scale", "initial_lr", "betas", "eps",
         "weight_decay", "amsgrad", "muon")  # a group's
 TORCHS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay")  # AdamW's keys too
-Pairs = list[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]  # (parameter, itself or its master)
 
 
 class StepResult(NamedTuple):
@@ -59,18 +58,14 @@ class StepResult(NamedTuple):
     clip_coef: Tensor  # the gradients' factor, <= 1; 0. when rejected
 
 
-# --- groups, learning rate, schedule
-
 def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[str] = (),
                  lr_scale: dict[str, float] | None = None, muon: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Trainable parameters of net, grouped by weight decay, learning-rate multiplier and optimizer.
 
-    No weight decay for: tensors of fewer than two dimensions (biases, norm scales, scan parameters), everything
-    directly in an embedding or in a module with "Norm" in its class name, names that match a no_decay pattern
-    (fnmatch), and what a submodule's method no_weight_decay() returns, names relative to the submodule.
-
-    lr_scale: {pattern: multiplier}; the first pattern that matches a name wins. muon: patterns of matrices (decayed,
-    not all zero) that go to Muon instead of AdamW. Muon keeps the norm of a matrix, so these do not decay.
+    No weight decay for: tensors of fewer than two dimensions (biases, norm scales), everything directly in an embedding
+    or in a module with "Norm" in its class name, names that match a no_decay pattern (fnmatch), and what a submodule's
+    no_weight_decay() returns, names relative to it. lr_scale: {pattern: multiplier}; the first that matches wins.
+    muon: patterns of matrices (decayed, not all zero) for Muon. Muon keeps a matrix's norm, so these do not decay.
     """
     listed: set[str] = set()  # names without decay
     for prefix, module in net.named_modules():
@@ -78,7 +73,6 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
         if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
             names += [name for name, _ in module.named_parameters(recurse=False)]
         listed |= {f"{prefix}.{name}" if prefix else name for name in names}
-
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, p in net.named_parameters():
         if not p.requires_grad:
@@ -87,11 +81,9 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Sequence[
         matrix = decays and any(fnmatch(name, pattern) for pattern in muon) and bool(p.any())
         scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
         kind = "muon" if matrix else "decay" if decays else "no_decay"
-        if (kind, scale) not in groups:
-            label = kind + (f" lr*{scale:g}" if scale != 1 else "")
-            groups[kind, scale] = dict(name=label, params=[], lr_multiplier=scale, muon=matrix,
-                                       weight_decay=weight_decay if kind == "decay" else 0.0)
-        groups[kind, scale]["params"].append(p)
+        group = dict(name=kind + (f" lr*{scale:g}" if scale != 1 else ""), params=[], lr_multiplier=scale, muon=matrix,
+                     weight_decay=weight_decay if kind == "decay" else 0.0)
+        groups.setdefault((kind, scale), group)["params"].append(p)
     return list(groups.values())
 
 
@@ -114,8 +106,6 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
     return torch.where(u < warmup_updates, (u + 1) / max(1, warmup_updates), 1 - (1 - final) * falls[kind]).float()
 
 
-# --- the optimizer
-
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence; "": it may."""
     unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
@@ -127,47 +117,50 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     return ""
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm of each tensor (one device): (N,), one read, fp32 accumulators, nothing written, no sync."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
+
+
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norm over all tensors (one device), 0-dim fp32: one read, fp32 accumulators, nothing written, no sync."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = []
+    """2-norm over all tensors together, 0-dim fp32."""
+    parts = []
     if tensors[0].is_cpu:
         # Over 1e8 elements at once a CPU's norm is 1.1 % too small (CUDA sums in chunks); row by row it is exact.
         large = [t for t in tensors if t.numel() > 2**16 and t.ndim > 1]
-        norms = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype) for t in large]
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        parts = [torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)), dtype=dtype) for t in large]
         tensors = [t for t in tensors if t.numel() <= 2**16 or t.ndim < 2]
     if tensors:
-        norms.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)))
-    return torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0]).float()
+        parts.append(norms(tensors))
+    return torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0]).float()
 
 
 def fused_works(p: Tensor) -> bool:
     """Whether fused AdamW exists for p's device and dtype and obeys found_inf: tried, not looked up."""
+    q = torch.ones(2, device=p.device, dtype=p.dtype)
+    q.grad = torch.full_like(q, math.nan)
     try:
-        q = torch.ones(2, device=p.device, dtype=p.dtype)
-        q.grad = torch.full_like(q, math.nan)
         trial = torch.optim.AdamW([q], lr=1.0, fused=True)
         trial.grad_scale = trial.found_inf = torch.ones((), device=p.device)
         trial.step()
-        return bool((q == 1).all())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False
+    return bool((q == 1).all())
 
 
 class ClippedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm to 1.0 by itself, and rejects non-finite gradients.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Keys that count in a group: lr, betas, eps, weight_decay,
-            amsgrad, name (for statistics), muon, lr_multiplier (lr is multiplied by it once, here). lr_scale, a key of
-            timm and MAE, is left to whoever sets g["lr"]. Unknown keys are refused.
-        lr: peak learning rate. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
-        schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. A rejected step
-            does not move it. Each step writes g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
-        clip: largest global gradient norm. None or 0: no limit.
-        zclip: z-score (the paper's: 2.5) above which a norm is a spike in its own history, see _limit. None: off.
-        masters: True: fp32 masters of half parameters. None: refuse half parameters. False: half state, an experiment.
-            Masters are copied at construction, and each step writes the parameters from them: load weights before.
+        params: parameters, (name, parameter) pairs or groups with the KEYS above. lr_multiplier multiplies a group's lr
+            once, here; lr_scale, a key of timm and MAE, is left to whoever sets g["lr"].
+        lr: the peak. A step uses g["lr"], a number or a tensor, times self.lr_factor, in fp32.
+        schedule: multipliers (N,) by accepted updates, looked up on the device; the last one goes on. Each step writes
+            g["lr"], and nobody else may. None: g["lr"] is yours or a scheduler's.
+        clip: largest global gradient norm. zclip: z-score (the paper's: 2.5) of a spike, see _limit. None: no limit.
+        masters: True: fp32 masters of half parameters, copied here: load weights before. None: refuse half parameters.
+            False: half state, an experiment.
         fused: None: where it works; else foreach, which reads the verdict on the host, one sync a step.
         matrix_step: what steps the groups with muon=True, say muon.turn; muon_options: its keyword arguments.
     """
@@ -187,8 +180,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         self._matrix_step = matrix_step and functools.partial(matrix_step, **muon_options or {})
         self._masters: dict[Tensor, Tensor] = {}  # half parameter -> fp32 master
         self._peaks, self._placed = [], None  # each group's lr at the start; what _place() has seen
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-                                      muon=False))
+        self._measured: tuple[list[Tensor], Tensor] = ([], torch.zeros(0, 3))  # parameters, and a row for each
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, muon=False)
+        super().__init__(params, defaults)
         if not self.model_params:
             raise ValueError("the optimizer got no parameters")
         self._place()
@@ -198,13 +192,11 @@ class ClippedAdamW(torch.optim.Optimizer):
         g = self.defaults | {"name": f"group {len(self.param_groups)}" if self.param_groups else "all"} | param_group
         if unknown := sorted(set(param_group) - set(KEYS)):
             raise ValueError(f"unknown group key {', '.join(map(repr, unknown))}: ClippedAdamW knows {', '.join(KEYS)}")
-        if not isinstance(g["params"], Tensor | set):  # torch takes one tensor and refuses sets
-            g["params"] = list(g["params"])  # a generator can be read once
-        multiplier = g.pop("lr_multiplier", 1.0)
-        g["lr"] = g["lr"] if multiplier == 1 else g["lr"] * multiplier
+        if (multiplier := g.pop("lr_multiplier", 1.0)) != 1:
+            g["lr"] = g["lr"] * multiplier
         if not (min(g["lr"], g["eps"], g["weight_decay"]) >= 0 and all(0 <= b < 1 for b in g["betas"])):
-            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {g['lr']}, {g['eps']}, "
-                             f"{g['weight_decay']} and {g['betas']}")
+            values = ", ".join(f"{key}={g[key]}" for key in ("lr", "eps", "weight_decay", "betas"))
+            raise ValueError(f"lr, eps and weight_decay must be >= 0 and betas in [0, 1), not {values}")
         super().add_param_group(g)
         try:
             if len(set(g["params"])) < len(g["params"]):
@@ -222,7 +214,6 @@ class ClippedAdamW(torch.optim.Optimizer):
     def _check(self, g: dict[str, Any], p: Tensor) -> None:
         """Refuse a parameter that would train wrongly. A frozen half parameter is refused when it gets a gradient."""
         half, why = p.dtype in HALF, ""
-        experiment = half and self._wants_masters is False
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             why = "sharded parameters (DTensor, FSDP) are not supported, because the norm is of one shard: use DDP"
         elif p.is_complex():
@@ -231,13 +222,14 @@ class ClippedAdamW(torch.optim.Optimizer):
             why = "a group has muon=True: pass matrix_step=muon.turn"
         elif g["muon"] and (p.ndim < 2 or not p.any()):
             why = f"Muon keeps a matrix's norm, and this {tuple(p.shape)} is all zero or no matrix: leave it to AdamW"
-        elif p.is_floating_point() and (p.requires_grad or p.grad is not None) and not experiment:
+        elif (p.is_floating_point() and (p.requires_grad or p.grad is not None)
+              and not (half and self._wants_masters is False)):
             why = refusal(torch.float32 if half and self._wants_masters else p.dtype, g["eps"], float(g["betas"][1]))
             if half and not self._wants_masters:
                 lost = torch.finfo(p.dtype).eps / 4  # of a weight just below a power of two
                 lost = f"{p.dtype} weights lose every update smaller than {lost:.1e} of the weight"
                 why = why if why.startswith("eps") else "; ".join(filter(None, (lost, why)))  # NaN comes first
-            why = f"{why}; masters=True keeps fp32 master weights" if why and half else why
+                why += "; masters=True keeps fp32 master weights"
         if why:
             raise ValueError(why)
 
@@ -245,8 +237,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Put what a step needs beside the parameters: at first, after add_param_group() and after net.to(device)."""
         devices = {p.device for p in self.model_params}
         if len(devices) > 1:
-            raise ValueError(f"parameters on several devices ({', '.join(sorted(map(str, devices)))}) are not "
-                             "supported, because one norm is taken of all: put them on one")
+            raise ValueError(f"parameters on several devices, {sorted(map(str, devices))}: put all of them on one")
         device = devices.pop()
         for name in ("updates", "lr_factor", "history"):
             setattr(self, name, getattr(self, name).to(device))
@@ -256,8 +247,6 @@ class ClippedAdamW(torch.optim.Optimizer):
         for state in self.state.values():
             state.update({k: t.to("cpu" if k == "step" and not self.fused else device) for k, t in state.items()})
         self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
-        self._rejected = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], device=device)  # step()'s row, see there
-        self._sums = torch.zeros(len(self.param_groups) + 1, 5, device=device)  # of such rows, then of each group's
         # Peak learning rates: of the step, then of each group. With a schedule a row for each number of updates.
         self._lrs = torch.tensor([float(lr) for lr in (self.defaults["lr"], *self._peaks)], device=device)
         if self._schedule is not None:
@@ -281,68 +270,62 @@ class ClippedAdamW(torch.optim.Optimizer):
         kind = "fused" if self.fused else "foreach (no fused kernel: one host sync a step)"
         matrices = sum(len(g["params"]) for g in self.param_groups if g["muon"])
         muon = f" + Muon, {matrices} matrices" if matrices else ""
-        half = any(t.dtype in HALF for t in self.params)
-        masters = f"yes, {len(self._masters)} tensors" if self._masters else "NO, half state" if half else "no"
-        clip = f"clip {self.clip or 'off'}" + (f", zclip {self.zclip}" if self.zclip else "")
-        return f"{kind} AdamW, {len(self.params) - matrices} tensors{muon}, master weights: {masters}, {clip}"
+        half_state = any(t.dtype in HALF for t in self.params)
+        masters = f"yes, {len(self._masters)} tensors" if self._masters else "NO, half state" if half_state else "no"
+        return (f"{kind} AdamW, {len(self.params) - matrices} tensors{muon}, master weights: {masters}, "
+                f"clip {self.clip or 'off'}" + (f", zclip {self.zclip}" if self.zclip else ""))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None,
              skip: Tensor | None = None, measure: bool = False) -> StepResult | Any:
         """Remove the loss scale, clip and update, or reject; decided on the device, without a host sync when fused.
 
-        Args:
-            closure: computes loss and gradients first; step() then returns its loss, as torch's optimizers do.
-            grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
-            skip: 0-dim on the device; anything but 0 (NaN too) rejects the step, whatever the gradients are. So does
-                self.found_inf, which GradScaler sets, and a guard may set.
-            measure: record per-group norms for statistics(), at the price of a copy of the weights and four reads.
+        grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: what GradScaler says, or 1.
+        skip: 0-dim; anything but 0 (NaN too) rejects the step. So does self.found_inf; GradScaler or a guard sets it.
+        measure: take the figures of statistics(), at the price of a copy of the weights and four reads.
+        With a closure, which computes loss and gradients, step() returns the loss, as torch's optimizers do.
         """
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._placed != (self.model_params[0].device, len(self.param_groups)):
             self._place()
-        work, grads = self._gather()
+        work, half, grads = self._gather()
         step_lr, *lrs = self._rates()
-        if grad_scale is None:
-            grad_scale = getattr(self, "grad_scale", None)
-
+        grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         scaled_norm = total_norm(grads)
         norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
         good = norm <= LIMIT  # False for NaN
         for flag in (skip, getattr(self, "found_inf", None)):
             if flag is not None:
                 good &= flag == 0
-
         divisor, coef, limit = grad_scale, self._one, self._limit(norm, good)
         if limit is not None:
             scale = self._one if grad_scale is None else grad_scale
             divisor = torch.maximum(scaled_norm / limit, scale)
             coef = scale / divisor
-        # norm, clipped norm, clip coefficient, accepted, rejected; by where(), because 0 * NaN is NaN
-        row = torch.where(good, torch.stack([norm, norm * coef, coef, self._one, self._zero]), self._rejected)
-        self._sums[0].add_(row)
-        _, _, coef, _, found_inf = row.unbind()
-        before = self._measure(work, grad_scale) if measure else []
+        coef = torch.where(good, coef, self._zero)  # where(), because 0 * NaN is NaN
+        found_inf = torch.where(good, self._zero, self._one)
+        if measure:
+            tensors = [t for pairs in work for _, t in pairs]
+            old, sizes = [t.clone() for t in tensors], norms([t.grad for t in tensors])
         self._update(work, lrs, good, found_inf, divisor)
-        half = [(p, t) for pairs in work for p, t in pairs if p is not t]
+        if measure:
+            update, weight = norms(torch._foreach_sub(tensors, old)), norms(old)
+            rows = [sizes if grad_scale is None else sizes / grad_scale, weight, update / weight]
+            self._measured = [p for pairs in work for p, _ in pairs], torch.stack(rows, dim=1)
         if half:  # half parameters from their masters; after a rejected step the same bits again
             torch._foreach_copy_([p for p, _ in half], [t for _, t in half])
         for _, t in half:  # CUDA's allocator keeps the buffer for the next step; the CPU would fault its pages anew
             t.grad = t.grad if t.is_cpu else None
         self.updates += good
-        if measure:
-            self._record(before, good)
         return StepResult(norm, found_inf, step_lr, coef) if closure is None else loss
 
-    def _gather(self) -> tuple[list[Pairs], list[Tensor]]:
-        """Of each group the parameters that have a gradient, as (parameter, itself or its master); all gradients.
-
-        Half gradients are read once, into their masters' .grad. All that follows is fp32.
-        """
+    def _gather(self) -> tuple[list[Pairs], Pairs, list[Tensor]]:
+        """Of each group the parameters with a gradient, as (parameter, itself or its master); those with a master; all
+        gradients. Half gradients are read once, into their masters' .grad: what follows is fp32."""
         work: list[Pairs] = []
-        plain, half = [], []
+        half, plain = [], []
         for g in self.param_groups:
             work.append([(p, self._masters.get(p, p)) for p in g["params"] if p.grad is not None])
             for p, t in work[-1]:
@@ -355,20 +338,20 @@ class ClippedAdamW(torch.optim.Optimizer):
                     t.grad = torch.empty_like(t) if t.grad is None else t.grad
                 elif p.grad.stride() != p.stride():  # the kernel pairs elements by their place in memory
                     p.grad = torch.empty_like(p).copy_(p.grad)
-                (plain if p is t else half).append((t.grad, p.grad))
+                (plain if p is t else half).append((p, t))
         if not plain and not half:
             raise ValueError("no parameter has a gradient: call backward() before step()")
         if half:
-            torch._foreach_copy_(*zip(*half, strict=True))
-        return work, [grad for grad, _ in plain + half]
+            torch._foreach_copy_([t.grad for _, t in half], [p.grad for p, _ in half])
+        return work, half, [t.grad for _, t in plain + half]
 
     def _blank(self, g: dict[str, Any], t: Tensor) -> dict[str, Tensor]:
         """State before the first step, under torch's names; t: the parameter or its master."""
         if g["muon"]:
             return {"momentum_buffer": torch.zeros_like(t.flatten(1), dtype=torch.float32)}  # (rows, columns)
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if g["amsgrad"] else 2]
-        return {"step": torch.zeros((), device=t.device if self.fused else "cpu"),
-                **{name: torch.zeros_like(t) for name in names}}
+        step = torch.zeros((), device=t.device if self.fused else "cpu")
+        return {"step": step, **{name: torch.zeros_like(t) for name in names}}
 
     def _mark(self) -> None:
         """Remember each learning rate: a scheduler replaces a number, and writes into a tensor."""
@@ -380,8 +363,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         if self._schedule is not None:
             if any("initial_lr" in g or g["lr"] is not lr or getattr(lr, "_version", 0) != version
                    for g, (lr, version) in zip(groups, self._marks, strict=True)):
-                raise ValueError("the learning rate has two owners, schedule= and a scheduler or a hand-set g['lr']: "
-                                 "leave one of them out")
+                raise ValueError("the learning rate has two owners, schedule= and a hand-set g['lr']: leave one out")
             # index_select, because _lrs[updates] would read the index on the host; beyond the end the last row goes on
             index = self.updates.clamp(max=len(self._lrs) - 1)
             rates = (self._lrs.index_select(0, index)[0] * self.lr_factor).unbind()
@@ -392,12 +374,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         for i, g in enumerate(groups):
             lr = g["lr"]
             if lr is self._peaks[i] and g.get("lr_scale", 1) != 1:
-                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: use a scheduler that reads it, "
-                                 "set g['lr'], or call the key lr_multiplier")
-            if isinstance(lr, Tensor):
-                self._lrs[i + 1].fill_(lr.reshape(()))
-            elif lr is not self._seen[i]:  # a new number costs one small kernel and no sync
-                self._lrs[i + 1].fill_(lr)
+                raise ValueError(f"nobody applied the lr_scale of group {g['name']!r}: set its lr or use lr_multiplier")
+            if isinstance(lr, Tensor) or lr is not self._seen[i]:  # a new number costs one small kernel and no sync
+                self._lrs[i + 1].fill_(lr.reshape(()) if isinstance(lr, Tensor) else lr)
             self._seen[i] = lr
         rates = (self._lrs * self.lr_factor).unbind()
         return [rates[1], *rates[1:]]
@@ -409,9 +388,9 @@ class ClippedAdamW(torch.optim.Optimizer):
         stays = not self.fused and found_inf.item()  # the host sync that the fused kernel spares
         turned: list[tuple[Tensor, ...]] = []  # matrix, gradient, momentum, learning rate
         for g, pairs, lr in zip(self.param_groups, work, lrs, strict=True):
-            weights, grads, state = [t for _, t in pairs], [t.grad for _, t in pairs], [self.state[p] for p, _ in pairs]
             if not pairs:
                 continue
+            weights, grads, state = [t for _, t in pairs], [t.grad for _, t in pairs], [self.state[p] for p, _ in pairs]
             if g["muon"]:
                 grads = grads if divisor is None else torch._foreach_div(grads, divisor)
                 turned += [(w, d, s["momentum_buffer"], lr) for w, d, s in zip(weights, grads, state, strict=True)]
@@ -419,18 +398,17 @@ class ClippedAdamW(torch.optim.Optimizer):
                 if divisor is not None and not self.fused:
                     torch._foreach_div_(grads, divisor)
                 columns = [[s[k] for s in state if k in s] for k in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
-                adamw(weights, grads, *columns, **kind, lr=lr if self.fused else lr.item(), beta1=g["betas"][0],
-                      beta2=g["betas"][1], eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"],
-                      maximize=False)
+                beta1, beta2 = g["betas"]
+                adamw(weights, grads, *columns, **kind, lr=lr if self.fused else lr.item(), beta1=beta1, beta2=beta2,
+                      eps=g["eps"], weight_decay=g["weight_decay"], amsgrad=g["amsgrad"], maximize=False)
         if turned:
             self._matrix_step(*zip(*turned, strict=True), good)
 
     def _limit(self, norm: Tensor, good: Tensor) -> Tensor | float | None:
         """The norm to clip to: `clip`, or ZClip's (arXiv 2504.02507), or the smaller of the two. None: no limit.
 
-        ZClip: z = (norm - mean) / std over the accepted norms. A spike, z > zclip, is cut to mean + std * zclip**2 / z:
-        the worse, the closer to the mean. The first 25 norms count equally, later ones 3 % each; only what is finite,
-        accepted and already clipped enters, and where() drops the rest (a product with 0 would let a NaN in).
+        ZClip: z = (norm - mean) / std over the accepted norms. A spike, z > zclip, is cut to mean + std * zclip**2 / z.
+        The first 25 norms count equally, later ones 3 % each, clipped; where() drops rejected ones (0 * NaN is NaN).
         """
         if not self.zclip:
             return self.clip or None
@@ -446,36 +424,15 @@ class ClippedAdamW(torch.optim.Optimizer):
         self.history.copy_(torch.where(good, new, self.history))
         return limit
 
-    def _measure(self, work: list[Pairs], grad_scale: Tensor | None) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
-        """Of each group, before an update: the gradient's norm, the weights, and a copy of them."""
-        before = []
-        for pairs, g in zip(work, self.param_groups, strict=True):
-            norm = total_norm([t.grad for _, t in pairs]) if pairs else self._zero
-            weights = [self._masters.get(p, p) for p in g["params"]]
-            before.append((norm if grad_scale is None else norm / grad_scale, weights, [t.clone() for t in weights]))
-        return before
+    def statistics(self, named: Iterable[tuple[str, Tensor]] = ()) -> dict[str, dict[str, float]]:
+        """Of each tensor with a gradient at the last step(measure=True), by its name in `named`; one host read.
 
-    def _record(self, before: list[tuple[Tensor, list[Tensor], list[Tensor]]], good: Tensor) -> None:
-        for sums, (norm, weights, old) in zip(self._sums[1:], before, strict=True):
-            if weights:
-                size, update = total_norm(old), total_norm(torch._foreach_sub(weights, old))
-                row = torch.stack([norm, size, update / size, self._one, self._zero])
-                sums += torch.where(good & row.isfinite().all(), row, self._zero)
-
-    def statistics(self) -> dict[str, float]:
-        """Means over the accepted steps since the last call, the rejected ones counted beside them. One host read.
-
-        grad_norm (before clipping), grad_norm_clipped, accepted, rejected; and, over the steps with measure=True, each
-        group's NAME/grad_norm, NAME/param_norm, NAME/update_ratio (|update| / |weights|). A mean of nothing is NaN.
+        grad_norm (before clipping), weight_norm (before the update), update_ratio: |update| / |weights|.
         """
-        (norm, clipped, _, accepted, rejected), *rows = self._sums.tolist()
-        self._sums.zero_()
-        n = accepted or math.nan
-        out = dict(grad_norm=norm / n, grad_norm_clipped=clipped / n, accepted=accepted, rejected=rejected)
-        for g, (*sums, n, _) in zip(self.param_groups, rows, strict=True):
-            keys = [f"{g['name']}/{key}" for key in ("grad_norm", "param_norm", "update_ratio")]
-            out |= {key: s / n for key, s in zip(keys, sums, strict=True) if n}
-        return out
+        names = {p: name for name, p in named}
+        params, rows = self._measured
+        return {names.get(p, f"parameter {i}"): {"grad_norm": grad, "weight_norm": size, "update_ratio": ratio}
+                for i, (p, (grad, size, ratio)) in enumerate(zip(params, rows.tolist(), strict=True))}
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with masters, updates, lr_factor and history beside it. The large tensors are live, not copies."""
@@ -498,7 +455,7 @@ class ClippedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Half parameters become fp32 in place, with what their masters hold: for a run that leaves half weights."""
+        """Half parameters become fp32 in place, with what their masters hold."""
         for p in self.model_params:
             if p.dtype in HALF:
                 p.grad = None  # of the old dtype
@@ -512,10 +469,7 @@ class ClippedAdamW(torch.optim.Optimizer):
         """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from the parameters.
 
         Load the weights first. Without schedule= the checkpoint's lr, betas, eps and weight_decay count, as in torch;
-        with schedule= the constructor's count, so that a resumed run may change them.
-
-        Raises:
-            ValueError: it is of other parameters or of another optimizer, or its masters are half. Nothing changed.
+        with it the constructor's. ValueError, and nothing changed: other parameters, another optimizer, half masters.
         """
         groups, saved = self.param_groups, state_dict.get("param_groups", [])
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
@@ -529,25 +483,21 @@ class ClippedAdamW(torch.optim.Optimizer):
         for g, s in zip(groups, saved, strict=True):
             if s.get("maximize") or (s["weight_decay"] and not s.get("decoupled_weight_decay", True)):
                 raise ValueError("the checkpoint is of an optimizer that maximizes, or decays through the gradient")
-            g = g | ({"amsgrad": s.get("amsgrad", False)} if self._schedule is None else {})
+            amsgrad = g["amsgrad"] if self._schedule is not None else s.get("amsgrad", False)
             for i, p in zip(s["params"], g["params"], strict=True):
                 values = {k: torch.as_tensor(v) for k, v in state_dict["state"].get(i, {}).items()}
                 if not values:
                     continue
-                blank = self._blank(g, self._masters.get(p, p))
+                blank = self._blank(g | {"amsgrad": amsgrad}, self._masters.get(p, p))
                 if {k: v.shape for k, v in values.items()} != {k: v.shape for k, v in blank.items()}:
                     raise ValueError(f"the checkpoint's state of parameter {i} ({', '.join(values)}) does not fit "
                                      f"{tuple(p.shape)} and {', '.join(blank)}")
                 fresh[p] = {k: t.copy_(values[k]) for k, t in blank.items()}
-        super().load_state_dict({**state_dict, "state": {}})  # torch's share: groups and hooks
-        self.state.update(fresh)
         if self._schedule is not None:
-            self.param_groups = groups
-        for new, old in zip(self.param_groups, groups, strict=True):
-            for key in TORCHS:
-                new.pop(key, None)
-            new |= {k: v for k, v in old.items() if k not in new}
-        self._mark()
+            saved = [{"params": s["params"]} for s in saved]
+        merged = [g | {k: v for k, v in s.items() if k not in TORCHS} for g, s in zip(groups, saved, strict=True)]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": merged})  # torch's share: groups and hooks
+        self.state.update(fresh)
         steps = [s["step"] for s in fresh.values() if "step" in s]
         for name, value in (("updates", max(steps, default=0)), ("lr_factor", 1), ("history", 0)):
             getattr(self, name).copy_(torch.as_tensor(state_dict.get(name, value)))
@@ -564,15 +514,14 @@ class ClippedAdamW(torch.optim.Optimizer):
 
 def main() -> None:
     """The eps trap, the refusal, and a step with masters."""
+    p = torch.zeros(3, dtype=torch.float16)
+    p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
     print("One step of AdamW at lr 1e-3, gradient 0, 1e-3, 1; the right answer is 0, 1e-3, 1e-3")
     for eps in (1e-8, 1e-4):
-        p = torch.zeros(3, dtype=torch.float16)
-        p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
-        torch.optim.AdamW([p], lr=1e-3, eps=eps, foreach=False).step()
+        torch.optim.AdamW([p.zero_()], lr=1e-3, eps=eps, foreach=False).step()
         print(f"  float16, eps {eps:g}: step {(0 - p).tolist()}")
     print(f"ClippedAdamW refuses it: {refusal(torch.float16, 1e-8, 0.999)}")
-    p.zero_()
-    ClippedAdamW([p], masters=True).step()
+    ClippedAdamW([p.zero_()], masters=True).step()
     print(f"  with masters: step {(0 - p).tolist()}")
 
 

@@ -7,6 +7,7 @@ looks for. A resumed run cuts away the lines after its checkpoint: the file read
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}       the first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, "updates": 10, "skipped": 0}
+    {"step": 100, "tensors": {"conv1.weight": {"grad_norm": 0.0, ...}, ...}}    those that stand out, every 100 steps
     {"step": 195, "epoch": 1.0, "train_loss": 1.60, "val_loss": 0.98, "val_acc1": 68.2}
     {"event": "skip", "step": 12, "reasons": ["input"], ...}                                events as they happen
 
@@ -22,8 +23,10 @@ import logging
 import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path, header: dict, step: int = 0, tensorboard: bool = False, speaks: bool = True):
         self.board, self.speaks = None, speaks
+        self.figures: dict[str, dict[str, float]] = {}  # of all tensors at the last look
         if not speaks:
             return
         if tensorboard:
@@ -51,22 +55,42 @@ class MetricsFile:
         """Append one line and hand it to the operating system: the line survives the death of this process."""
         if not self.speaks:
             return
-        fields = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        fields = json.loads(json.dumps(fields), parse_constant=lambda word: str(float(word)))  # "nan", "inf", "-inf"
         with open(self.path, "a") as file:
             file.write(json.dumps(fields) + "\n")
         if self.board and "event" in fields:
             self.board.add_text(fields["event"], json.dumps(fields), fields.get("step"))
         elif self.board:
-            for name in fields.keys() - {"step"}:
+            for name in fields.keys() - {"step", "tensors"}:
                 self.board.add_scalar(name, float(fields[name]), fields["step"])
+
+    def tensors(self, step: int, figures: dict[str, dict[str, float]]) -> None:
+        """A line about the five tensors that stand out most, and about those that jumped. TensorBoard gets all.
+
+        figures: name -> grad_norm, weight_norm, update_ratio. A non-finite norm stands out most, then a 0, then what is
+        furthest from the median. A weight norm has to jump: 10 times since the last look, beyond the median change.
+        """
+        here, before, chosen = decades(figures), self.figures, {}
+        for name, figure in sorted(here, key=lambda key: -abs(here[key])):
+            if len(chosen) < 5 and (figure != "weight_norm" or here[name, figure] == math.inf):
+                chosen.setdefault(name, figure)
+        change = decades({name: {f: v / before[name][f] if 0 < before[name][f] < math.inf else math.nan
+                                 for f, v in values.items()} for name, values in figures.items() if name in before})
+        chosen |= {name: figure for (name, figure), d in change.items() if 1 <= abs(d) < math.inf}
+        self.figures = figures
+        self.write(step=step, tensors={
+            name: {key: float(f"{v:.4g}") for key, v in figures[name].items()}
+            | {"figure": f, "decades": here[name, f], "change": change.get((name, f))} for name, f in chosen.items()})
+        for name, values in figures.items() if self.board else ():
+            for figure, value in values.items():
+                self.board.add_scalar(f"{figure}/{name}", value, step)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the last event, draw the curves, print the summary for people."""
         if not self.speaks:
             return
         self.write(event="end", **summary)
-        curves = draw_curves(self.path)
-        files = [self.path, *sorted(self.path.parent.glob("*.pt")), *filter(None, [curves])]
+        files = [self.path, *sorted(self.path.parent.glob("*.pt")), *filter(None, [draw_curves(self.path)])]
         print("\n".join(["", *(f"{name:<18} {value}" for name, value in summary.items()), *map(str, files)]))
 
     def picture(self, path: Path, step: int) -> None:
@@ -98,6 +122,19 @@ def peak_memory_mb(cuda: bool) -> int:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 
 
+def decades(figures: dict[str, dict[str, float]]) -> dict[tuple[str, str], float]:
+    """(tensor, figure) -> powers of ten above the figure's median over all tensors. Non-finite: inf. 0: -99.
+    Left out: the update ratio of weights that are 0; a figure that is 0 or bad in all."""
+    out = {}
+    for f in ("update_ratio", "grad_norm", "weight_norm"):
+        known = {name: values[f] for name, values in figures.items() if f != "update_ratio" or values[f] < math.inf}
+        alive = [v for v in known.values() if 0 < v < math.inf]
+        median = statistics.median(alive or [1.0])
+        out |= {(name, f): round(math.log10(max(v / median, 1e-99)), 3) if v < math.inf else math.inf
+                for name, v in known.items() if alive}
+    return out
+
+
 def written_by(line: str, step: int) -> bool:
     """Whether a line belongs to the first `step` steps. A half-written last line does not."""
     try:
@@ -113,42 +150,46 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def draw_curves(path: Path) -> Path | None:
-    """Loss, accuracy, gradient norm and loss scale over steps; the picture's path, or None without matplotlib.
+    """Loss, accuracy, gradient norm, loss scale, tensors that stand out; the path, or None without matplotlib.
 
     A red line marks each skipped step. A NaN is a gap, and so is a number above 1e38.
     """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first start says that it builds its font cache
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError:
         return None
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     skipped = [line["step"] for line in lines if line.get("event") == "skip"]
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    axes = figure.subplot_mosaic("ab;cd;e.")
     judged = next((key[4:] for line in lines for key in line if key.startswith("val_") and key != "val_loss"), "acc1")
-    panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",))
-    for axis, names in zip(axes.flat, panels, strict=True):
+    tensors = [(line["step"], f"{name} {entry['figure']}", min(max(-6.0, float(entry["decades"])), 6.0))
+               for line in lines for name, entry in line.get("tensors", {}).items()]
+    lines += [{"step": step, name: height} for step, name, height in tensors]
+    often = [name for name, _ in Counter(name for _, name, _ in tensors).most_common(10)]  # there are ten colours
+    panels = (("loss", "val_loss"), (judged, f"val_{judged}"), ("grad_norm",), ("scale",), often)
+    for axis, names in zip((axes[key] for key in "abcde"), panels, strict=True):
         values = []
         for name in names:
             points = [(line["step"], float(line[name])) for line in lines if name in line and "event" not in line
                       and abs(float(line[name])) <= 1e38]
-            style = dict(marker="o", linewidth=2) if name.startswith("val_") else dict(linewidth=1)
+            marker, width = ("o", 2) if name.startswith("val_") else (".", 0) if names is often else (None, 1)
             if points:
-                axis.plot(*zip(*points, strict=True), label=name, **style)
+                axis.plot(*zip(*points, strict=True), label=name, marker=marker, linewidth=width)
             values += [value for _, value in points]
         for step in skipped:
             axis.axvline(step, color="tab:red", linewidth=0.5)
-        if names[0] in ("grad_norm", "scale") and max(values, default=0) > 0:
+        if names[:1] in (("grad_norm",), ("scale",)) and max(values, default=0) > 0:
             axis.set_yscale("log")
         axis.set(xlabel="step", title=" and ".join(names))
         if len(names) > 1 and values:
             axis.legend()
+    axes["e"].set(title="powers of ten above the median (-6: 0, 6: bad)")
+    if often:
+        axes["e"].legend(title="tensors that stand out", bbox_to_anchor=(1, 1), loc="upper left").set_in_layout(False)
     picture = Path(path).with_name("curves.png")
     figure.savefig(picture, dpi=100)
-    pyplot.close(figure)
     return picture
 
 

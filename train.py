@@ -250,8 +250,7 @@ def attempt(run, step, images, labels, signal=0, watched=False):
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
     if look:
-        statistics = run.optimizer.statistics()
-        run.log.write(step=run.step, **{name: value for name, value in statistics.items() if "/" in name})
+        run.log.tensors(run.step, run.optimizer.statistics(run.net.named_parameters()))
     return verdict
 
 

@@ -1,7 +1,10 @@
 """metrics.jsonl and the picture drawn from it."""
 
 import json
+import math
+import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,3 +67,85 @@ def test_a_folder_holds_a_run_from_its_first_logged_step_or_checkpoint_on(tmp_pa
     file.path.unlink()
     (tmp_path / "last.pt").touch()
     assert report.holds_a_run(tmp_path)
+
+
+def figures(**changes):
+    """Forty ordinary tensors, t0 ... t39; changes: name -> the figures that differ."""
+    ordinary = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i, "weight_norm": 2.0 + i, "update_ratio": 1e-3 + 1e-5 * i}
+                for i in range(40)}
+    return ordinary | {name: ordinary[name] | change for name, change in changes.items()}
+
+
+def looks(folder, *some):
+    file = report.MetricsFile(folder, {})
+    for step, figures in enumerate(some, 1):
+        file.tensors(step, figures)
+    return [json.loads(line, parse_constant=pytest.fail)["tensors"] for line in file.path.read_text().splitlines()[1:]]
+
+
+def test_planted_tensors_that_stand_out_are_named_and_the_rest_is_not(tmp_path):
+    planted = {"t31": {"grad_norm": math.nan}, "t7": {"weight_norm": math.inf}, "t12": {"grad_norm": 0.0},
+               "t20": {"update_ratio": 0.9}, "t3": {"grad_norm": 1e-6}}
+    named, = looks(tmp_path, figures(**planted))
+    assert set(named) == set(planted) and set([*named][:2]) == {"t31", "t7"} and [*named][2:] == ["t12", "t3", "t20"]
+    assert named["t31"] == {"grad_norm": "nan", "weight_norm": 33.0, "update_ratio": 0.00131, "figure": "grad_norm",
+                            "decades": "inf", "change": None}
+    assert [named[n]["figure"] for n in ("t7", "t12", "t20")] == ["weight_norm", "grad_norm", "update_ratio"]
+    far = math.log10(0.9 / 1.2e-3)
+    assert named["t12"]["decades"] == -99 and named["t20"]["decades"] == pytest.approx(far, abs=0.01)
+
+
+def test_a_planted_jump_of_the_weights_is_named_beside_five_that_stand_out_more(tmp_path):
+    odd = {f"t{i}": {"grad_norm": 1e-5} for i in range(5)}
+    first, second, third = looks(tmp_path, figures(**odd), figures(t33={"weight_norm": 700.0}, **odd),
+                                 figures(t33={"weight_norm": 700.0}, **odd))
+    assert set(first) == set(odd) == set(third) and set(second) == {"t33", *odd}
+    assert second["t33"]["figure"] == "weight_norm" and second["t33"]["weight_norm"] == 700
+    assert second["t33"]["change"] == pytest.approx(math.log10(700 / 35), abs=0.01)
+    assert all(abs(entry["change"]) < 0.01 for entry in third.values())
+
+
+def test_biases_that_leave_zero_make_no_other_tensor_jump(tmp_path):
+    born = {f"t{i}": {"weight_norm": 0.0, "update_ratio": math.inf} for i in range(22)}
+    small = {f"t{i}": {"weight_norm": 1e-3, "update_ratio": 0.05} for i in range(22)}
+    first, second = looks(tmp_path, figures(**born), figures(**small))
+    assert len(first) == len(second) == 5
+
+
+def test_a_gradient_that_dies_has_jumped_and_what_moves_every_tensor_has_not(tmp_path):
+    odd = {f"t{i}": {"grad_norm": 0.0} for i in range(6)}
+    warm = {name: {f: 30 * v for f, v in values.items()} for name, values in figures(**odd).items()}
+    dies = figures(t38={"grad_norm": 0.0}, **odd)
+    skipped = {name: values | {"update_ratio": 0.0} for name, values in figures(**odd).items()}
+    named = looks(tmp_path, figures(**odd), warm, dies, figures(**odd), skipped, figures(**odd))
+    assert ["t38" in some for some in named] == [False, False, True, False, False, False]
+    assert [len(some) for some in named] == [5, 5, 6, 5, 5, 5]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_look_at_nothing_and_at_nothing_but_bad_figures_is_written(tmp_path, bad):
+    one = {"only": {"grad_norm": bad, "weight_norm": bad, "update_ratio": bad}}
+    assert [len(some) for some in looks(tmp_path, {}, one, figures(), one)] == [0, 0, 5, 0]
+
+
+def test_the_board_gets_every_figure_and_the_picture_its_panel(tmp_path, monkeypatch):
+    told, drawn = [], []
+    board = SimpleNamespace(add_scalar=lambda *args: told.append(args))
+    stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    file = report.MetricsFile(tmp_path, {}, tensorboard=True)
+    file.tensors(1, figures())
+    file.tensors(100, figures(t9={"grad_norm": math.nan}, t8={"grad_norm": 0.0}, t7={"weight_norm": 9e9}))
+    assert len(told) == 2 * 40 * 3 and ("weight_norm/t7", 9e9, 100) in told
+    plot = report_axes().plot
+    monkeypatch.setattr(report_axes(), "plot", lambda axis, x, y, label, **style: (
+        drawn.append((label, x, y)), plot(axis, x, y, label=label, **style)))
+    report.draw_curves(file.path)
+    assert {("t9 grad_norm", (100,), (6.0,)), ("t8 grad_norm", (100,), (-6.0,))} < set(drawn)
+    assert "t7 weight_norm" in {label for label, _, _ in drawn} and len(drawn) <= 10
+
+
+def report_axes():
+    from matplotlib.axes import Axes
+
+    return Axes
