@@ -44,6 +44,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import platform
 import statistics
 import time
@@ -187,17 +189,24 @@ def capabilities(device: str | torch.device) -> Capabilities:
     return Capabilities(device.type, machine, cpu_bf16=native)
 
 
-def _gradients(device: str, dtype: torch.dtype, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """One forward and backward of a convolution and a matrix product, as autocast runs them."""
-    image, kernel, rows, weight = inputs
-    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
-        outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
-    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+# A layer's sizes, hashable. Linear: rows (N, D), weight (D', D). Conv2d: image (N, C, H, W), kernel (C', C, k, k), and
+# the arguments stride, padding, dilation, groups.
+Layer = tuple[Any, ...]
+USUAL = (((64, 128, 32, 32), (128, 128, 3, 3), (1, 1), (1, 1), (1, 1), 1), ((2048, 2048), (2048, 2048)))
 
 
-def _inputs(device: str, sizes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+def _inputs(device: str, layers: Iterable[Layer], layout: torch.memory_format) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(size, generator=generator, device=device, requires_grad=True) for size in sizes]
+    tensors = [torch.randn(size, generator=generator, device=device) for layer in layers for size in layer[:2]]
+    return [(t.to(memory_format=layout) if t.ndim == 4 else t).requires_grad_() for t in tensors]
+
+
+def _gradients(device: str, dtype: torch.dtype, layers: Iterable[Layer], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """One forward and backward of these layers, as autocast runs them: the gradients of `inputs`."""
+    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
+        outputs = [F.conv2d(x, weight, None, *options) if weight.ndim == 4 else F.linear(x, weight)
+                   for (_, _, *options), x, weight in zip(layers, inputs[::2], inputs[1::2], strict=True)]
+    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
 
 
 def self_test(device: str, dtype: torch.dtype) -> str:
@@ -205,8 +214,9 @@ def self_test(device: str, dtype: torch.dtype) -> str:
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123): only a trial tells.
     """
-    inputs = _inputs(device, ((8, 16, 16, 16), (32, 16, 3, 3), (64, 32), (10, 32)))
-    half, full = (_gradients(device, d, inputs) for d in (dtype, F32))
+    layers = ((8, 16, 16, 16), (32, 16, 3, 3), 1, 1), ((64, 32), (10, 32))
+    inputs = _inputs(device, layers, torch.contiguous_format)
+    half, full = (_gradients(device, d, layers, inputs) for d in (dtype, F32))
     for name, low, high in zip(("image", "kernel", "rows", "weight"), half, full, strict=True):
         error = float((low - high).norm() / high.norm())
         if not error <= 0.05:  # sound hardware stays below 0.01; written so that NaN fails
@@ -214,32 +224,76 @@ def self_test(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.14 and 18 billion products forward
-    "cpu": ((8, 64, 16, 16), (64, 64, 3, 3), (256, 512), (512, 512)),
-    "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
-}
+def largest_layers(net: nn.Module, *batch: Any, times: float = 1.0) -> tuple[Layer, ...]:
+    """The Conv2d and the Linear that multiply most in net(*batch), for stopwatch(); () if the net has neither.
+
+    `times`: training runs this many times the samples of `batch`. One forward in evaluation mode, which changes no
+    buffer. It may draw random numbers, so seed afterwards.
+    """
+    most: dict[int, tuple[int, Layer]] = {}
+
+    def note(layer: nn.Module, args: tuple, out: Tensor) -> None:
+        weight, products = tuple(layer.weight.shape), out.numel() * layer.weight[0].numel()
+        if products <= most.get(len(weight), (0,))[0] or not args:
+            return
+        inner = args[0].shape[-3 if len(weight) == 4 else -1 :]  # C, H, W or D
+        samples = max(1, round(args[0].numel() / inner.numel() * times))
+        options = (layer.stride, layer.padding, layer.dilation, layer.groups) if len(weight) == 4 else ()
+        most[len(weight)] = products, ((samples, *inner), weight, *options)
+
+    modes = {module: module.training for module in net.modules()}
+    hooks = [m.register_forward_hook(note) for m in modes if isinstance(m, nn.Conv2d | nn.Linear)]
+    try:
+        with torch.no_grad():
+            net.eval()(*batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return tuple(layer for _, layer in most.values())
+
+
+def _piece(layer: Layer, share: float) -> Layer:
+    """The layer on a share of its batch: fewer samples, then smaller images; at most 4 million weights of a Linear."""
+    (N, *inner), weight, *options = layer
+    samples = max(1, int(N * share))
+    if len(weight) == 2:
+        return (samples, *inner), (max(1, min(weight[0], 2**22 // weight[1])), weight[1])
+    side = min(1.0, N * share) ** 0.5
+    kernel = [d * (k - 1) + 1 for d, k in zip(options[2], weight[2:], strict=True)]
+    pixels = [min(n, max(k, int(n * side))) for n, k in zip(inner[1:], kernel, strict=True)]
+    return (samples, inner[0], *pixels), weight, *options
 
 
 @functools.cache  # a process that asks again gets the same answer
-def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[int, ...], ...] | None = None,
+def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], layers: tuple[Layer, ...] = (),
               budget: float | None = None) -> tuple[float, ...]:
-    """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
+    """Median seconds of `layers`, forward and backward, for each of `dtypes`; () stands for USUAL.
 
-    The dtypes take turns, so a slow moment strikes all. After one round of warm-up come two or more for `budget`
-    seconds (0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
+    The dtypes take turns, so a slow moment strikes all. It starts with 2^24 products, and the batch grows by four while
+    a round takes less than 1/8 of `budget`, in seconds (0.4 on a CPU, 0.15 elsewhere). TF32 is off afterwards.
     """
-    usual, short = (SIZES["cpu"], 0.6) if device == "cpu" else (SIZES["gpu"], 0.2)
-    inputs, seconds, end = _inputs(device, sizes or usual), {dtype: [] for dtype in dtypes}, 0.0
+    layers, budget = layers or USUAL, budget or (0.4 if device == "cpu" else 0.15)
+    products = sum(size[0] * math.prod(size[2:]) * math.prod(weight) for size, weight, *_ in layers)
+    share, rounds, end = 2**22 / products, [], 0.0
     set_tf32(False)
-    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 3:
+    while len(rounds) < 2 or time.perf_counter() < end:
+        if not rounds:
+            share = min(1.0, 4 * share)
+            pieces = [_piece(layer, share) for layer in layers]
+            inputs = _inputs(device, pieces, torch.channels_last)  # the layout in which GPUs multiply half precision
+        times = [time.perf_counter()]
         for dtype in dtypes:
-            began = time.perf_counter()
-            _gradients(device, dtype, inputs)
+            _gradients(device, dtype, pieces, inputs)
             if device != "cpu":
                 torch.accelerator.synchronize()
-            seconds[dtype].append(time.perf_counter() - began)
-        end = end or time.perf_counter() + (budget or short)  # the first round was warm-up: it loads kernels
-    return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
+            times.append(time.perf_counter())
+        rounds.append([after - before for before, after in itertools.pairwise(times)])
+        end = end or times[-1] + budget  # the first round of all loads kernels
+        if len(rounds) > 1 and share < 1 and 32 * sum(rounds[-1]) < budget:
+            rounds = []
+    return tuple(statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True))  # the first was warm-up
 
 
 def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] | None = self_test,
