@@ -27,7 +27,8 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
 
 A green CPU test says nothing about CUDA's fp32 operations: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and
 both devices agree. Half precision is not always faster: a CPU that multiplies bf16 without AMX may take twice fp32's
-time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
+time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more. Give it
+the layers of your network: `stopwatch=lambda *a: stopwatch(*a, largest_layers(net, images))`.
 
 What popular snippets get wrong:
 
@@ -47,7 +48,6 @@ import functools
 import itertools
 import math
 import platform
-import statistics
 import time
 import types
 import warnings
@@ -95,8 +95,8 @@ class Policy:
 
         O2 keeps norms in fp32, and buffers as they are (a rotary table in fp16 miscounts above 2048). Its autocast lets
         half weights and fp32 tables meet in a matmul. At both levels a module that owns parameters casts its inputs to
-        their dtype: all inputs of torch's own modules, the first input of any other. So net(images, labels) never has
-        its labels cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
+        their dtype: all of torch's own modules, the first of any other, so that labels of net(images, labels) are never
+        cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
@@ -227,8 +227,7 @@ def self_test(device: str, dtype: torch.dtype) -> str:
 def largest_layers(net: nn.Module, *batch: Any, times: float = 1.0) -> tuple[Layer, ...]:
     """The Conv2d and the Linear that multiply most in net(*batch), for stopwatch(); () if the net has neither.
 
-    `times`: training runs this many times the samples of `batch`. One forward in evaluation mode, which changes no
-    buffer. It may draw random numbers, so seed afterwards.
+    `times`: samples of training's batch / samples of `batch`. A forward in evaluation mode; seed afterwards.
     """
     most: dict[int, tuple[int, Layer]] = {}
 
@@ -255,24 +254,28 @@ def largest_layers(net: nn.Module, *batch: Any, times: float = 1.0) -> tuple[Lay
 
 
 def _piece(layer: Layer, share: float) -> Layer:
-    """The layer on a share of its batch: fewer samples, then smaller images; at most 4 million weights of a Linear."""
-    (N, *inner), weight, *options = layer
-    samples = max(1, int(N * share))
-    if len(weight) == 2:
-        return (samples, *inner), (max(1, min(weight[0], 2**22 // weight[1])), weight[1])
-    side = min(1.0, N * share) ** 0.5
-    kernel = [d * (k - 1) + 1 for d, k in zip(options[2], weight[2:], strict=True)]
-    pixels = [min(n, max(k, int(n * side))) for n, k in zip(inner[1:], kernel, strict=True)]
-    return (samples, inner[0], *pixels), weight, *options
+    """The layer with a share of its products. Below 256 rows or pixels one would time the casts of its weights: there
+    the outputs are fewer. A Linear gets at most 4 million weights."""
+    (N, *inner), (outputs, *weight), *options = layer
+    *_, dilation, groups = options or ((), 1)
+    rows = max(share, min(1.0, 256 / (N * math.prod(inner[1:]))))  # the share of rows, or of pixels
+    if groups == 1:
+        outputs = max(min(outputs, 16), int(outputs * share / rows))
+    if not options:
+        outputs = max(1, min(outputs, 2**22 // weight[0]))
+    side = min(1.0, N * rows) ** 0.5
+    pixels = [min(n, max(d * (k - 1) + 1, int(n * side)))
+              for n, k, d in zip(inner[1:], weight[1:], dilation, strict=True)]
+    return (max(1, int(N * rows)), inner[0], *pixels), (outputs, *weight), *options
 
 
 @functools.cache  # a process that asks again gets the same answer
 def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], layers: tuple[Layer, ...] = (),
               budget: float | None = None) -> tuple[float, ...]:
-    """Median seconds of `layers`, forward and backward, for each of `dtypes`; () stands for USUAL.
+    """Seconds of `layers` (() for USUAL), forward and backward, in each of `dtypes`: the least of several rounds.
 
-    The dtypes take turns, so a slow moment strikes all. It starts with 2^24 products, and the batch grows by four while
-    a round takes less than 1/8 of `budget`, in seconds (0.4 on a CPU, 0.15 elsewhere). TF32 is off afterwards.
+    It starts with 2^24 products, and takes four times as many (up to all) while that fits into 1/8 of `budget` seconds
+    (0.4 on a CPU, 0.15 elsewhere). TF32 is off afterwards.
     """
     layers, budget = layers or USUAL, budget or (0.4 if device == "cpu" else 0.15)
     products = sum(size[0] * math.prod(size[2:]) * math.prod(weight) for size, weight, *_ in layers)
@@ -293,7 +296,7 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], layers: tuple[Layer,
         end = end or times[-1] + budget  # the first round of all loads kernels
         if len(rounds) > 1 and share < 1 and 32 * sum(rounds[-1]) < budget:
             rounds = []
-    return tuple(statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True))  # the first was warm-up
+    return tuple(min(seconds) for seconds in zip(*rounds[1:], strict=True))  # the first was warm-up
 
 
 def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] | None = self_test,
@@ -301,9 +304,8 @@ def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dty
     """The policy called `name`, or for "auto" the fastest safe one, with the reason. ValueError on an unknown name.
 
     Safe is bf16 where the chip multiplies it natively, and fp16 on CUDA chips of capability 7.x that pass `trial`. Half
-    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed,
-    and `policy.warnings` says what was found. With None for `trial` or `stopwatch` that question is not asked. With
-    several processes choose on rank 0 and broadcast the policy, for two processes may measure two things.
+    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed too:
+    see `policy.warnings`. None asks no trial, no stopwatch. Let rank 0 choose for all: two ranks may measure two things.
     """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
@@ -349,11 +351,8 @@ TF32_SWITCHES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
 
 
 def set_tf32(on: bool) -> None:
-    """TF32 on or off for matmuls (cuBLAS, oneDNN) and for cuDNN's convolutions and RNNs.
-
-    The older setters keep the newer `fp32_precision` in step. The other way round every read of `allow_tf32` raises,
-    and inductor reads it (pytorch #166387).
-    """
+    """TF32 on or off for matmuls (cuBLAS, oneDNN), cuDNN's convolutions and RNNs. The older setters keep the newer
+    `fp32_precision` in step; the other way round inductor's read of `allow_tf32` raises (pytorch #166387)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 recommends the newer ones here
         torch.set_float32_matmul_precision("high" if on else "highest")
@@ -365,12 +364,11 @@ def set_tf32(on: bool) -> None:
 
 # --- Loss scaling with a floor
 
-class LossScaler:
-    """Loss scaling with the calls, arguments and checkpoint keys of `torch.amp.GradScaler`; it cannot collapse.
+class LossScaler(torch.amp.GradScaler):
+    """A GradScaler that cannot collapse: the scale stays in [floor, ceiling].
 
-    The scale stays in [floor, ceiling]: below 1 it would shrink gradients, and 2^24 lifts fp16's smallest number to 1,
-    so that nothing is left to rescue. `update(found_inf=flag)` works on the device without a sync, for optimizers that
-    skip by themselves. `update()` after `step(optimizer)` reads the flags that `step` left.
+    Below 1 it would shrink gradients. 2^24 lifts fp16's smallest number to 1, so that nothing is left to rescue.
+    update(found_inf=flag) needs no sync, for optimizers that skip on the device. The checkpoint is GradScaler's.
     """
 
     def __init__(self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
@@ -378,133 +376,56 @@ class LossScaler:
                  floor: float = 1.0, ceiling: float = 2.0**24) -> None:
         if enabled and not 1.0 <= floor <= init_scale <= ceiling < float("inf"):
             raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
-        if enabled and not growth_factor > 1.0 > backoff_factor:
-            raise ValueError(f"LossScaler needs growth factor {growth_factor} > 1 > backoff factor {backoff_factor}")
-        self.enabled, self.init_scale, self.floor, self.ceiling = enabled, init_scale, floor, ceiling
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        device = device if enabled else "cpu"
-        # The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled.
-        self.scale_tensor = torch.full((), init_scale if enabled else 1.0, dtype=F32, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row, since the scale last moved
-        self._flags: dict[int, list[Tensor]] = {}  # id(optimizer): for each device, 1 where a gradient is non-finite
-        self._stepped: set[int] = set()
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.floor, self.ceiling, self.init_scale = floor, ceiling, init_scale
+        self._one = torch.ones(())
 
-    def is_enabled(self) -> bool:
-        return self.enabled
-
-    def get_scale(self) -> float:
-        """The scale as a number; it syncs."""
-        return self.scale_tensor.item()
+    @property
+    def scale_tensor(self) -> Tensor:
+        """The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return self._scale if self.is_enabled() else self._one
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or a nest of losses, times the scale."""
-        if not self.enabled:
-            return outputs
-        if isinstance(outputs, Tensor):
-            return outputs * self.scale_tensor.to(outputs.device, non_blocking=True)
+        """A loss, or a nest of losses, times the scale; mappings too, unlike GradScaler."""
         if isinstance(outputs, Mapping):
             return {name: self.scale(value) for name, value in outputs.items()}
-        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
-            raise ValueError(f"LossScaler.scale takes tensors and nests of tensors, not a {type(outputs).__name__}")
-        scaled = map(self.scale, outputs)
-        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
-        if id(optimizer) in self._flags:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
-        if self.enabled:
-            self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal(), fp16=False)
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()` on unscaled gradients, unless one of them is non-finite.
-
-        Fused optimizers unscale and skip by themselves, on the device. For any other the flags are read: one sync.
-        """
-        if not self.enabled:
-            return optimizer.step(*args, **kwargs)
-        key, fused = id(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
-        if "closure" in kwargs or any(map(callable, args)):
+        """`optimizer.step()`, unless a gradient is non-finite. Fused optimizers skip on the device, else it syncs."""
+        if self.is_enabled() and any(map(callable, (*args, *kwargs.values()))):
             raise RuntimeError("LossScaler.step takes no closure: the closure's gradients would be scaled ones")
-        if key in self._stepped:
-            raise RuntimeError("step() has already been called on this optimizer since the last update()")
-        scaled = key not in self._flags
-        if scaled and fused:
-            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor), fp16=True)
-        elif scaled:
-            self.unscale_(optimizer)
-        if not self._flags[key]:
-            raise AssertionError("LossScaler.step: no parameter of this optimizer has a gradient")
-        self._stepped.add(key)
-        if not fused:
-            return None if any(flag.item() for flag in self._flags[key]) else optimizer.step(*args, **kwargs)
-        own = getattr(optimizer, "grad_scale", None)  # the caller's, a clip coefficient for example
-        optimizer.grad_scale = own if not scaled else self.scale_tensor * (1 if own is None else own)
-        optimizer.found_inf = self._sum(self._flags[key])
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-    def _sum(self, flags: Iterable[Tensor]) -> Tensor:
-        return sum(flag.to(self.scale_tensor.device, non_blocking=True) for flag in flags)
+        return super().step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
         """Adapt to one attempted step, or set the scale to `new_scale`. `found_inf`: 0-dim, on the device; anything but
         0 (NaN too) is a skipped step. Without `found_inf` the flags count that `step` left."""
-        if not self.enabled:
+        if not self.is_enabled():
             return
         scale = self.scale_tensor
-        if new_scale is not None:
-            scale.copy_(torch.as_tensor(new_scale).reshape(()))
+        scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
+        if found_inf is None:
+            super().update(new_scale)
         else:
-            if found_inf is None and not self._flags:
-                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf=")
-            if found_inf is None:
-                found_inf = self._sum(flag for flags in self._flags.values() for flag in flags)
-            scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
-            torch._amp_update_scale_(scale, self.good_steps, found_inf.to(scale.device, F32, non_blocking=True),
-                                     self.growth_factor, self.backoff_factor, self.growth_interval)
+            torch._amp_update_scale_(scale, self._growth_tracker, found_inf.to(scale.device, F32, non_blocking=True),
+                                     self._growth_factor, self._backoff_factor, self._growth_interval)
+            self._per_optimizer_states.clear()
         scale.clamp_(self.floor, self.ceiling)
-        self._flags.clear()
-        self._stepped.clear()
-
-    def state_dict(self) -> dict[str, float | int]:
-        """GradScaler's five entries; {} when disabled."""
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        state = {name: getattr(self, name) for name in names}
-        return {"scale": self.get_scale(), **state, "_growth_tracker": int(self.good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
-        if self.enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
-            self.scale_tensor.fill_(state["scale"])
-            self.good_steps.fill_(state["_growth_tracker"])
-            for name in ("growth_factor", "backoff_factor", "growth_interval"):
-                setattr(self, name, state[name])
-        elif self.enabled:  # none, collapsed (0) or poisoned (NaN)
+        if self.is_enabled() and self.floor <= state.get("scale", 0.0) <= self.ceiling:
+            super().load_state_dict(state)
+        elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
             found = f"the checkpoint's loss scale is {state.get('scale', 'missing')}"
             warnings.warn(f"{found}: it starts at {self.init_scale:g}", stacklevel=2)
         elif state:
             warnings.warn("the checkpoint's loss scale is dropped: this precision needs none", stacklevel=2)
-
-
-def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor, fp16: bool) -> list[Tensor]:
-    """All gradients times `factor`, in place; for each device, 1.0 if one of its gradients is non-finite."""
-    groups, flags = {}, {}
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not fp16 and any(p.grad.dtype is F16 for p in params):
-        raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
-    for p in params:
-        if p.grad.is_sparse and p.grad.dtype is F16:
-            p.grad = p.grad.coalesce()  # the sum of two scaled fp16 values may overflow: add before the check
-        grad = p.grad._values() if p.grad.is_sparse else p.grad
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), grads in groups.items():
-        flag = flags.setdefault(device, torch.zeros((), device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor.to(device, non_blocking=True))
-    return [*flags.values()]
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
 
 
 @both_devices
-def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_medians(monkeypatch, device):
+def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_the_least(monkeypatch, device):
     seen, linear = [], F.linear
 
     def slow_in_bf16(x, w):
@@ -213,9 +213,10 @@ def test_the_stopwatch_shrinks_the_batch_until_a_round_fits(monkeypatch, layers)
 
     clock, rounds = spied(monkeypatch, seconds_of)
     amp_policy.stopwatch("cpu", (F32, BF16), layers)
-    assert clock[0] < 2.5 and len(rounds) >= 4  # 6e12 products of the whole batch would take hours
+    assert clock[0] < 4 and len(rounds) >= 4  # 10^13 products of the whole batch would take a day
     assert all(math.prod(size) <= 2**23 for sizes in rounds for size in sizes)
-    assert rounds[-1][0][2] >= 3 and rounds[-1][1] == (*layers[0][1],)  # the kernel stays, and fits into the image
+    assert rounds[-1][0][2] >= 3 and rounds[-1][1][1:] == layers[0][1][1:]  # the kernel stays, and fits the image
+    assert all(math.prod(sizes[0][2:]) * sizes[0][0] >= 225 and sizes[1][0] >= 16 for sizes in rounds)
 
 
 class Mixed(nn.Module):
@@ -612,6 +613,12 @@ def test_a_corrupted_scale_starts_afresh_at_the_next_update(value):
     scaler.scale_tensor.fill_(value)
     scaler.update(found_inf=torch.tensor(0.0))
     assert scaler.get_scale() == 2.0**16
+    weight = torch.ones(1, requires_grad=True)
+    scaler.scale(weight.sum()).backward()
+    scaler.scale_tensor.fill_(value)
+    scaler.step(torch.optim.SGD([weight], lr=0.1))  # a scale of 0 or inf divides gradients into inf: this step is lost
+    scaler.update()
+    assert scaler.get_scale() >= 2.0**15 and isinstance(scaler, torch.amp.GradScaler)
 
 
 def test_the_update_never_syncs_and_is_five_operations():
@@ -633,22 +640,26 @@ def test_scale_takes_tensors_and_nests_and_refuses_the_rest():
     scaler, one = LossScaler("cpu", init_scale=4.0), torch.ones(())
     assert scaler.scale([one, (one, {"a": one})]) == [4.0, (4.0, {"a": 4.0})]
     assert list(scaler.scale(t for t in (one, one))) == [4.0, 4.0]
-    for wrong in (1.0, "loss"):
-        with pytest.raises(ValueError, match="takes tensors and nests of tensors, not a"):
+    for wrong in (1.0, [1.0], {"loss": 1.0}):
+        with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
             scaler.scale(wrong)
 
 
 def test_what_torch_refuses_is_refused_in_a_sentence():
     weight = torch.ones(2, requires_grad=True)
     scaler, optimizer = LossScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
-    with pytest.raises(AssertionError, match="no parameter of this optimizer has a gradient"):
+    with pytest.raises(AssertionError, match=r"did not use scaler.scale\(loss"):
+        scaler.step(optimizer)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="no closure"):
         scaler.step(optimizer, closure=lambda: None)
     with pytest.raises(RuntimeError, match="no closure"):
         scaler.step(optimizer, lambda: None)
     scaler = LossScaler("cpu")
-    with pytest.raises(AssertionError, match="needs a step"):
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
     weight.grad = torch.ones(2)
     scaler.unscale_(optimizer)
@@ -661,13 +672,14 @@ def test_what_torch_refuses_is_refused_in_a_sentence():
     scaler.step(optimizer)  # a new iteration
     half = torch.ones(2, dtype=F16, requires_grad=True)
     half.grad = torch.ones_like(half)
-    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients.*keep fp32 masters"):
-        LossScaler("cpu").unscale_(torch.optim.SGD([half], lr=0.1))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(torch.optim.SGD([half], lr=0.1))
 
 
 def test_two_optimizers_share_one_scale_and_one_update():
     scaler, weights = LossScaler("cpu"), [torch.ones(1, requires_grad=True) for _ in range(2)]
     pair = [torch.optim.SGD([w], lr=1.0) for w in weights]
+    scaler.scale(torch.ones(()))
     for w, value in zip(weights, (math.inf, 65536.0), strict=True):
         w.grad = torch.full((1,), value)
     for optimizer in pair:
