@@ -304,8 +304,8 @@ def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dty
     """The policy called `name`, or for "auto" the fastest safe one, with the reason. ValueError on an unknown name.
 
     Safe is bf16 where the chip multiplies it natively, and fp16 on CUDA chips of capability 7.x that pass `trial`. Half
-    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed too:
-    see `policy.warnings`. None asks no trial, no stopwatch. Let rank 0 choose for all: two ranks may measure two things.
+    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed:
+    see `policy.warnings`. None for either leaves it out. Let rank 0 choose for all: two ranks may measure two things.
     """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
