@@ -27,7 +27,8 @@ Autocast casts for you, from two lists which are not the same (torch >= 2.9, `at
 
 A green CPU test says nothing about CUDA's fp32 operations: write them out, `F.softmax(x.float(), -1).to(x.dtype)`, and
 both devices agree. Half precision is not always faster: a CPU that multiplies bf16 without AMX may take twice fp32's
-time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more.
+time. So `choose_policy("auto", ...)` times what is safe, and takes half precision for a gain of 10 % or more. Give it
+the layers of your network: `stopwatch=lambda *a: stopwatch(*a, largest_layers(net, images))`.
 
 What popular snippets get wrong:
 
@@ -44,8 +45,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import platform
-import statistics
 import time
 import types
 import warnings
@@ -93,8 +95,8 @@ class Policy:
 
         O2 keeps norms in fp32, and buffers as they are (a rotary table in fp16 miscounts above 2048). Its autocast lets
         half weights and fp32 tables meet in a matmul. At both levels a module that owns parameters casts its inputs to
-        their dtype: all inputs of torch's own modules, the first input of any other. So net(images, labels) never has
-        its labels cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
+        their dtype: all of torch's own modules, the first of any other, so that labels of net(images, labels) are never
+        cast. A module with the attribute `fp32_island` stays fp32 (fp32.py sets it).
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
@@ -187,17 +189,24 @@ def capabilities(device: str | torch.device) -> Capabilities:
     return Capabilities(device.type, machine, cpu_bf16=native)
 
 
-def _gradients(device: str, dtype: torch.dtype, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """One forward and backward of a convolution and a matrix product, as autocast runs them."""
-    image, kernel, rows, weight = inputs
-    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
-        outputs = F.conv2d(image, kernel, padding=1), F.linear(rows, weight)
-    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+# A layer's sizes, hashable. Linear: rows (N, D), weight (D', D). Conv2d: image (N, C, H, W), kernel (C', C, k, k), and
+# the arguments stride, padding, dilation, groups.
+Layer = tuple[Any, ...]
+USUAL = (((64, 128, 32, 32), (128, 128, 3, 3), (1, 1), (1, 1), (1, 1), 1), ((2048, 2048), (2048, 2048)))
 
 
-def _inputs(device: str, sizes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+def _inputs(device: str, layers: Iterable[Layer], layout: torch.memory_format) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(size, generator=generator, device=device, requires_grad=True) for size in sizes]
+    tensors = [torch.randn(size, generator=generator, device=device) for layer in layers for size in layer[:2]]
+    return [(t.to(memory_format=layout) if t.ndim == 4 else t).requires_grad_() for t in tensors]
+
+
+def _gradients(device: str, dtype: torch.dtype, layers: Iterable[Layer], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """One forward and backward of these layers, as autocast runs them: the gradients of `inputs`."""
+    with torch.autocast(device, dtype=dtype, enabled=dtype in HALF):
+        outputs = [F.conv2d(x, weight, None, *options) if weight.ndim == 4 else F.linear(x, weight)
+                   for (_, _, *options), x, weight in zip(layers, inputs[::2], inputs[1::2], strict=True)]
+    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
 
 
 def self_test(device: str, dtype: torch.dtype) -> str:
@@ -205,8 +214,9 @@ def self_test(device: str, dtype: torch.dtype) -> str:
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123): only a trial tells.
     """
-    inputs = _inputs(device, ((8, 16, 16, 16), (32, 16, 3, 3), (64, 32), (10, 32)))
-    half, full = (_gradients(device, d, inputs) for d in (dtype, F32))
+    layers = ((8, 16, 16, 16), (32, 16, 3, 3), 1, 1), ((64, 32), (10, 32))
+    inputs = _inputs(device, layers, torch.contiguous_format)
+    half, full = (_gradients(device, d, layers, inputs) for d in (dtype, F32))
     for name, low, high in zip(("image", "kernel", "rows", "weight"), half, full, strict=True):
         error = float((low - high).norm() / high.norm())
         if not error <= 0.05:  # sound hardware stays below 0.01; written so that NaN fails
@@ -214,32 +224,79 @@ def self_test(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-SIZES = {  # image (N, C, H, W), kernel (C', C, 3, 3), rows (N, D), weight (D', D): 0.14 and 18 billion products forward
-    "cpu": ((8, 64, 16, 16), (64, 64, 3, 3), (256, 512), (512, 512)),
-    "gpu": ((64, 128, 32, 32), (128, 128, 3, 3), (2048, 2048), (2048, 2048)),  # smaller ones would time the launches
-}
+def largest_layers(net: nn.Module, *batch: Any, times: float = 1.0) -> tuple[Layer, ...]:
+    """The Conv2d and the Linear that multiply most in net(*batch), for stopwatch(); () if the net has neither.
+
+    `times`: samples of training's batch / samples of `batch`. A forward in evaluation mode; seed afterwards.
+    """
+    most: dict[int, tuple[int, Layer]] = {}
+
+    def note(layer: nn.Module, args: tuple, out: Tensor) -> None:
+        weight, products = tuple(layer.weight.shape), out.numel() * layer.weight[0].numel()
+        if products <= most.get(len(weight), (0,))[0] or not args:
+            return
+        inner = args[0].shape[-3 if len(weight) == 4 else -1 :]  # C, H, W or D
+        samples = max(1, round(args[0].numel() / inner.numel() * times))
+        options = (layer.stride, layer.padding, layer.dilation, layer.groups) if len(weight) == 4 else ()
+        most[len(weight)] = products, ((samples, *inner), weight, *options)
+
+    modes = {module: module.training for module in net.modules()}
+    hooks = [m.register_forward_hook(note) for m in modes if isinstance(m, nn.Conv2d | nn.Linear)]
+    try:
+        with torch.no_grad():
+            net.eval()(*batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return tuple(layer for _, layer in most.values())
+
+
+def _piece(layer: Layer, share: float) -> Layer:
+    """The layer with a share of its products. Below 256 rows or pixels one would time the casts of its weights: there
+    the outputs are fewer. A Linear gets at most 4 million weights."""
+    (N, *inner), (outputs, *weight), *options = layer
+    *_, dilation, groups = options or ((), 1)
+    rows = max(share, min(1.0, 256 / (N * math.prod(inner[1:]))))  # the share of rows, or of pixels
+    if groups == 1:
+        outputs = max(min(outputs, 16), int(outputs * share / rows))
+    if not options:
+        outputs = max(1, min(outputs, 2**22 // weight[0]))
+    side = min(1.0, N * rows) ** 0.5
+    pixels = [min(n, max(d * (k - 1) + 1, int(n * side)))
+              for n, k, d in zip(inner[1:], weight[1:], dilation, strict=True)]
+    return (max(1, int(N * rows)), inner[0], *pixels), (outputs, *weight), *options
 
 
 @functools.cache  # a process that asks again gets the same answer
-def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], sizes: tuple[tuple[int, ...], ...] | None = None,
+def stopwatch(device: str, dtypes: tuple[torch.dtype, ...], layers: tuple[Layer, ...] = (),
               budget: float | None = None) -> tuple[float, ...]:
-    """Median seconds of a convolution and a matrix product, forward and backward, for each of `dtypes`.
+    """Seconds of `layers` (() for USUAL), forward and backward, in each of `dtypes`: the least of several rounds.
 
-    The dtypes take turns, so a slow moment strikes all. After one round of warm-up come two or more for `budget`
-    seconds (0.6 on a CPU, 0.2 elsewhere). `sizes`: as in SIZES, the model's own for example. TF32 is off afterwards.
+    It starts with 2^24 products, and takes four times as many (up to all) while that fits into 1/8 of `budget` seconds
+    (0.4 on a CPU, 0.15 elsewhere). TF32 is off afterwards.
     """
-    usual, short = (SIZES["cpu"], 0.6) if device == "cpu" else (SIZES["gpu"], 0.2)
-    inputs, seconds, end = _inputs(device, sizes or usual), {dtype: [] for dtype in dtypes}, 0.0
+    layers, budget = layers or USUAL, budget or (0.4 if device == "cpu" else 0.15)
+    products = sum(size[0] * math.prod(size[2:]) * math.prod(weight) for size, weight, *_ in layers)
+    share, rounds, end = 2**22 / products, [], 0.0
     set_tf32(False)
-    while time.perf_counter() < end or len(seconds[dtypes[-1]]) < 3:
+    while len(rounds) < 2 or time.perf_counter() < end:
+        if not rounds:
+            share = min(1.0, 4 * share)
+            pieces = [_piece(layer, share) for layer in layers]
+            inputs = _inputs(device, pieces, torch.channels_last)  # the layout in which GPUs multiply half precision
+        times = [time.perf_counter()]
         for dtype in dtypes:
-            began = time.perf_counter()
-            _gradients(device, dtype, inputs)
+            _gradients(device, dtype, pieces, inputs)
             if device != "cpu":
                 torch.accelerator.synchronize()
-            seconds[dtype].append(time.perf_counter() - began)
-        end = end or time.perf_counter() + (budget or short)  # the first round was warm-up: it loads kernels
-    return tuple(statistics.median(rounds[1:]) for rounds in seconds.values())
+            times.append(time.perf_counter())
+        rounds.append([after - before for before, after in itertools.pairwise(times)])
+        end = end or times[-1] + budget  # the first round of all loads kernels
+        if len(rounds) > 1 and share < 1 and 32 * sum(rounds[-1]) < budget:
+            rounds = []
+    return tuple(min(seconds) for seconds in zip(*rounds[1:], strict=True))  # the first was warm-up
 
 
 def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dtype], str] | None = self_test,
@@ -247,9 +304,8 @@ def choose_policy(name: str, caps: Capabilities, trial: Callable[[str, torch.dty
     """The policy called `name`, or for "auto" the fastest safe one, with the reason. ValueError on an unknown name.
 
     Safe is bf16 where the chip multiplies it natively, and fp16 on CUDA chips of capability 7.x that pass `trial`. Half
-    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed,
-    and `policy.warnings` says what was found. With None for `trial` or `stopwatch` that question is not asked. With
-    several processes choose on rank 0 and broadcast the policy, for two processes may measure two things.
+    precision has to save 10 % of fp32's time by `stopwatch`. A half precision that was asked for is tried and timed:
+    see `policy.warnings`. None for either leaves it out. Let rank 0 choose for all: two ranks may measure two things.
     """
     if name not in ("auto", *POLICIES):
         raise ValueError(f"unknown precision {name!r}: choose from auto, {', '.join(POLICIES)}")
@@ -295,11 +351,8 @@ TF32_SWITCHES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
 
 
 def set_tf32(on: bool) -> None:
-    """TF32 on or off for matmuls (cuBLAS, oneDNN) and for cuDNN's convolutions and RNNs.
-
-    The older setters keep the newer `fp32_precision` in step. The other way round every read of `allow_tf32` raises,
-    and inductor reads it (pytorch #166387).
-    """
+    """TF32 on or off for matmuls (cuBLAS, oneDNN), cuDNN's convolutions and RNNs. The older setters keep the newer
+    `fp32_precision` in step; the other way round inductor's read of `allow_tf32` raises (pytorch #166387)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 recommends the newer ones here
         torch.set_float32_matmul_precision("high" if on else "highest")
@@ -311,12 +364,11 @@ def set_tf32(on: bool) -> None:
 
 # --- Loss scaling with a floor
 
-class LossScaler:
-    """Loss scaling with the calls, arguments and checkpoint keys of `torch.amp.GradScaler`; it cannot collapse.
+class LossScaler(torch.amp.GradScaler):
+    """A GradScaler that cannot collapse: the scale stays in [floor, ceiling].
 
-    The scale stays in [floor, ceiling]: below 1 it would shrink gradients, and 2^24 lifts fp16's smallest number to 1,
-    so that nothing is left to rescue. `update(found_inf=flag)` works on the device without a sync, for optimizers that
-    skip by themselves. `update()` after `step(optimizer)` reads the flags that `step` left.
+    Below 1 it would shrink gradients. 2^24 lifts fp16's smallest number to 1, so that nothing is left to rescue.
+    update(found_inf=flag) needs no sync, for optimizers that skip on the device. The checkpoint is GradScaler's.
     """
 
     def __init__(self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
@@ -324,133 +376,56 @@ class LossScaler:
                  floor: float = 1.0, ceiling: float = 2.0**24) -> None:
         if enabled and not 1.0 <= floor <= init_scale <= ceiling < float("inf"):
             raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
-        if enabled and not growth_factor > 1.0 > backoff_factor:
-            raise ValueError(f"LossScaler needs growth factor {growth_factor} > 1 > backoff factor {backoff_factor}")
-        self.enabled, self.init_scale, self.floor, self.ceiling = enabled, init_scale, floor, ceiling
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        device = device if enabled else "cpu"
-        # The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled.
-        self.scale_tensor = torch.full((), init_scale if enabled else 1.0, dtype=F32, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row, since the scale last moved
-        self._flags: dict[int, list[Tensor]] = {}  # id(optimizer): for each device, 1 where a gradient is non-finite
-        self._stepped: set[int] = set()
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.floor, self.ceiling, self.init_scale = floor, ceiling, init_scale
+        self._one = torch.ones(())
 
-    def is_enabled(self) -> bool:
-        return self.enabled
-
-    def get_scale(self) -> float:
-        """The scale as a number; it syncs."""
-        return self.scale_tensor.item()
+    @property
+    def scale_tensor(self) -> Tensor:
+        """The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled."""
+        if self.is_enabled() and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return self._scale if self.is_enabled() else self._one
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or a nest of losses, times the scale."""
-        if not self.enabled:
-            return outputs
-        if isinstance(outputs, Tensor):
-            return outputs * self.scale_tensor.to(outputs.device, non_blocking=True)
+        """A loss, or a nest of losses, times the scale; mappings too, unlike GradScaler."""
         if isinstance(outputs, Mapping):
             return {name: self.scale(value) for name, value in outputs.items()}
-        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
-            raise ValueError(f"LossScaler.scale takes tensors and nests of tensors, not a {type(outputs).__name__}")
-        scaled = map(self.scale, outputs)
-        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and note for each device whether one is non-finite."""
-        if id(optimizer) in self._flags:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
-        if self.enabled:
-            self._flags[id(optimizer)] = _multiply(optimizer, self.scale_tensor.reciprocal(), fp16=False)
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()` on unscaled gradients, unless one of them is non-finite.
-
-        Fused optimizers unscale and skip by themselves, on the device. For any other the flags are read: one sync.
-        """
-        if not self.enabled:
-            return optimizer.step(*args, **kwargs)
-        key, fused = id(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
-        if "closure" in kwargs or any(map(callable, args)):
+        """`optimizer.step()`, unless a gradient is non-finite. Fused optimizers skip on the device, else it syncs."""
+        if self.is_enabled() and any(map(callable, (*args, *kwargs.values()))):
             raise RuntimeError("LossScaler.step takes no closure: the closure's gradients would be scaled ones")
-        if key in self._stepped:
-            raise RuntimeError("step() has already been called on this optimizer since the last update()")
-        scaled = key not in self._flags
-        if scaled and fused:
-            self._flags[key] = _multiply(optimizer, torch.ones_like(self.scale_tensor), fp16=True)
-        elif scaled:
-            self.unscale_(optimizer)
-        if not self._flags[key]:
-            raise AssertionError("LossScaler.step: no parameter of this optimizer has a gradient")
-        self._stepped.add(key)
-        if not fused:
-            return None if any(flag.item() for flag in self._flags[key]) else optimizer.step(*args, **kwargs)
-        own = getattr(optimizer, "grad_scale", None)  # the caller's, a clip coefficient for example
-        optimizer.grad_scale = own if not scaled else self.scale_tensor * (1 if own is None else own)
-        optimizer.found_inf = self._sum(self._flags[key])
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-    def _sum(self, flags: Iterable[Tensor]) -> Tensor:
-        return sum(flag.to(self.scale_tensor.device, non_blocking=True) for flag in flags)
+        return super().step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None, *, found_inf: Tensor | None = None) -> None:
         """Adapt to one attempted step, or set the scale to `new_scale`. `found_inf`: 0-dim, on the device; anything but
         0 (NaN too) is a skipped step. Without `found_inf` the flags count that `step` left."""
-        if not self.enabled:
+        if not self.is_enabled():
             return
         scale = self.scale_tensor
-        if new_scale is not None:
-            scale.copy_(torch.as_tensor(new_scale).reshape(()))
+        scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
+        if found_inf is None:
+            super().update(new_scale)
         else:
-            if found_inf is None and not self._flags:
-                raise AssertionError("LossScaler.update() needs a step(optimizer) before it, or found_inf=")
-            if found_inf is None:
-                found_inf = self._sum(flag for flags in self._flags.values() for flag in flags)
-            scale.masked_fill_(scale.clamp(self.floor, self.ceiling) != scale, self.init_scale)  # corrupted: afresh
-            torch._amp_update_scale_(scale, self.good_steps, found_inf.to(scale.device, F32, non_blocking=True),
-                                     self.growth_factor, self.backoff_factor, self.growth_interval)
+            torch._amp_update_scale_(scale, self._growth_tracker, found_inf.to(scale.device, F32, non_blocking=True),
+                                     self._growth_factor, self._backoff_factor, self._growth_interval)
+            self._per_optimizer_states.clear()
         scale.clamp_(self.floor, self.ceiling)
-        self._flags.clear()
-        self._stepped.clear()
-
-    def state_dict(self) -> dict[str, float | int]:
-        """GradScaler's five entries; {} when disabled."""
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        state = {name: getattr(self, name) for name in names}
-        return {"scale": self.get_scale(), **state, "_growth_tracker": int(self.good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
-        if self.enabled and self.floor <= state.get("scale", 0.0) <= self.ceiling:
-            self.scale_tensor.fill_(state["scale"])
-            self.good_steps.fill_(state["_growth_tracker"])
-            for name in ("growth_factor", "backoff_factor", "growth_interval"):
-                setattr(self, name, state[name])
-        elif self.enabled:  # none, collapsed (0) or poisoned (NaN)
+        if self.is_enabled() and self.floor <= state.get("scale", 0.0) <= self.ceiling:
+            super().load_state_dict(state)
+        elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
             found = f"the checkpoint's loss scale is {state.get('scale', 'missing')}"
             warnings.warn(f"{found}: it starts at {self.init_scale:g}", stacklevel=2)
         elif state:
             warnings.warn("the checkpoint's loss scale is dropped: this precision needs none", stacklevel=2)
-
-
-def _multiply(optimizer: torch.optim.Optimizer, factor: Tensor, fp16: bool) -> list[Tensor]:
-    """All gradients times `factor`, in place; for each device, 1.0 if one of its gradients is non-finite."""
-    groups, flags = {}, {}
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not fp16 and any(p.grad.dtype is F16 for p in params):
-        raise ValueError("Attempting to unscale FP16 gradients: in fp16 they flush to 0 again; keep fp32 masters")
-    for p in params:
-        if p.grad.is_sparse and p.grad.dtype is F16:
-            p.grad = p.grad.coalesce()  # the sum of two scaled fp16 values may overflow: add before the check
-        grad = p.grad._values() if p.grad.is_sparse else p.grad
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), grads in groups.items():
-        flag = flags.setdefault(device, torch.zeros((), device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor.to(device, non_blocking=True))
-    return [*flags.values()]
 
 
 def main() -> None:

@@ -22,10 +22,9 @@ Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose 
 (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN: write `not (x <= limit)`, because
 `x > limit` is False for NaN. "Non-finite" means NaN, inf, or a magnitude above 1.8e19 (see LIMIT).
 
-Also here: check_state (before a save). This file does not find the operation that made the number (autopsy.py does), it
-does not warn before there is one (probes.py does), and it does not cure. It refuses optimizers that need a closure, and
-raises when an optimizer moved a weight in a skipped step. To copy it: it needs torch, nothing else. `python guards.py`
-puts an inf into a small network and shows that nothing of it stays.
+Also here: check_state (before a save). This file does not find the operation that made the number (autopsy.py does),
+does not warn before there is one (probes.py does), and does not cure. It refuses optimizers that need a closure, and
+raises when one moved a weight in a skipped step. Copy it alone: it needs torch. `python guards.py` shows it at work.
 """
 from __future__ import annotations
 
@@ -132,9 +131,8 @@ class Guard:
 
     net: the bare network, or a list of networks. device: where the flags live; None: where the network is.
     num_classes: class labels must be in [0, num_classes) or equal `ignore_index`. None: labels are not checked.
-    lag: True: verdict() tells of the step before, and the device never waits. False (while hunting a fault): it tells
-    of this step, and waits. Call flush() before changing it.
-    spikes: a SpikeDetector (probes.py), or what has its `sentences` and `seen`. None: the verdict tells of no spikes.
+    lag: verdict() tells of the step before, and the device never waits. False (while hunting a fault): it tells of this
+    step, and waits. Call flush() before changing it. spikes: a SpikeDetector (probes.py), or None.
     told: names of numbers that travel with the flags, see tell().
     """
 
@@ -152,22 +150,21 @@ class Guard:
         self._numbers: dict[str, float] = {}
         self._losses: list[Tensor] = []
         self._on_trial: list[Any] = []  # optimizers of this step that must still show that they skip
-        self._stepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # which parameters were updated; "skips"
         self._voters: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # see step()
+        self._stepped: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # which parameters were updated; "skips"
         self.watch(net)
 
     def watch(self, net: nn.Module | Sequence[nn.Module]) -> None:
         """Take the buffers of `net` into care. open() calls this when a buffer was exchanged. One sync a dtype.
 
-        `lawful` names the float buffers that are infinite from the start and hold no NaN: masks. They are put back like
-        the others, but their infinities raise no flag. Running statistics are never lawful.
-        """
+        `lawful` names float buffers that are infinite from the start and hold no NaN: masks, never running statistics.
+        Their infinities raise no flag."""
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
         self._identity = device, _ = self._look()
         if device != self.device:
             self.flush()
-            # Each flag is a sum of squares. The flag is up when that sum is inf or NaN. It then reports 1 + rank, so
-            # the MAX over ranks names a guilty machine; while it is down it reports 0 ("signal": its number).
+            # Each flag is a sum of squares, and up when that sum is inf or NaN. It then reports 1 + rank, so the MAX
+            # over ranks names a guilty machine; while down it reports 0 ("signal": its number).
             self.device, self._row, self._keys = device, None, ()
             self._seen = torch.zeros(2, len(self._names), device=device)
             self._squares, self._down = self._seen.unbind()
@@ -182,9 +179,8 @@ class Guard:
             expanded = any(stride == 0 and n > 1 for stride, n in zip(b.stride(), b.shape, strict=True))
             if b.numel() and not b.is_meta and not expanded:  # an expanded buffer cannot change
                 alike.setdefault((b.dtype, b.dtype in CHECKED and name in self._finite), []).append(b)
-        # All buffers are copied as bytes into one piece of memory, by one kernel. The widest dtype lies first, so that
-        # each begins at a multiple of its size and can be read there in its own dtype. Writes go through .data, which
-        # counts no version: a backward that is still to come does not complain.
+        # One kernel copies all buffers, as bytes, into one piece of memory. The widest dtype lies first: each begins at
+        # a multiple of its size. Writes through .data count no version, so a later backward does not complain.
         kinds = sorted(alike, key=lambda kind: -kind[0].itemsize)
         self._live = [b.data.unsqueeze(-1).view(torch.uint8) for kind in kinds for b in alike[kind]]
         sizes = [b.numel() for b in self._live]
@@ -210,10 +206,9 @@ class Guard:
     def open(self, step: int | None = None) -> None:
         """Begin a step (attempted, not update): flags down, buffers aside. `step`: its number; None: count.
 
-        One host sync only where something wrote to the buffers since the last step: a train-mode forward outside of
-        open() and step(), say. When a buffer is non-finite then, a warning names it and the last finite copy comes
-        back. (For F.batch_norm without a module torch counts no version: that is noticed after two rejections.)
-        """
+        It syncs only where something wrote to the buffers since the last step. When a buffer is non-finite then, a
+        warning names it and the last finite copy comes back. (For F.batch_norm without a module torch counts no
+        version: that is noticed after two rejections.)"""
         if self._due:  # nobody asked for the last verdict; it still counts
             self.verdict()
         again, self._opened = self._opened, True
@@ -248,12 +243,10 @@ class Guard:
     def see_batch(self, images: Any, labels: Any = ...) -> Any:
         """Look at one micro-batch. Returns labels that are safe to run with: those out of range become 0.
 
-        see_batch(images, labels) returns the labels; see_batch(batch) returns a batch of the same type, and leaves the
-        raw one as it is. Both take tensors, or nests of mappings, dataclasses, lists and tuples. Floats must be finite
-        (a mask must be bool: -inf counts as bad). Class labels are integers in `labels`, in a mapping or dataclass only
-        under LABELS; all other integers pass. A label out of range rejects the step, but the step must run: on CUDA an
-        index out of range is a device assert.
-        """
+        see_batch(batch) returns a batch of the same type, and leaves the raw one as it is. Both take tensors, or nests
+        of mappings, dataclasses, lists and tuples. Floats must be finite (a mask must be bool: -inf counts as bad).
+        Class labels are integers in `labels`, in a mapping or dataclass only under LABELS; all other integers pass. A
+        label out of range rejects the step, but the step must run: on CUDA it would be a device assert."""
         batch = self._safe(images, "input", False)
         return batch if labels is ... else self._safe(labels, "label", True)
 
@@ -291,8 +284,8 @@ class Guard:
 
     @torch.no_grad()
     def see_state(self, **trees: Any) -> None:
-        """On steps of your choice, before decide() or step(): `see_state(param=dict(net.named_parameters()),
-        optstate=optimizer.state)`. One read, no sync. A poisoned moment then reaches no weight."""
+        """Before decide() or step(), now and then: see_state(param=dict(net.named_parameters()),
+        optstate=optimizer.state). One read, no sync. A poisoned moment then reaches no weight."""
         for flag, tree in trees.items():
             floats = (t for _, t in named_tensors(tree) if t.dtype in CHECKED and t.numel())
             for tensors in _alike(t for t in floats if t.device.type == self.device.type):
@@ -335,22 +328,21 @@ class Guard:
     def step(self, optimizer: Any, scaler: Any = None, *, clip: float | None = None) -> Tensor:
         """Measure the gradients, decide once for all ranks, step or do not, put the buffers back.
 
-        Returns the verdict, 0-dim fp32 on the device, 1.0 = rejected. This call replaces optimizer.step() and
-        scaler.step(optimizer). zero_grad() and scaler.update() stay the caller's.
+        Returns the verdict, 0-dim fp32 on the device, 1.0 = rejected. Replaces optimizer.step() and
+        scaler.step(optimizer); zero_grad() and scaler.update() stay the caller's.
 
         optimizer: any torch optimizer, or a list of them for one verdict. Those with `_step_supports_amp_scaling`
-            (fused AdamW, Adam, SGD, Adagrad; ClippedAdamW) read `found_inf` and skip on the device, without a host
-            sync; verdict() raises if a weight moved in the first such skip. For any other, for sharded parameters, and
-            at the first update of a parameter (a fused SGD that skips its first step keeps uninitialised momentum) the
-            verdict is read, one sync, and a rejected step() is not called.
-        scaler: GradScaler or LossScaler. The gradients are unscaled here, unless the caller has done so. Every rank's
-            scaler hears the verdict of all ranks, so that the loss scales stay equal.
-        clip: largest gradient norm. clip_grad_norm_() comes before the verdict: there a norm of inf makes every
-            gradient 0 or NaN, and a step of zeros looks fine.
-        """
+            (fused AdamW, Adam, SGD, Adagrad; ClippedAdamW) skip on the device by `found_inf`, without a host sync;
+            verdict() raises if a weight moved in the first such skip. For any other, for sharded parameters, and at the
+            first update of a parameter (a fused SGD that skips it keeps uninitialised momentum) the verdict is read,
+            one sync, and a rejected step() is not called.
+        scaler: GradScaler or LossScaler. Gradients are unscaled here, unless the caller has done so. Every rank's
+            scaler hears the verdict of all ranks: the loss scales stay equal.
+        clip: largest gradient norm. Do not call clip_grad_norm_() before: a norm of inf makes every gradient 0 or NaN,
+            and a step of zeros looks fine."""
         if self._lost:
             raise RuntimeError(f"buffer {_list(self._lost)} was non-finite before the step and no finite copy exists: "
-                               "every step would be rejected; load a checkpoint")
+                               "load a checkpoint")
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         scales, norms = [], []
@@ -366,7 +358,7 @@ class Guard:
         if scaler:
             # The scaler hears the verdict of all ranks by public means: update() backs off when any optimizer that it
             # unscaled had an inf. So it unscales one more, whose only gradient is inf where the step is rejected.
-            if optimizers[0] not in self._voters:
+            if optimizers[0] not in self._voters:  # one for each: two steps may come before one update()
                 self._voters[optimizers[0]] = torch.optim.SGD([torch.zeros_like(bad).requires_grad_()])
             voter = self._voters[optimizers[0]]
             voter.param_groups[0]["params"][0].grad = torch.zeros_like(bad).masked_fill(bad > 0, math.inf)
@@ -412,8 +404,7 @@ class Guard:
         return torch.stack([d.to(self.device) for d in differ]).any() * bad if differ else 0.0
 
     def _unscale(self, optimizer: Any, scaler: Any) -> Tensor | None:
-        """Take the loss scale out of the gradients. Returns the scale where the optimizer's kernel has to divide by it:
-        GradScaler refuses to unscale fp16 gradients."""
+        """Unscale the gradients. Returns the scale where the kernel must divide: GradScaler refuses fp16 gradients."""
         half = any(p.grad.dtype == torch.float16 for p in _with_gradient(optimizer))
         if half and getattr(optimizer, "_step_supports_amp_scaling", False):
             return scaler.scale(torch.ones((), device=self.device))
@@ -469,8 +460,8 @@ class Guard:
         self._due, self._opened = True, False
 
     def verdict(self) -> Verdict | None:
-        """Call once after each step() or close(), or after the replay of a graph that holds close(). Sends the numbers
-        of this step to the host. Returns the oldest verdict that was not told yet; None if it is too young (lag)."""
+        """Once after each step(), close() or replay of a graph that holds close(): sends this step's numbers to the
+        host. Returns the oldest verdict that was not told yet; None if it is too young (lag)."""
         if self._row is None:  # before the first step
             return None
         host, event = torch.empty_like(self._row, device="cpu", pin_memory=self._row.is_cuda), None
@@ -542,9 +533,8 @@ def check_state(net: nn.Module, optimizer_state: Any = None, ema: Any = None,
                 lawful: Collection[str] = ()) -> list[str]:
     """Names of tensors beyond LIMIT in parameters, buffers (but `lawful` ones, see Guard.watch), optimizer state, EMA.
 
-    For every N-th step and before every save. `optimizer_state`, `ema`: nests of tensors (a state_dict will do), or a
-    module. One read of everything in foreach kernels, one sync a device and dtype.
-    """
+    For now and then, and before every save. `optimizer_state`, `ema`: nests of tensors (a state_dict will do), `ema`
+    also a module. One read of everything, one sync a device and dtype."""
     ema = ema.state_dict() if isinstance(ema, nn.Module) else ema
     tree = {"param": dict(net.named_parameters()), "optimizer": optimizer_state, "ema": ema,
             "buffer": {name: b for name, b in net.named_buffers() if name not in lawful}}

@@ -69,7 +69,7 @@ def find(run: Any) -> None:
 
 
 def data(run: Any, local_rank: int) -> list[str]:
-    """Data, precision and the stream of batches. Returns a sentence for each file that could not be read."""
+    """Data and the stream of batches. Returns a sentence for each file that could not be read."""
     args, left_out = run.args, []
     with refusing(OSError, ValueError, code=4), first_on_each_machine(local_rank):
         progress = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
@@ -88,14 +88,6 @@ def data(run: Any, local_rank: int) -> list[str]:
                   f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     run.accum = args.accum_steps
     with refusing(ValueError):
-        wanted = args.precision
-        if run.found and wanted == "auto":  # nothing measured may change a run that goes on
-            wanted = run.found[1].get("facts", {}).get("precision", wanted)
-        policy = None
-        if run.rank == 0:
-            policy = amp_policy.choose_policy(wanted, amp_policy.capabilities(run.device))
-        run.policy = agreed(policy)  # two ranks may measure two things
-        run.asked = run.policy.name
         run.train, run.val = ((batches.place(x, run.device), labels) for x, labels in (run.train, run.val))
         run.stream = batches.TrainBatches(
             *run.train, batch_size=args.batch_size, rank=run.rank, world_size=run.world_size, seed=args.seed,
@@ -103,6 +95,28 @@ def data(run: Any, local_rank: int) -> list[str]:
             workers=args.workers, augment=MODELS[args.model][1]["augment"],
         )
     return left_out
+
+
+def precision(run: Any, net: torch.nn.Module) -> None:
+    """The precision: what is timed is the network's own layers. Two ranks may measure two things, so rank 0 decides."""
+    args, wanted = run.args, run.args.precision
+    before = run.found and run.found[1].get("facts", {}).get("precision")
+    if before and wanted == "auto":  # nothing measured may change a run that goes on
+        wanted = before
+
+    def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
+        images = run.stream.normalize(run.val[0][:2]).to(run.device)
+        labels = torch.zeros(len(images), dtype=torch.long, device=run.device)
+        times = args.batch_size / run.world_size / run.accum / len(images)
+        layers = amp_policy.largest_layers(wrap(net), images, labels, times=times)
+        return amp_policy.stopwatch(device, dtypes, layers)
+
+    policy = None
+    if run.rank == 0:
+        policy = amp_policy.choose_policy(wanted, amp_policy.capabilities(run.device),
+                                          stopwatch=None if wanted == before else stopwatch)
+    run.policy = agreed(policy)
+    run.asked = run.policy.name
 
 
 def network(run: Any) -> None:
@@ -115,6 +129,7 @@ def network(run: Any) -> None:
         images, labels = run.train
         net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
     net = net.to(run.device, memory_format=torch.channels_last)
+    precision(run, net)
     with refusing(ValueError):
         fp32.keep_fp32(net, args.keep_fp32)
         net = run.policy.prepare(net)

@@ -439,7 +439,7 @@ def setup(args):
     note = prepare.folder(run)
     for line in prepare.card(run, why, warmup, note):
         say(run, line)
-    for text in left_out:
+    for text in (*left_out, *run.policy.warnings):
         warn(run, text)
     run.found = None  # its tensors have been copied
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=quiet(), unit="step")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import to_pil_image
 
+import amp_policy
 import report
 import train
 from data import synthetic
@@ -50,6 +51,7 @@ def run(image_folder, tmp_path, capsys, monkeypatch):
     """Runs train.main in this process: (exit code, the JSON of the last line, standard error, metrics lines)."""
 
     monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
+    monkeypatch.setattr(amp_policy, "stopwatch", lambda *args: (1.0, 1.0))  # half a second, and another one each time
     monkeypatch.chdir(tmp_path)  # .cache lies beside the run
 
     def go(*flags, out="run"):

@@ -160,7 +160,7 @@ def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
 
 
 @both_devices
-def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_medians(monkeypatch, device):
+def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_the_least(monkeypatch, device):
     seen, linear = [], F.linear
 
     def slow_in_bf16(x, w):
@@ -170,14 +170,92 @@ def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_medians(monkeypatc
         return out
 
     monkeypatch.setattr(amp_policy.F, "linear", slow_in_bf16)
-    state, sizes = torch.get_rng_state(), ((2, 4, 8, 8), (4, 4, 3, 3), (64, 64), (64, 64))
+    state, layers = torch.get_rng_state(), (((64, 64), (64, 64)),)
     amp_policy.stopwatch.cache_clear()
-    fp32, bf16 = amp_policy.stopwatch(device, (F32, BF16), sizes, 0.6)
+    fp32, bf16 = amp_policy.stopwatch(device, (F32, BF16), layers, 0.6)
     assert seen == [F32, BF16] * (len(seen) // 2) and len(seen) >= 2
     assert 0 < fp32 < bf16 and torch.equal(torch.get_rng_state(), state)
     count = len(seen)
-    assert amp_policy.stopwatch(device, (F32, BF16), sizes, 0.6) == (fp32, bf16) and len(seen) == count
+    assert amp_policy.stopwatch(device, (F32, BF16), layers, 0.6) == (fp32, bf16) and len(seen) == count
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+CONV = ((1000, 64, 15, 15), (256, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+GIANT = (((64, 512, 1024, 1024), (512, 512, 3, 3), (1, 1), (1, 1), (1, 1), 1), ((8192, 16384), (65536, 16384)))
+
+
+def spied(monkeypatch, seconds_of):
+    """A stopwatch's clock that counts `seconds_of(sizes of the round)`, and the sizes of each round."""
+    clock, rounds = [0.0], []
+
+    def gradients(device, dtype, layers, inputs):
+        rounds.append([tuple(t.shape) for t in inputs])
+        clock[0] += seconds_of(rounds[-1])
+
+    monkeypatch.setattr(amp_policy, "_gradients", gradients)
+    monkeypatch.setattr(amp_policy.time, "perf_counter", lambda: clock[0])
+    amp_policy.stopwatch.cache_clear()
+    return clock, rounds
+
+
+def test_the_stopwatch_takes_the_whole_batch_where_a_round_of_it_fits(monkeypatch):
+    clock, rounds = spied(monkeypatch, lambda sizes: 1e-6 * sizes[0][0] + 1e-4)
+    seconds = amp_policy.stopwatch("cpu", (F32, BF16), (CONV, ((1000, 256), (10, 256))))
+    assert rounds[-1] == [(1000, 64, 15, 15), (256, 64, 3, 3), (1000, 256), (10, 256)]
+    assert seconds == pytest.approx([1.1e-3] * 2) and clock[0] < 0.5
+
+
+@pytest.mark.parametrize("layers", [(CONV,), GIANT], ids=["slow arithmetic", "giant layers"])
+def test_the_stopwatch_shrinks_the_batch_until_a_round_fits(monkeypatch, layers):
+    def seconds_of(sizes):  # 10^8 products a second, where a small core does 10^10
+        images = sizes[0][0] * math.prod(sizes[0][2:]) * math.prod(sizes[1])
+        return 1e-8 * (images + (sizes[2][0] * math.prod(sizes[3]) if sizes[2:] else 0))
+
+    clock, rounds = spied(monkeypatch, seconds_of)
+    amp_policy.stopwatch("cpu", (F32, BF16), layers)
+    assert clock[0] < 4 and len(rounds) >= 4  # 10^13 products of the whole batch would take a day
+    assert all(math.prod(size) <= 2**23 for sizes in rounds for size in sizes)
+    assert rounds[-1][0][2] >= 3 and rounds[-1][1][1:] == layers[0][1][1:]  # the kernel stays, and fits the image
+    assert all(math.prod(sizes[0][2:]) * sizes[0][0] >= 225 and sizes[1][0] >= 16 for sizes in rounds)
+
+
+class Mixed(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts, self.norm, self.drop = nn.ModuleList(parts), nn.BatchNorm2d(3), nn.Dropout(0.5).eval()
+
+    def forward(self, images, labels):
+        images = self.norm(images)
+        for part in self.parts:
+            rows = images if isinstance(part, nn.Conv2d) else images.flatten(1)
+            part(self.drop(rows))
+        self.seen = self.training, torch.is_grad_enabled()
+        return labels.sum()
+
+
+def test_the_largest_layers_are_those_of_the_most_products_at_the_batch_of_training():
+    small, large = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 4, stride=2, padding=1)
+    image, rows = (2, 3, 12, 12), (2, 432)
+    few, many = nn.Linear(432, 5), nn.Linear(432, 6)
+    conv, linear = ((40, *image[1:]), (8, 3, 3, 3), (1, 1), (0, 0), (1, 1), 1), ((40, rows[1]), (6, 432))
+    batch = torch.randn(*image), torch.zeros(2, dtype=torch.long)
+    for parts, want in (((small, large, few, many), {conv, linear}), ((many, few), {linear}), ((large, small), {conv}),
+                        ((), set())):
+        net = Mixed(*parts)
+        before = {name: t.clone() for name, t in net.state_dict().items()}
+        modes = [m.training for m in net.modules()]
+        assert set(amp_policy.largest_layers(net, *batch, times=20)) == want
+        assert net.seen == (False, False) and [m.training for m in net.modules()] == modes
+        assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+        assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_the_largest_layers_count_the_rows_of_tokens_and_the_channels_of_a_group():
+    net = nn.Sequential(nn.Conv2d(4, 8, 2, stride=2, groups=4), nn.Flatten(2), nn.Linear(9, 7))
+    conv, linear = amp_policy.largest_layers(net, torch.randn(2, 4, 6, 6), times=3)
+    assert conv == ((6, 4, 6, 6), (8, 1, 2, 2), (2, 2), (0, 0), (1, 1), 4) and linear == ((48, 9), (7, 9))
+    amp_policy.stopwatch.cache_clear()
+    assert all(seconds > 0 for seconds in amp_policy.stopwatch("cpu", (F32, BF16), (conv, linear), 0.05))
 
 
 @pytest.mark.parametrize(
@@ -535,6 +613,12 @@ def test_a_corrupted_scale_starts_afresh_at_the_next_update(value):
     scaler.scale_tensor.fill_(value)
     scaler.update(found_inf=torch.tensor(0.0))
     assert scaler.get_scale() == 2.0**16
+    weight = torch.ones(1, requires_grad=True)
+    scaler.scale(weight.sum()).backward()
+    scaler.scale_tensor.fill_(value)
+    scaler.step(torch.optim.SGD([weight], lr=0.1))  # a scale of 0 or inf divides gradients into inf: this step is lost
+    scaler.update()
+    assert scaler.get_scale() >= 2.0**15 and isinstance(scaler, torch.amp.GradScaler)
 
 
 def test_the_update_never_syncs_and_is_five_operations():
@@ -556,22 +640,26 @@ def test_scale_takes_tensors_and_nests_and_refuses_the_rest():
     scaler, one = LossScaler("cpu", init_scale=4.0), torch.ones(())
     assert scaler.scale([one, (one, {"a": one})]) == [4.0, (4.0, {"a": 4.0})]
     assert list(scaler.scale(t for t in (one, one))) == [4.0, 4.0]
-    for wrong in (1.0, "loss"):
-        with pytest.raises(ValueError, match="takes tensors and nests of tensors, not a"):
+    for wrong in (1.0, [1.0], {"loss": 1.0}):
+        with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
             scaler.scale(wrong)
 
 
 def test_what_torch_refuses_is_refused_in_a_sentence():
     weight = torch.ones(2, requires_grad=True)
     scaler, optimizer = LossScaler("cpu"), torch.optim.SGD([weight], lr=0.1)
-    with pytest.raises(AssertionError, match="no parameter of this optimizer has a gradient"):
+    with pytest.raises(AssertionError, match=r"did not use scaler.scale\(loss"):
+        scaler.step(optimizer)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="no closure"):
         scaler.step(optimizer, closure=lambda: None)
     with pytest.raises(RuntimeError, match="no closure"):
         scaler.step(optimizer, lambda: None)
     scaler = LossScaler("cpu")
-    with pytest.raises(AssertionError, match="needs a step"):
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
     weight.grad = torch.ones(2)
     scaler.unscale_(optimizer)
@@ -584,13 +672,14 @@ def test_what_torch_refuses_is_refused_in_a_sentence():
     scaler.step(optimizer)  # a new iteration
     half = torch.ones(2, dtype=F16, requires_grad=True)
     half.grad = torch.ones_like(half)
-    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients.*keep fp32 masters"):
-        LossScaler("cpu").unscale_(torch.optim.SGD([half], lr=0.1))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(torch.optim.SGD([half], lr=0.1))
 
 
 def test_two_optimizers_share_one_scale_and_one_update():
     scaler, weights = LossScaler("cpu"), [torch.ones(1, requires_grad=True) for _ in range(2)]
     pair = [torch.optim.SGD([w], lr=1.0) for w in weights]
+    scaler.scale(torch.ones(()))
     for w, value in zip(weights, (math.inf, 65536.0), strict=True):
         w.grad = torch.full((1,), value)
     for optimizer in pair:

@@ -354,6 +354,25 @@ def test_buffers_exchanged_after_the_guard_was_made_are_watched_anew():
     assert advance(net, guard, torch.optim.SGD(net.parameters(), lr=0.1), x.double(), y).accepted
 
 
+@pytest.mark.parametrize("kind", [LossScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("bad", [(0, 0), (1, 0), (0, 1)])
+def test_two_steps_before_one_update_share_a_scaler_and_one_bad_step_lowers_its_scale_once(kind, bad):
+    net, scaler, told = network(), kind("cpu"), []
+    pair = [torch.optim.SGD(net[i].parameters(), lr=0.1) for i in (0, 4)]
+    guard = Guard(net, num_classes=10, lag=False)
+    for optimizer, fault in zip(pair, bad, strict=True):
+        guard.open()
+        loss = F.cross_entropy(net(data()[0][0]), data()[0][1])
+        guard.see_loss(loss * (math.nan if fault else 1))
+        net.zero_grad()
+        scaler.scale(loss).backward()
+        guard.step(optimizer, scaler)
+        told.append(guard.verdict().accepted)
+    scaler.update()
+    assert told == [not fault for fault in bad]
+    assert scaler.get_scale() == (2.0**15 if any(bad) else 2.0**16)
+
+
 def test_a_verdict_may_be_closed_as_a_bool_and_a_step_without_number_counts():
     guard = Guard(network(), lag=False)
     assert guard.verdict() is None

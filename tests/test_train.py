@@ -370,6 +370,33 @@ def test_bf16_where_it_is_only_emulated_is_warned_about_and_goes_on(run, monkeyp
     assert amp_policy.choose_policy("auto", amp_policy.capabilities("cpu")).name == "fp32"
 
 
+def test_what_was_measured_about_a_precision_is_a_warning_and_changes_no_run_that_goes_on(run, monkeypatch):
+    timed, seconds = [], {torch.float32: 1.0, torch.bfloat16: 4.0}
+
+    def stopwatch(device, dtypes, layers):
+        timed.append(layers)
+        return tuple(seconds[dtype] for dtype in dtypes)
+
+    def warned(lines):
+        return [(line["step"], line["text"]) for line in lines if line.get("event") == "warning"]
+
+    monkeypatch.setattr(amp_policy, "stopwatch", stopwatch)
+    monkeypatch.setattr(amp_policy, "capabilities", lambda device: amp_policy.Capabilities("cpu", "new", None, True))
+    slow = "bf16: it takes 4 times as long as fp32 on this cpu"
+    lines = run("--precision", "bf16", "--max-steps", 2)[3]
+    assert warned(lines) == [(0, slow)]
+    assert warned(run("--precision", "bf16", "--max-steps", 4, "--resume", "auto")[3]) == warned(lines)
+    assert len(timed) == 1  # the largest layers of cifarnet-tiny, at 40 images
+    assert timed[0] == (((40, 24, 31, 31), (16, 24, 3, 3), (1, 1), (1, 1), (1, 1), 1), ((40, 32), (10, 32)))
+    assert run("--precision", "auto", "--max-steps", 2, "--accum-steps", 2, out="auto")[1]["precision"] == "fp32"
+    assert len(timed) == 2 and timed[1][0][0][0] == 20
+    seconds[torch.bfloat16] = 0.1
+    assert run("--precision", "auto", "--max-steps", 4, "--resume", "auto", out="auto")[1]["precision"] == "fp32"
+    assert len(timed) == 2
+    _, last, _, lines = run("--precision", "auto", "--max-steps", 2, out="quick")
+    assert last["precision"] == "bf16" and warned(lines) == []
+
+
 def test_boolean_flags_work_both_ways_and_abbreviations_do_not():
     assert parse(["--amsgrad"]).amsgrad and not parse(["--no-amsgrad"]).amsgrad
     with pytest.raises(SystemExit):
