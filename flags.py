@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from amp_policy import POLICIES
 from ranks import refuse
 
 
@@ -112,6 +113,8 @@ def parse(argv: Sequence[str] | None, about: str, models: dict, datasets: Sequen
     if (args.precision != "auto") + bool(args.amp_opt_level) + args.disable_amp > 1:
         refuse(2, "--precision, --amp-opt-level and --disable-amp say the same thing: give one of them")
     args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
+    if args.precision not in ("auto", *POLICIES):
+        refuse(2, f"--precision {args.precision} is unknown: choose from auto, {', '.join(POLICIES)}")
     for name in ("lr", "weight_decay", "batch_size", "drop_path", "ema", "muon", "cuda_graph"):
         if getattr(args, name) is None:
             setattr(args, name, models[args.model][1][name])

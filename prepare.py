@@ -232,6 +232,7 @@ def folder(run: Any) -> str:
         header = {"args": vars(args), **run.facts, "hardware": run.hardware,
                   "commit": report.commit() if run.rank == 0 else ""}
         run.log = report.MetricsFile(run.folder, header, run.step, args.tensorboard, speaks=run.rank == 0)
+    run.log.figures = run.found[1].get("figures", {}) if run.found else {}
     return note
 
 

@@ -122,8 +122,7 @@ class Run:
     again: list = field(default_factory=list)  # steps to take once more: memory ended in them, on some rank
     cured: int = 0  # the last step that ran before the last cure
     lost: str = ""  # what looks lost although it is finite, and has for long
-    apart: int = 0  # the step in which the ranks' replicas were found to differ
-    unsure: tuple = ()  # step, and the rank that computed two gradients from the same pass
+    apart: Any = None  # a verdict in which two results differ that must be equal: the hardware is in doubt
     trend: dict = field(default_factory=lambda: {"seen": 0, "start": math.inf, "usual": 0.0, "high": 0, "dead": 0})
 
 
@@ -227,23 +226,22 @@ def attempt(run, step, images, labels, signal=0, watched=False):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns a verdict or None."""
     due = run.args.verify_every and step % run.args.verify_every == 0
     look = step % CHECK_EVERY == 0 or step == 1 or due
-    wrong = verify.twice(run, images, labels) if due else ""
+    wrong = verify.twice(run, images, labels) if due else 0
     if run.args.probe_every and step % run.args.probe_every == 0:
         run.probes = probes.Probes(run.net, run.device)
         run.probes.attach()
     run.guard.open(step)
-    room = False  # whether this step fits into memory
-    while not room:
+    while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
         run.guard.raise_flag("param", run.doubt)
         if wrong:
-            run.guard.tell("unsure", run.rank + 1)
+            run.guard.tell("unsure", run.rank + wrong)
         try:
             if run.graph and not (watched or run.probes or look):
                 run.graph(images, labels)
             else:
                 train_step(run, images, labels, look, watched or bool(run.probes))
-            room = True
+            break
         except torch.OutOfMemoryError as error:
             heal.make_room(run, error)
     run.probes = None
@@ -259,10 +257,7 @@ def digest(run, verdict):
     if verdict is None:
         return
     run.updates, told = int(verdict.stats["updates"]), verdict.told
-    if told["unsure"]:
-        run.unsure = verdict.step, int(told["unsure"]) - 1
-    if told["checksum"] != -told["-checksum"]:
-        run.apart = verdict.step
+    run.apart = verdict if verify.differs(told) else run.apart
     if told["micro-batches"]:
         run.accum = max(run.accum, int(told["micro-batches"]))
         warn(run, f"out of memory at step {verdict.step}: from now on {run.accum} micro-batches a step on each rank")
@@ -298,9 +293,7 @@ def respond(run, record=None):
         digest(run, run.guard.flush())
     if run.apart and run.status == "done":
         tell(run, verify.settle(run))
-    if run.unsure and run.status == "done":
-        tell(run, verify.unreliable(run, *run.unsure, "the same forward and backward gave two different gradients"))
-    run.apart, run.unsure = 0, ()
+    run.apart = None
     while run.unexamined and run.status == "done":
         step = run.unexamined.pop(0)
         tell(run, heal.treat(run, step, record if record and record.step == step else None))
@@ -363,7 +356,7 @@ def save(run):
             "healer": heal.state_dict(run), "model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(),
             "guard": run.guard.state_dict(), "average": run.average and run.average.state_dict(),
             "validator": {"best": run.best}, "rng": rng, "facts": run.facts, "losses": run.losses,
-            "scores": run.scores,
+            "scores": run.scores, "figures": run.log.figures,
         }
         good = run.guard.skipped_in_a_row == 0 and not heal.suspicious(run)
         if bad := run.checkpoints.save(state, run.step, good=good):

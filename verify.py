@@ -2,21 +2,18 @@
 Verify: hardware that lies with finite numbers.
 
 A NaN is seen at once. A chip that multiplies wrongly once an hour, or a bit that flips in memory, gives a number that
-looks like any other, and the run ends well with weights that nobody computed. Published fleets find about one such
-machine in a thousand (Hochschild et al. 2021, "Cores that don't count"; Dixit et al. 2021, arXiv 2102.11245). So every
---verify-every steps (once an epoch) two things are compared to the bit:
+looks like any other, and the run ends well with weights that nobody computed (Dixit et al. 2021, arXiv 2102.11245). So
+every --verify-every steps (once an epoch) two things are compared to the bit:
 
-    a pass run twice   Up to 64 images of the batch go forward and backward twice. If the two gradients differ, a third
-                       run decides which one was wrong. The fifth time the run ends: exit 5, with the rank's name.
+    a pass run twice   Up to 64 images of the batch go forward and backward twice. Where the gradients differ, a third
+                       run decides. The fifth time the run ends: exit 5, with the rank's name.
     the replicas       All ranks hold the same weights and moments. A checksum of them travels with the guard's flags,
                        in the same all-reduce. Where ranks differ, the majority is right, and the others take its
                        tensors. Two ranks have no majority: all go back to last_good.
 
 Not every device gives the same bits twice. The first comparison runs three times: where these differ, later
-comparisons are within rounding, and one line says so. What one process cannot see: a flipped bit in its own weights
-between two steps (there is no second copy), and a chip that makes the same mistake each time.
-
-Like train.py this file is wiring: it knows the core files, and only train.py knows it.
+comparisons are within rounding, and a warning says so. What one process cannot see: a flipped bit in its own weights
+(there is no second copy), and a chip that makes the same mistake each time. This file is wiring: train.py calls it.
 """
 
 from collections.abc import Iterable
@@ -36,8 +33,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """One number in [0, PRIME) for each tensor, int64 (N,), on their device. A single flipped bit always changes it:
-    it adds a power of two to the sum, which no odd prime divides."""
+    """One number in [0, PRIME) for each tensor, int64 (N,). A flipped bit adds a power of two: no odd prime divides it."""
     return torch.stack([t.detach().view(BITS[t.itemsize]).sum(dtype=torch.int64) % PRIME for t in tensors])
 
 
@@ -58,10 +54,14 @@ def tell_replica(run: Any) -> None:
     run.guard.tell("-checksum", -total)
 
 
-def twice(run: Any, images: Tensor, labels: Tensor) -> str:
-    """Forward and backward of a piece of this batch, twice. "" if the gradients agree, else what was wrong."""
+def twice(run: Any, images: Tensor, labels: Tensor) -> float:
+    """Forward and backward of a piece of this batch, twice. 0: the gradients agree; 1: they differ, and a third run
+    agrees with one of them; 1.5: with neither."""
     images, labels = images[:PIECE], labels[:PIECE].clamp(0, len(run.classes) - 1)
     kept = autopsy.StepRecord(run.step, run.net)
+
+    def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+        return bool((checksums(a) == checksums(b)).all())
 
     def gradients() -> list[Tensor]:
         heal.in_pieces(run, (images, labels))
@@ -70,20 +70,18 @@ def twice(run: Any, images: Tensor, labels: Tensor) -> str:
         return grads
 
     first, second = gradients(), gradients()
-    same, odd = same_bits(first, second), ""
-    if run.exact is None or not same:
-        third = gradients()
-        agree = same_bits(first, third), same_bits(second, third)
-        odd = "" if same and all(agree) else "the second" if agree[0] else "the first" if agree[1] else "each"
-        if run.exact is None:  # the first comparison of this process: two of three alike, on a CPU, are a fault
-            run.exact = not odd or (odd != "each" and run.device.type == "cpu")
-    if not odd or (not run.exact and within_rounding(first, second)):
-        return ""
-    return f"a forward and backward was run three times, and {odd} gave another gradient"
-
-
-def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    return bool((checksums(a) == checksums(b)).all())
+    same = same_bits(first, second)
+    if same and run.exact is not None:
+        return 0
+    third = gradients()
+    alike = same, same_bits(first, third), same_bits(second, third)
+    if run.exact is None:  # the first comparison of this process: two of three alike, on a CPU, are a fault
+        run.exact = all(alike) or (any(alike) and run.device.type == "cpu")
+        if not run.exact:
+            run.log.write(event="warning", step=run.step, text="this device does not give the same bits twice")
+    if all(alike) or (not run.exact and within_rounding(first, second)):
+        return 0
+    return 1 if any(alike) else 1.5
 
 
 def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -92,8 +90,16 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     return not difference > 0.01 * torch.stack(torch._foreach_norm(a)).norm()
 
 
+def differs(told: dict[str, float]) -> bool:
+    """Whether a verdict tells of two results that must be equal and differ."""
+    return bool(told["unsure"]) or told["checksum"] != -told["-checksum"]
+
+
 def settle(run: Any) -> heal.Cure:
-    """The ranks' replicas differ. Every rank calls this, at the same step."""
+    """Find out who is right, and count. Every rank calls this, at the same step."""
+    if unsure := run.apart.told["unsure"]:
+        one = "neither" if unsure % 1 else "one"
+        return unreliable(run, int(unsure) - 1, f"the same pass gave two gradients; a third run agreed with {one}")
     tensors = replica(run)
     mine = checksums(tensors.values())
     every = [torch.empty_like(mine) for _ in range(run.world_size)]
@@ -102,7 +108,7 @@ def settle(run: Any) -> heal.Cure:
     usual = max(table, key=table.count)
     odd = [rank for rank, row in enumerate(table) if row != usual]
     if len(set(table)) == 1:  # half weights, say, that their masters have rewritten
-        return unreliable(run, run.apart, -1, "the replicas of the ranks differed, and agree again")
+        return unreliable(run, -1, "the replicas of the ranks differed, and agree again")
     names = [name for i, name in enumerate(tensors) if len({row[i] for row in table}) > 1]
     what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     if 2 * table.count(usual) > run.world_size:
@@ -118,22 +124,20 @@ def settle(run: Any) -> heal.Cure:
         symptom = f"the replicas of {run.world_size} ranks differ in {what}"
         symptom += f"; suspect rank {guilty}, which is farther from last_good" if guilty >= 0 else ""
         action = "no majority knows who is right: " + heal.rewind(run, 1.0)
-    return unreliable(run, run.apart, guilty, symptom, action)
+    return unreliable(run, guilty, symptom, action)
 
 
-def unreliable(run: Any, step: int, rank: int, symptom: str, action: str = "passed over") -> heal.Cure:
-    """Count it; the fifth time the run ends."""
-    report = autopsy.Report(verdict="not reproducible", step=step, rank=rank, precision=run.policy.name,
+def unreliable(run: Any, rank: int, symptom: str, action: str = "passed over") -> heal.Cure:
+    """The fifth time the run ends."""
+    report = autopsy.Report(verdict="not reproducible", step=run.apart.step, rank=rank, precision=run.policy.name,
                             symptom=symptom, advice="flags")
     heal.respond(run, report)
     return heal.Cure(report, action)
 
 
 def farthest(run: Any, names: list[str]) -> int:
-    """The rank whose weights of these names are farthest from last_good's; -1 where moments or masters differ too.
-
-    All ranks step by the same gradients. So a weight that differs alone was changed by itself.
-    """
+    """The rank whose weights of these names are farthest from last_good's; -1 where moments or masters differ too: all
+    ranks step by the same gradients, so a weight that differs alone was changed by itself."""
     now = dict(run.net.named_parameters())
     if any(name not in now for name in names):
         return -1
