@@ -410,6 +410,7 @@ def finish(run):
     if speaks():
         print(json.dumps(summary))
     if dist.is_initialized() and not failed:
+        dist.barrier()  # torchrun ends all processes as soon as one leaves with a code: rank 0 has to have printed
         dist.destroy_process_group()
     return run.code
 

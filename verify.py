@@ -33,7 +33,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """One number in [0, PRIME) for each tensor, int64 (N,). A flipped bit adds a power of two: no odd prime divides it."""
+    """One number in [0, PRIME) for each tensor, int64 (N,). A flipped bit adds a power of two: PRIME divides none."""
     return torch.stack([t.detach().view(BITS[t.itemsize]).sum(dtype=torch.int64) % PRIME for t in tensors])
 
 
