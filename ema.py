@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
 """
 EMA: averaged weights, in fp32, that a rejected step cannot touch.
 

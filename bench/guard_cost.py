@@ -3,6 +3,7 @@ What the guard costs: time per training step as a ratio to the bare loop, beside
 
     python bench/guard_cost.py                 # the GPU if there is one (about 2 minutes), else the CPU (about 6)
     python bench/guard_cost.py --smoke         # does it run?
+    python bench/guard_cost.py --net my_model.py:build --shape 32 3 224 224     # your network: build() -> logits (B, C)
 
 The bare loop is the fastest honest one: autocast, backward, torch.optim.AdamW(fused=True). No clipping, no checks. Ours
 is train.train_step itself: Guard, loss scale, ClippedAdamW (measure, clip, skip and step in one pass), verdict. The
@@ -31,6 +32,7 @@ import collections
 import contextlib
 import copy
 import gc
+import importlib.util
 import inspect
 import itertools
 import json
@@ -41,6 +43,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +70,7 @@ from train import CHECK_EVERY, Run, train_step  # noqa: E402
 GOAL = {"cpu": 1.02, "cuda": 1.01}  # ours / bare, at most
 NAMES = [str(i) for i in range(10)]
 TRIO = ("bare", "ours", "stock AMP recipe (clip)")
+OWN = "guards.py in the bare loop"
 SLOW = ("ours, state seen each step", "ours, probes each step", "isnan().any() a parameter", "detect_anomaly",
         "underflow/overflow hooks")
 PARTNER = {"ours, CUDA graph": "bare, CUDA graph", "ours, compiled": "bare, compiled"}  # of all others: "bare"
@@ -112,7 +116,10 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
     """Name -> function that copies the network and returns a function without arguments: one training step."""
     torch.manual_seed(0)
     original = build().to(device, memory_format=torch.channels_last)
-    batches = [(torch.randn(shape, device=device), torch.randint(0, len(NAMES), shape[:1], device=device))
+    with torch.no_grad():
+        classes = original.eval()(torch.zeros(2, *shape[1:], device=device)).shape[-1]
+    original.train()
+    batches = [(torch.randn(shape, device=device), torch.randint(0, classes, shape[:1], device=device))
                for _ in range(4)]
     if len(shape) == 4:
         batches = [(x.to(memory_format=torch.channels_last), y) for x, y in batches]
@@ -153,6 +160,28 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         run = StepGraph(run, warm_up=2) if graph else run
         return lambda: run(*batches[next(count) % 4])
 
+    def guarded():
+        """The usual loop with the seven lines of guards.py, as README shows them."""
+        model, _ = copied(False)
+        optimizer, guard = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), Guard(model, num_classes=classes)
+        scaler = torch.amp.GradScaler(device.type, enabled=scales)
+        count = itertools.count()
+
+        def run():
+            x, y = batches[next(count) % 4]
+            guard.open()
+            y = guard.see_batch(x, y)
+            with autocast():
+                loss, _ = model(x, y)
+            guard.see_loss(loss)
+            scaler.scale(loss).backward()
+            guard.step(optimizer, scaler)
+            scaler.update()
+            optimizer.zero_grad()
+            guard.verdict()
+
+        return run
+
     def ours(probe=False, look=False, graph=False, compiled=False):
         """train.py's step. `probe`: at every step (--probe-every 1). `look`: at every step, not at each 100th."""
         model, forward = copied(compiled)
@@ -161,7 +190,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
             net=net, model=model, compiled=forward, log=SimpleNamespace(write=lambda **fields: None),
             policy=choose_policy("fp16" if scales else "bf16", capabilities(device), None, None),
             scaler=LossScaler(device.type, enabled=scales),
-            guard=Guard(net, num_classes=len(NAMES), device=device, spikes=SpikeDetector()),
+            guard=Guard(net, num_classes=classes, device=device, spikes=SpikeDetector()),
             optimizer=ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=1.0),
         )
         replay = StepGraph(partial(train_step, run), warm_up=2) if graph else None
@@ -186,7 +215,7 @@ def contestants(build, shape: tuple[int, ...], device: torch.device, dtype: torc
         return step
 
     return {
-        "bare": stock, "ours": ours, "stock AMP recipe (clip)": partial(stock, clip=True),
+        "bare": stock, "ours": ours, OWN: guarded, "stock AMP recipe (clip)": partial(stock, clip=True),
         "ours, state seen each step": partial(ours, look=True), "ours, probes each step": partial(ours, probe=True),
         "isnan().any() a parameter": partial(stock, lambda own: not any(p.grad.isnan().any() for p in own)),
         "detect_anomaly": partial(stock, anomaly=True), "underflow/overflow hooks": partial(stock, hooks=True),
@@ -316,6 +345,16 @@ def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, le
     os._exit(0)  # gloo's threads sometimes abort a process that has ended well
 
 
+def yours(spec: str) -> Callable[[], nn.Module]:
+    """The function of FILE.py:FUNCTION; its network is called with images and returns logits."""
+    path, _, name = spec.partition(":")
+    found = importlib.util.spec_from_file_location("yours", path)
+    module = importlib.util.module_from_spec(found)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    found.loader.exec_module(module)
+    return getattr(module, name or "build")
+
+
 def main() -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,6 +363,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help='workloads to run; "ranks" and "growth" are two more')
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=cuda, help="the CUDA graph pair")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="the compiled pair")
+    parser.add_argument("--net", metavar="FILE.py:FUNCTION", help="your own network instead; no file is written")
+    parser.add_argument("--shape", type=int, nargs="+", default=[32, 3, 224, 224], help="of a batch, with --net")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--smoke", action="store_true", help="tiny batches, two rounds, no file")
     args = parser.parse_args()
@@ -336,7 +377,9 @@ def main() -> None:
         title = f"{name}, batch {batch}" + (f", {size} px" if size != 32 else "")
         works[title] = partial(MODELS[name][0], NAMES, size), (4 if args.smoke else batch, 3, size, size)
     works["1,600 tensors, batch 64"] = partial(Chain, 64, 4 if args.smoke else 400), (64, 64)
-    chosen = args.only or [*works, "ranks", "growth"]
+    if args.net:
+        works = {args.net: (yours(args.net), tuple(args.shape))}
+    chosen = [args.net] if args.net else args.only or [*works, "ranks", "growth"]
     if unknown := set(chosen) - {*works, "ranks", "growth"}:
         parser.error(f"--only: {unknown} not in {', '.join(works)}, ranks, growth")
 
@@ -344,7 +387,7 @@ def main() -> None:
     record |= {"ratios": {}, "growth": {}, "facts": {}, "milliseconds": {}}
     print(f"{record['hardware']}, torch {record['torch']}; ratios to the bare loop")
     for name in [name for name in works if name in chosen]:
-        names = [*TRIO, *SLOW, *(GRAPH if args.graph else ())]
+        names = [*TRIO, OWN, *(() if args.net else SLOW), *(GRAPH if args.graph else ())]
         if args.compile and name in ("cifarnet, batch 64", "vit, batch 64"):  # compiling takes half a minute
             names += COMPILED
         compare(f"{name}, bfloat16", *works[name], device, torch.bfloat16, names, seconds, least, record)
@@ -367,7 +410,7 @@ def main() -> None:
         title = f"{millions} million parameters in {4 * depth:,} tensors"
         what = title, partial(Chain, width, depth), (8, width), device, torch.bfloat16
         compare(*what, TRIO, seconds / 6, least, record, "growth")
-    if not args.smoke:
+    if not args.smoke and not args.net:
         write(record, args.results, device, samples=("milliseconds",))
 
 

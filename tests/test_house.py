@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,13 @@ def test_a_core_file_copied_alone_demonstrates_itself(path, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 4
+
+
+def test_a_copied_file_says_its_licence_and_the_version_and_date_it_came_from():
+    version = re.search(r"^- (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    for path in (*CORE, *(path for path in ROOT.glob("models/*.py") if path.name != "__init__.py")):
+        line = rf"# SPDX-License-Identifier: MIT \(finite {re.escape(version)}, \d{{4}}-\d\d-\d\d\)\n"
+        assert re.match(line, path.read_text()), path
 
 
 def helpers(path):
