@@ -47,28 +47,30 @@ import traceback
 import warnings
 import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from math import inf, nan
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 TORCH, LIBRARY = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 HALF = (torch.float16, torch.bfloat16)
+FLOATS = tuple(d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point)
+STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # what a buffer of a norm is called
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
 VERDICTS = {  # what to do, in train.py's flags and as code; the gravest first: when ranks differ, that one counts
@@ -394,15 +396,24 @@ class Rerun:
         self.factor, self.last, self.gradients = 1.0, 0, ()
 
     def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
-        """Run it: what is bad, "" for nothing."""
+        """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         try:
             with context or nullcontext():
-                return next(filter(None, (_symptom(self.results(b, fp32)) for b in self.record.batches)), "")
+                for k, batch in enumerate(self.record.batches):
+                    if isinstance(context, Locator):
+                        self.last = k
+                        context.take(batch, len(self.record.indices[k] or ()))
+                    self.results = self.run(batch, fp32)
+                    for name, t in self.results.items():
+                        if is_bad(span := extent(t)):
+                            return f"{name} is {_made(span)}"
         except Exception as error:
+            self.error = error
             return _said(error)
+        return ""
 
-    def results(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
+    def run(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
         """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
         clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
         out = self.run_step(batch, fp32)
@@ -411,32 +422,25 @@ class Rerun:
         return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
 
     def watch(self, fp32: bool = False) -> tuple[str, Birth]:
-        """Run the micro-batches up to the first bad one, with every operation watched: (what is bad, who made it)."""
-        self.record.restore()
-        for k, batch in enumerate(self.record.batches):
-            where, calls = Locator(self.net, batch, self.record.indices[k]), Calls()
-            self.last, self.locator = k, where
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
-                try:
-                    with torch.autograd.set_detect_anomaly(True, check_nan=False), calls, where:
-                        results = self.results(batch, fp32)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    line = _line(traceback.format_tb(error.__traceback__))
-                    return _said(error), where.failed or Birth(type(error).__name__, phase="forward", line=line)
-            if symptom := _symptom(results):
-                break
-        else:
+        """Run it with every operation watched: (what is bad, who made it)."""
+        where, calls, self.error = Locator(self.net), Calls(), None
+        self.locator = where
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), calls:  # for its tracebacks
+            symptom = self(where, fp32)
+        if isinstance(self.error, torch.OutOfMemoryError):
+            raise self.error
+        if self.error:
+            line = _line(traceback.format_tb(self.error.__traceback__))
+            return symptom, where.failed or Birth(type(self.error).__name__, phase="forward", line=line)
+        if not symptom:
             return "", Birth()
-        loss = float(results["loss"].float().mean())
+        loss = float(self.results["loss"].float().mean())
         self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
         order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
-        bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        bad = [(n, t) for n, t in self.results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
         self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
                                for n, t in sorted(bad, key=lambda row: order.get(row[0], len(order))))
-        return symptom, where.blame([results["loss"]]) or where.blame(results.values()) or Birth()
+        return symptom, where.blame([self.results["loss"]]) or where.blame(self.results.values()) or Birth()
 
 
 # --- Which operation was it
@@ -450,32 +454,22 @@ class Locator(TorchDispatchMode):
     """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
 
     `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
-    What it remembers of a bad tensor it forgets with the tensor's storage, so it may stay entered for many steps.
+    What it remembers of a tensor it forgets with the tensor's storage, so it may stay entered for many steps.
     """
 
-    def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
+    def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
-        self.net, self.names, self.calls = net, {}, Counter()  # modules: their names, how often each was called
+        self.net, self.paused, self._clock, self._handles = net, False, 0, []
+        self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
         self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
-        self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
-        self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
-        self._rules: dict[Any, SimpleNamespace] = {}
-        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
-        self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
-        self._clock, self._handles, self.paused = 0, [], False
-        self.take(batch, len(indices or ()))
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, operations pass unseen."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
+        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, number of the call
+        self._since = deque([(0, ("", 0))], maxlen=1 << 18)  # autograd's sequence number where a module begins or ends
+        # Of a storage, while it lives: its name if it was ready-made; what made it bad; bytes from sample to sample.
+        self._known, self._causes, self._rows = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
+        self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
         """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
@@ -483,8 +477,12 @@ class Locator(TorchDispatchMode):
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
             name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
-            self._known.setdefault(_key(t), (name, True))
-        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], size), {}
+            self._known.setdefault(_storage(t), name)
+        shapes = [t.shape for t in leaves.values()]
+        counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))  # most have it first, or after time
+        self.size = size or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
+        self.calls.clear()
+        self._rows.clear()
         for t in leaves.values() if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
@@ -493,16 +491,13 @@ class Locator(TorchDispatchMode):
         for name, module in net.named_modules():
             self.names.setdefault(module, name)
             for key, t in named_tensors(dict(_attributes(module)), name):
-                self._known[_key(t)] = f"attribute {key}", True
-        self._known |= {_key(b): (f"buffer {n}", True) for n, b in net.named_buffers()}
-        self._known |= {_key(b): (n, False) for n, b in _statistics(net).items()}
-        self._known |= {_key(p): (f"parameter {n}", False) for n, p in net.named_parameters()}
+                self._known[_storage(t)] = f"attribute {key}"
+        self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers()})
+        self._known.update({_storage(p): f"parameter {n}" for n, p in net.named_parameters()})
         for name, p in net.named_parameters():
             if p.requires_grad and p.is_leaf:
-                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._done, name)))
-
-    def _done(self, name: str, p: Tensor) -> None:
-        self.order.setdefault(name)
+                hook = p.register_post_accumulate_grad_hook(lambda _, name=name: self.order.setdefault(name))
+                self._handles.append(hook)
 
     def __enter__(self) -> Locator:
         if self.net is not None:
@@ -519,9 +514,9 @@ class Locator(TorchDispatchMode):
     # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.net is None and not self._stack and module not in self.names:
+        if self.net is None and len(self._stack) == 1 and module not in self.names:
             self._name(module)
-        name = self.names.get(module, self._stack[-1][0] if self._stack else "")
+        name = self.names.get(module, self._stack[-1][0])
         if module in self.names and torch._C._current_autograd_node() is None:  # else a checkpoint repeats its forward
             self.calls[name] += 1
         self._stack.append((name, self.calls[name]))
@@ -532,11 +527,8 @@ class Locator(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        if len(self._since) > 1 << 18:  # many steps long: the older half is of graphs that are gone
-            del self._since[: 1 << 17], self._module[: 1 << 17]
-        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1]:  # a GPU's backward thread counts anew
-            self._since.append(number)
-            self._module.append(self._stack[-1] if self._stack else ("", 0))
+        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1][0]:  # a GPU's backward counts anew
+            self._since.append((number, self._stack[-1]))
 
     # Operations
 
@@ -546,12 +538,10 @@ class Locator(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
-        inputs, kept = _flat((*args, *kwargs.values())), args
-        written = _flat([*(args[i] for i in rule.writes if i < len(args)), *(kwargs.get(n) for n in rule.names)])
+        rule, given, inputs = _rule(func), dict(enumerate(args)) | kwargs, _flat((args, kwargs))
+        written = _flat([given.get(k) for k in rule.writes])
         spans = {id(t): extent(t) for t in written}  # now: an in-place operation overwrites its evidence
-        if written and not rule.many:
-            kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
         if rule.overwrites:
             inputs = [t for t in inputs if id(t) not in spans]
         if rule.index:
@@ -559,68 +549,57 @@ class Locator(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            cause = self._inherited(func, inputs, spans)
-            self.failed = self.failed or cause[1] or self._birth(func, inputs, spans)
+            told = _told(inputs, spans)
+            self.failed = self.failed or self._earliest(told, func)[1] or self._birth(func, told)
             raise
-        before, outs = {_key(t) for t in inputs}, _flat((out,)) + written
+        before, outs = {_storage(t) for t in inputs}, _flat(out) + written
         if self._rows:
-            self._carry(rule, args, kwargs, inputs, outs, before)
+            self._carry(rule, given, inputs, outs, before)
         for t in outs:
-            if (key := _key(t)) in before and not written:
+            if (storage := _storage(t)) in before and not written:
                 continue  # a view: it shares what is known of its storage
             if is_bad(span := extent(t)):
-                cause = self._inherited(func, inputs, spans)
-                given = any(isinstance(a, float) and is_bad((a, a)) for a in (*args, *kwargs.values()))
-                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or given):
+                cause = self._earliest(told := _told(inputs, spans), func)
+                asked = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
+                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
-                    cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                    cause = self._born(self._birth(func, told, t, span, _again(func, kept, kwargs)))
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
-                self._remember(key, t, cause)
-            elif key in self._causes and _values(t).nbytes >= _values(t).untyped_storage().nbytes():
-                del self._causes[key]  # wholly overwritten
+                self._causes[storage] = cause
+            elif storage in self._causes and _values(t).nbytes >= storage.nbytes():
+                del self._causes[storage]  # wholly overwritten
         return out
 
     def _born(self, birth: Birth) -> tuple[int, Birth]:
         self._clock += 1
         return self._clock, birth
 
-    def _remember(self, key: int, t: Tensor, cause: tuple[int, Birth | None]) -> None:
-        if len(self._causes) > 1 << 12:
-            self._causes = {k: held for k, held in self._causes.items() if not held[0].expired()}
-        self._causes[key] = StorageWeakRef(_values(t).untyped_storage()), cause
-
-    def _inherited(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]]) -> tuple:
-        """The first cause among the inputs: (its number, its birth)."""
-        bad = [(t, span) for t in inputs if is_bad(span := spans.setdefault(id(t), extent(t)))]
-        return min((self._cause(t, span, func, inputs, spans) for t, span in bad), default=NOBODY, key=lambda c: c[0])
-
-    def _cause(self, t: Tensor, span: tuple[float, float], *used: Any) -> tuple[int, Birth | None]:
-        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
-        reference, cause = self._causes.get(key := _key(t), (None, NOBODY))
-        if reference is not None and not reference.expired():
-            return cause
-        name, may_mask = self._known.get(key, ("", True))
-        if may_mask and is_mask(span):
-            return LAWFUL
-        if not name or not used:
-            return NOBODY
-        birth = replace(self._birth(*used, t, span), source=name, samples=self._samples(t))
-        self._remember(key, t, cause := self._born(birth))
-        return cause
-
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        bad = [(t, span) for t in tensors if is_bad(span := extent(t))]
-        return min((self._cause(t, span) for t, span in bad), default=NOBODY, key=lambda c: c[0])[1]
+        return self._earliest(_told(tensors, {}))[1]
 
-    def _birth(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]], out: Tensor | None = None,
-               span: tuple[float, float] = (0.0, 0.0), again: str = "") -> Birth:
-        told = [(t, spans.setdefault(id(t), extent(t))) for t in inputs if t.is_floating_point() or t.is_complex()]
-        stack = traceback.format_stack()
-        stack = stack[: max(k for k, frame in enumerate(stack) if "in __torch_dispatch__" in frame)]
-        (module, call), node = self._stack[-1] if self._stack else ("", 0), torch._C._current_autograd_node()
+    def _earliest(self, told: list, func: Any = None) -> tuple[int, Birth | None]:
+        """The first cause among these tensors, which `func` uses: (its number, its birth)."""
+        bad = [(t, span) for t, span in told if is_bad(span)]
+        return min((self._cause(t, span, func, told) for t, span in bad), default=NOBODY, key=lambda c: c[0])
+
+    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, told: list) -> tuple[int, Birth | None]:
+        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
+        if (storage := _storage(t)) in self._causes:
+            return self._causes[storage]
+        name = self._known.get(storage, "")
+        if is_mask(span) and not name.startswith("parameter ") and not STATISTIC.search(name):
+            return LAWFUL
+        if not name or not func:
+            return NOBODY
+        birth = replace(self._birth(func, told, t, span), source=name, samples=self._samples(t))
+        return self._causes.setdefault(storage, self._born(birth))
+
+    def _birth(self, func: Any, told: list, out: Tensor | None = None, span: tuple[float, float] = (0.0, 0.0),
+               again: str = "") -> Birth:
+        stack, (module, call), node = traceback.format_stack(), self._stack[-1], torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
         if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
             stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
@@ -628,10 +607,11 @@ class Locator(TorchDispatchMode):
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = [*node.metadata.get("traceback_", ())]
             if isinstance(variable := getattr(node, "variable", None), Tensor):
-                owner = self._known.get(_key(variable), ("", False))[0].removeprefix("parameter ")
+                owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
-            elif not self._stack:
-                module, call = self._module[bisect_right(self._since, node._sequence_nr()) - 1]
+            elif len(self._stack) == 1:
+                at = bisect_right(self._since, node._sequence_nr(), key=lambda mark: mark[0])
+                module, call = self._since[at - 1][1]
         calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
         bad = [s for _, s in told if is_bad(s)]
         about = {} if out is None else dict(
@@ -656,7 +636,7 @@ class Locator(TorchDispatchMode):
                 found, marked = self._dim(index), torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, nan)
                 if found:
                     self._carries(marked, *found)
-                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
+                self.failed = replace(self._birth(func, _told(inputs, {})), samples=self._samples(marked))
                 raise IndexError(self.wrong[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -664,11 +644,11 @@ class Locator(TorchDispatchMode):
 
     def _carries(self, t: Tensor, d: int, inner: int) -> None:
         if t.stride(d):
-            self._rows[_key(t)] = t.stride(d) * inner * t.element_size()
+            self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
         """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
-        step = self._rows.get(_key(t), 0) // t.element_size() if t.layout is torch.strided else 0
+        step = self._rows.get(_storage(t), 0) // t.element_size() if t.layout is torch.strided else 0
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
             if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
@@ -682,40 +662,36 @@ class Locator(TorchDispatchMode):
         wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
         return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
-    def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
-               before: set[int]) -> None:
+    def _carry(self, rule: SimpleNamespace, given: Any, inputs: list[Tensor], outs: list[Tensor], before: set) -> None:
         """Mark the results that still have the batch dimension."""
         found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
         for number, t in enumerate(outs):
-            if (key := _key(t)) in self._rows and key in before:
+            if (storage := _storage(t)) in self._rows and storage in before:
                 continue  # a view
-            self._rows.pop(key, None)  # a new storage, at an address that may have been another's
+            self._rows.pop(storage, None)  # overwritten
             for k, source, (d, inner) in found if t.layout is torch.strided else ():
-                if (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
+                if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
 
 
-def _batch_size(shapes: list[torch.Size], known: int) -> int:
-    """The size that most tensors of the batch have as dimension 0, or 1 where time is first."""
-    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
-    return known or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
-
-
 STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
 LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
+@cache
 def _rule(func: Any) -> SimpleNamespace:
     """What the dispatch needs to know of an operation, found once."""
     schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
-    names, pointwise = [a.name for a in schema.arguments], torch.Tag.pointwise in func.tags or name == "copy"
-    writes = [k for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    pointwise = torch.Tag.pointwise in func.tags or name == "copy"
+    writes = [key for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
+              for key in (k, a.name)]
     if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
         writes = [3, 4]  # the running statistics, of which the schema does not say so
-    at = next((k for k, n in enumerate(names) if n in ("dim", "dims")), None)
+    over = next(((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None)
 
-    def follow(args: Any, kwargs: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+    def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
         """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
         if pointwise:
             d += t.dim() - source.dim()
@@ -724,8 +700,8 @@ def _rule(func: Any) -> SimpleNamespace:
                 return None  # summed over
         elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
             return None  # the slope of a weight
-        elif at is not None:
-            dims = args[at] if at < len(args) else kwargs.get(names[at])
+        elif over:
+            dims = given.get(over[0], given.get(over[1]))
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
             if name != "stack" and d in dims:
@@ -735,9 +711,7 @@ def _rule(func: Any) -> SimpleNamespace:
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
 
-    return SimpleNamespace(writes=writes, names=[names[k] for k in writes], follow=follow, index=INDEX.get(name),
-                           many="foreach" in name or "fused" in name, overwrites=name in (
-                               "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential"))
+    return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES)
 
 
 def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> list[tuple]:
@@ -762,12 +736,9 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
-        def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
-            if isinstance(v, Tensor):
-                return v.detach().to(dtype) if v.is_floating_point() else v.detach()
-            return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
         try:
-            spans = [extent(t) for t in _flat((func(*tree_map(wide, args), **tree_map(wide, kwargs)),))]
+            wide, named = _cast((args, kwargs), dtype, FLOATS)
+            spans = [extent(t) for t in _flat(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
         bad = next((_made(s) for s in spans if is_bad(s)), "finite")
@@ -815,21 +786,18 @@ def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
     before, inner = vars(module).get("forward"), nn.Module()
     inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
 
-    def cast(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
-        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in of else t, tree)
-
     def forward(*args: Any, **kwargs: Any) -> Any:
-        floats = [t for t in _flat((*args, *kwargs.values())) if t.is_floating_point()]
+        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
         device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
         back = floats[0].dtype if floats else torch.float32
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
             back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
         with torch.autocast(device, enabled=False):
-            args, kwargs = cast((args, kwargs), torch.float32, HALF)
+            args, kwargs = _cast((args, kwargs), torch.float32, HALF)
             half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
             out = torch.func.functional_call(inner, half, args, kwargs)
-        return out if keep or back not in HALF else cast(out, back, (torch.float32,))
+        return out if keep or back not in HALF else _cast(out, back, (torch.float32,))
 
     module.forward = forward
     try:
@@ -867,10 +835,9 @@ class InBf16(TorchDispatchMode):
     """What would be fp16 is bf16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def swap(v: Any) -> Any:
-            tensor = isinstance(v, Tensor) and v.dtype is torch.float16 and not func._schema.is_mutable
-            return v.to(torch.bfloat16) if tensor else torch.bfloat16 if v is torch.float16 else v
-        return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
+        if not func._schema.is_mutable:
+            args, kwargs = _cast((args, kwargs or {}), torch.bfloat16, (torch.float16,))
+        return func(*args, **kwargs or {})
 
 
 def _stance(stance: str) -> AbstractContextManager:
@@ -888,9 +855,14 @@ def _values(t: Tensor) -> Tensor:
     return t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.is_mkldnn else t.values()
 
 
-def _key(t: Tensor) -> int:
-    """One number for all views of a storage."""
-    return _values(t).untyped_storage()._cdata
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    """One object for all views of a storage. It lives as long as the storage."""
+    return _values(t).untyped_storage()
+
+
+def _told(tensors: Iterable[Tensor], spans: Mapping[int, tuple[float, float]]) -> list:
+    """(tensor, extent) of those with real numbers; `spans` holds extents from before an operation."""
+    return [(t, spans.get(id(t)) or extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 @torch.no_grad()
@@ -939,21 +911,23 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
 
 
-def _flat(args: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments or results: alone or in a list."""
-    every = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [a for a in every if isinstance(a, Tensor)]
+def _flat(tree: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
+
+
+def _cast(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+    """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
+    def one(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return v.to(to, copy=True) if v.dtype in of else v
+        return to if isinstance(v, torch.dtype) and v in of else v
+    return tree_map(one, tree)
 
 
 def _statistics(net: nn.Module) -> dict[str, Tensor]:
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
-    norms = [(n, m) for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms for key, b in m.named_buffers()}
-
-
-def _symptom(results: Mapping[str, Tensor]) -> str:
-    """The first bad result, or ""."""
-    return next((f"{name} is {_made(span)}" for name, t in results.items() if is_bad(span := extent(t))), "")
+    return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
 def _said(error: Exception) -> str:
@@ -1081,13 +1055,17 @@ class Watch:
             return
         self.busy, self.training = True, torch.is_grad_enabled()
         try:
-            with torch.no_grad(), self.locator.pause() if self.locator else nullcontext():
+            if self.locator:
+                self.locator.paused = True
+            with torch.no_grad():
                 hook(*args)
         except Exception as error:
             self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
             self.__exit__()
         finally:
             self.busy = False
+            if self.locator:
+                self.locator.paused = False
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
