@@ -45,13 +45,13 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, partial, wraps
+from itertools import chain, count
 from math import inf, nan
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -158,11 +158,6 @@ class StepRecord:
             setattr(module, name, value)
         self.net.zero_grad(set_to_none=True)
 
-    def indices_of(self, micro_batch: int, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Where in the data set these samples of a micro-batch are, if that is known."""
-        known = self.indices[micro_batch] if samples else None
-        return tuple(known[i] for i in samples) if known else ()
-
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
@@ -249,11 +244,11 @@ class Report(Birth):
     @property
     def suggestion(self) -> str:
         (kind, name), flags = self.cure, self.advice == "flags"
-        if self.verdict == "precision" and kind.startswith("module"):
+        if kind.startswith("module"):
             back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
             code = f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
             return f"--keep-fp32 '{name}'" if flags else code
-        if self.verdict == "precision" and kind == "precision":
+        if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
         if self.verdict == "data" and self.made and not self.source:
@@ -295,13 +290,15 @@ class Report(Birth):
         return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
 
 
-def agree(report: Report) -> Report:
-    """The same report on every rank: the gravest verdict's, of the lowest rank that has it. A collective."""
+def agree(report: Report, received: bool = False) -> Report:
+    """The same report on every rank: the gravest verdict's, of the lowest rank that has it. A collective.
+
+    `received`: this rank's bad number came from another rank, whose report is preferred."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, report)
-    return min(every, key=lambda r: (list(VERDICTS).index(r.verdict), r.rank))
+    dist.all_gather_object(every, (received, report))
+    return min(every, key=lambda told: (told[0], list(VERDICTS).index(told[1].verdict), told[1].rank))[1]
 
 
 # --- The examination
@@ -327,16 +324,17 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
                 verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
                 if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
                     kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
-                    more["tried"], more["cure"] = _try(rerun, birth, verdict, kinds)
+                    more["tried"], more["cure"] = _try(rerun, birth, verdict == "precision", kinds)
             else:
                 verdict, birth, more = _finite(rerun, state, num_classes, scale, run_compiled)
     finally:
         record.restore()
         set_rng_states(outside, record.device)
     told = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients} | asdict(birth) | more
+    known = record.indices[told["micro_batch"]]
     return Report(verdict=verdict, step=record.step, rank=record.rank, precision=str(precision), scale=float(scale),
                   advice=advice, calls=rerun.locator.calls[birth.module],
-                  indices=record.indices_of(told["micro_batch"], birth.samples), **told)
+                  indices=tuple(known[i] for i in birth.samples) if known else (), **told)
 
 
 def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple[str, Birth, dict[str, Any]]:
@@ -425,7 +423,8 @@ class Rerun:
         """Run it with every operation watched: (what is bad, who made it)."""
         where, calls, self.error = Locator(self.net), Calls(), None
         self.locator = where
-        with torch.autograd.set_detect_anomaly(True, check_nan=False), calls:  # for its tracebacks
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True, check_nan=False), calls:
+            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so; it is harmless
             symptom = self(where, fp32)
         if isinstance(self.error, torch.OutOfMemoryError):
             raise self.error
@@ -459,7 +458,7 @@ class Locator(TorchDispatchMode):
 
     def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
-        self.net, self.paused, self._clock, self._handles = net, False, 0, []
+        self.net, self.paused, self._clock, self._handles = net, False, count(), []
         self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
         self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
         self.failed: Birth | None = None  # the operation that raised
@@ -493,8 +492,8 @@ class Locator(TorchDispatchMode):
             for key, t in named_tensors(dict(_attributes(module)), name):
                 self._known[_storage(t)] = f"attribute {key}"
         self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers()})
-        self._known.update({_storage(p): f"parameter {n}" for n, p in net.named_parameters()})
         for name, p in net.named_parameters():
+            self._known[_storage(p)] = f"parameter {name}"
             if p.requires_grad and p.is_leaf:
                 hook = p.register_post_accumulate_grad_hook(lambda _, name=name: self.order.setdefault(name))
                 self._handles.append(hook)
@@ -564,17 +563,13 @@ class Locator(TorchDispatchMode):
                 if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
-                    cause = self._born(self._birth(func, told, t, span, _again(func, kept, kwargs)))
+                    cause = next(self._clock), self._birth(func, told, t, span, _again(func, kept, kwargs))
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self._causes[storage] = cause
             elif storage in self._causes and _values(t).nbytes >= storage.nbytes():
                 del self._causes[storage]  # wholly overwritten
         return out
-
-    def _born(self, birth: Birth) -> tuple[int, Birth]:
-        self._clock += 1
-        return self._clock, birth
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -595,7 +590,7 @@ class Locator(TorchDispatchMode):
         if not name or not func:
             return NOBODY
         birth = replace(self._birth(func, told, t, span), source=name, samples=self._samples(t))
-        return self._causes.setdefault(storage, self._born(birth))
+        return self._causes.setdefault(storage, (next(self._clock), birth))
 
     def _birth(self, func: Any, told: list, out: Tensor | None = None, span: tuple[float, float] = (0.0, 0.0),
                again: str = "") -> Birth:
@@ -714,17 +709,12 @@ def _rule(func: Any) -> SimpleNamespace:
     return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES)
 
 
-def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> list[tuple]:
-    return [(index, x.shape[dim], 0, None)] if x.dim() else []
-
-
-def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> list[tuple]:
-    return [(target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]
-
-
 INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments
-    "nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along, "scatter": _along,
-    "scatter_add": _along, "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), lambda x, target, weight, reduction, ignore: [
+        (target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]),
+    **dict.fromkeys(("gather", "index_select", "scatter", "scatter_add"), lambda x, dim, index, *more: [
+        (index, x.shape[dim], 0, None)] if x.dim() else []),
+    "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
     "index": lambda x, indices, *more: [(i, x.shape[k], -x.shape[k], None) for k, i in enumerate(indices)
                                         if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)],
 }
@@ -750,33 +740,28 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 # --- Cures, tried on the recorded step
 
-def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
+def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
     """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
-    tried: list[str] = []
-
-    def goes(what: str, context: AbstractContextManager) -> bool:
-        said = rerun(context)
-        tried.append(f"{what}: " + (f"still bad ({said})" if said else "finite"))
-        return not said
-
-    name = birth.module if verdict == "precision" else ""
+    cures, tried, name = [], [], birth.module if precision else ""
     while name:
-        for kind in kinds:
-            module = island(rerun.net.get_submodule(name), keep="result" in kind)
-            if goes(f"{name} in fp32{kind.removeprefix('module')}", module):
-                return tuple(tried), (kind, name)
+        module = rerun.net.get_submodule(name)
+        cures += [(f"{name} in fp32{kind.removeprefix('module')}", island(module, keep="result" in kind), (kind, name))
+                  for kind in kinds]
         name = name.rpartition(".")[0]
     advice, mend = WEAK.get(birth.weak, ("", None))
     if mend:
-        calls, what = Calls(weak=birth.weak, line=birth.line), f"{advice.rpartition(': ')[2]} at {birth.line}"
-        if goes(what, calls) and calls.hits:
-            return tuple(tried), ("eps", birth.weak)
-        if not calls.hits:
-            tried[-1] = f"{what}: not tried, the call was not found"
-    if verdict != "precision":
+        what = f"{advice.rpartition(': ')[2]} at {birth.line}"
+        cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
+    if precision and birth.result.startswith("float16"):
+        cures.append(("the whole step in bf16", InBf16(), ("precision", "bf16")))
+    for what, context, cure in cures:
+        said, missed = rerun(context), isinstance(context, Calls) and not context.hits
+        went = "not tried, the call was not found" if missed else f"still bad ({said})" if said else "finite"
+        tried.append(f"{what}: {went}")
+        if went == "finite":
+            return tuple(tried), cure
+    if not precision:
         return tuple(tried), ("", "")
-    if birth.result.startswith("float16") and goes("the whole step in bf16", InBf16()):
-        return tuple(tried), ("precision", "bf16")
     return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
 
 
@@ -990,51 +975,51 @@ in the first run: for scripts that take hours. Exit code 3: found; the report is
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
 
 
-class Found(SystemExit):
-    """Ends the script at its first bad step."""
-
-
 class Watch:
-    """The hooks around a script. Every operation is watched after `first` backward passes or `from_step` steps."""
+    """The hooks around a script. Every operation is watched from optimizer step `begin` on, if that is not None.
 
-    def __init__(self, argv: list[str], path: str, first: int | None, from_step: int | None):
-        self.argv, self.path, self.first, self.from_step = argv, path, first, from_step
+    In the second run (`again`), `begin` counts backward passes, and everything noted is looked at at once.
+    """
+
+    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool):
+        self.argv, self.path, self.begin, self.again = argv, os.path.abspath(path), begin, again
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
-        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
+        self.thread, self.on, self.busy, self.depth, self.undo = threading.get_ident(), True, False, 0, ExitStack()
         self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
         self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
         self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
-        self.roots: dict[int, weakref.ref] = {}  # the outermost modules
-        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and a copy from the last good step
+        self.roots = WeakKeyDictionary()  # the outermost modules: (statistic, its copy from the last good step), ...
         self.gradient = self.activation = 0.0  # the largest
         self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
         self.symptom, self.at, self.step, self.report = "", 0, 0, ""
 
     def __enter__(self) -> Watch:
-        for text in (".*there are global hooks", "Anomaly Detection has been enabled"):
-            warnings.filterwarnings("ignore", message=text)  # a compiled module fires a hook twice, which is harmless
-        self.undo = [hooks.register_module_forward_pre_hook(self._enter).remove,
-                     hooks.register_module_forward_hook(self._leave, always_call=True).remove,
-                     register_optimizer_step_pre_hook(self._before_step).remove,
-                     register_optimizer_step_post_hook(partial(self._safely, self._after_step)).remove]
+        warnings.filterwarnings("ignore", message=".*there are global hooks")  # fired twice when compiled: harmless
+        for handle in (hooks.register_module_forward_pre_hook(self._enter),
+                       hooks.register_module_forward_hook(self._leave, always_call=True),
+                       register_optimizer_step_pre_hook(self._before_step),
+                       register_optimizer_step_post_hook(partial(self._safely, self._after_step))):
+            self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(Tensor, "item", self._item)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
-        if self.first is not None or self.from_step is not None:
+        if self.begin is not None:
             torch.compiler.set_stance("force_eager")
         self._watch_operations()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.on = False
-        if self.locator:
-            self.locator.__exit__(None, None, None)
-            torch.autograd.set_detect_anomaly(False)
-            self.locator = None
-        while self.undo:
-            self.undo.pop()()
+        self.on, self.locator = False, None
+        self.undo.close()
+
+    def _watch_operations(self) -> None:
+        """Begin to watch every operation, if the time has come."""
+        now = self.passes if self.again else self.steps
+        if self.on and not self.locator and self.begin is not None and now >= self.begin:
+            self.undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            self.locator = self.undo.enter_context(Locator())
 
     def _mine(self) -> bool:
         # is_compiling() first: the compiler then sees a constant, and traces a graph without any of this
@@ -1047,25 +1032,22 @@ class Watch:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
         setattr(owner, name, wrapper)
-        self.undo.append(partial(setattr, owner, name, original))
+        self.undo.callback(setattr, owner, name, original)
 
     def _safely(self, hook: Callable, *args: Any) -> None:
         """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
         if self.busy or not self._mine():
             return
-        self.busy, self.training = True, torch.is_grad_enabled()
+        self.busy, self.training, locator = True, torch.is_grad_enabled(), self.locator or SimpleNamespace()
+        locator.paused = True
         try:
-            if self.locator:
-                self.locator.paused = True
             with torch.no_grad():
                 hook(*args)
         except Exception as error:
             self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
             self.__exit__()
         finally:
-            self.busy = False
-            if self.locator:
-                self.locator.paused = False
+            self.busy = locator.paused = False
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -1076,13 +1058,12 @@ class Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._mine():
             self.depth += 1
-            if self.depth == 1 and (self.locator or id(module) not in self.roots):
+            if self.depth == 1 and (self.locator or module not in self.roots):
                 self._safely(self._outermost, module, args)
 
     def _outermost(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self.roots:
-            self.roots[id(module)] = weakref.ref(module)
-            self.kept += [(b, b.clone()) for b in _statistics(module).values()]
+        if module not in self.roots:
+            self.roots[module] = [(b, b.clone()) for b in _statistics(module).values()]
         if self.locator:
             self.locator.take(args)
 
@@ -1107,22 +1088,22 @@ class Watch:
         return max((n for n, _ in self.last.values()), default=self.passes)
 
     def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._safely(self._before_backward, tensors)
+        self._safely(self._losses, tensors)
         original(tensors, *args, **kwargs)
         self.passes += 1
         self._safely(self._after_backward)
-        if not self.last:  # else the watch begins where a step ends
-            self._watch_operations()
 
-    def _before_backward(self, tensors: Any) -> None:
+    def _losses(self, tensors: Any) -> None:
         for t in (t.detach() for _, t in named_tensors(tensors)):
             self._note("loss", "loss", t.abs().amax(), [t])
 
     def _after_backward(self) -> None:
-        if self.locator and self.first is not None:
+        if self.locator and self.again:
             self._judge([p for p in self._named().values() if p.grad is not None])
-        if not self.last and self.passes % 16 == 0:  # a script without an optimizer
-            self._ask()
+        if not self.last:  # a script without an optimizer, or before its first step; else the watch begins after a step
+            self._watch_operations()
+            if self.passes % 16 == 0:
+                self._ask()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -1151,11 +1132,14 @@ class Watch:
 
     def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-        for value in _norms(t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())):
+        self._count(optimizer)
+        for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
             self._note("update", "", value, optimizer)
-        if self.kept:
-            torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
+        if pairs := [*chain(*self.roots.values())]:
+            torch._foreach_copy_([copy for _, copy in pairs], [statistic for statistic, _ in pairs])
+
+    def _count(self, optimizer: Any) -> None:
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
         self._watch_operations()
 
     def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1173,10 +1157,9 @@ class Watch:
         self.bad_losses *= self.bad_losses > losses
         why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
                if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
-        if why or (self.locator and self.first is not None):
+        if why or (self.locator and self.again):
             self._judge(_moved(optimizer), why)
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-        self._watch_operations()
+        self._count(optimizer)
 
     def _item(self, original: Callable, t: Tensor) -> Any:
         value = original(t)
@@ -1189,7 +1172,7 @@ class Watch:
     def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
         """This value is asked at the next transfer; in the second run at once."""
         self.pending.append((kind, name, self.passes, value, evidence if self.locator or kind == "update" else None))
-        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.first is not None)):
+        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.again)):
             self._ask()
 
     def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
@@ -1217,17 +1200,14 @@ class Watch:
         if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
             more = f" and {len(bad) - 1} more" * (len(bad) > 1)
             made = _made(extent(bad[0].grad)) + (why and f", {why}")
-            symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
             since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
+            symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
             self._found(symptom, [p.grad for p in bad], since)
 
     def _blame_update(self, optimizer: Any) -> None:
         """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
-        for group in optimizer.param_groups:
-            held = [(p, *row) for p in group["params"] for row in (("", p), *_moments(optimizer, p).items())]
-            for p, key, t in held:
-                if _host(_norms([t]))[0] <= LIMIT:
-                    continue
+        for group, p, key, t in _held(optimizer):
+            if not _host(_norms([t]))[0] <= LIMIT:
                 lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
                 why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}; the gradient norm was up to {self.gradient:.3g}"
                 symptom = f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))}"
@@ -1240,17 +1220,17 @@ class Watch:
         ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.last else passes  # where this step began
         self.symptom, self.at = symptom, max(0, min(passes, ended))
         self.step = self.steps if self.last else self.at
-        if not self.report and (self.first is not None or self.from_step is not None):
+        if not self.report and self.begin is not None:
             try:
                 self.report = self._tell(evidence or ())
             except Exception as error:
                 self.report = f"{symptom} at step {self.step}; the report failed ({_said(error)})"
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
-        for b, copy in self.kept:
-            b.copy_(copy)
+        for statistic, copy in chain(*self.roots.values()):
+            statistic.copy_(copy)
         self.__exit__()
-        raise Found(3)
+        raise SystemExit(3)
 
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
@@ -1260,45 +1240,30 @@ class Watch:
         verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
                    "data" if birth.source or ignored else
                    "precision" if birth.again == "finite in float32" else "divergence")
-        report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
-                        precision=birth.result.partition("[")[0], **asdict(birth))
-        text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
-        if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, (received, self.rank, text))
-            text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
-        return text
+        received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT  # from the guilty rank
+        report = agree(Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
+                              precision=birth.result.partition("[")[0], **asdict(birth)), received)
+        lines = [line for line in str(report).split("\n") if "the same batch in fp32" not in line]  # not tried
+        return "\n".join(lines) + f"\n  guilty: rank {report.rank} of {self.world}" * (self.world > 1)
 
     def _named(self) -> dict[str, Tensor]:
-        roots = [module for ref in self.roots.values() if (module := ref()) is not None]
-        return {n: p for root in roots for n, p in root.named_parameters()}
+        return {n: p for root in list(self.roots) for n, p in root.named_parameters()}
 
     def _called(self, p: Tensor) -> str:
         return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
-
-    def _watch_operations(self) -> None:
-        """Begin to watch every operation, if the time has come."""
-        now, begin = (self.passes, self.first) if self.from_step is None else (self.steps, self.from_step)
-        if self.on and not self.locator and begin is not None and now >= begin:
-            torch.autograd.set_detect_anomaly(True, check_nan=False)
-            self.locator = Locator().__enter__()
 
     # From start to end
 
     def run(self) -> int:
         """The exit code: 3 for a finding, else 0; the script's own exit code and exceptions pass through."""
         failure: BaseException | None = None
-        try:
-            with self:
-                try:
-                    run_script(self.argv)
-                except BaseException as error:
-                    failure = error
-                if not self.symptom:
-                    self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
-        except Found:
-            pass
+        with suppress(SystemExit), self:
+            try:
+                run_script(self.argv)
+            except BaseException as error:
+                failure = error
+            if not self.symptom:
+                self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
         if failure and not self.symptom:
             raise failure
         if not self.symptom:
@@ -1309,12 +1274,11 @@ class Watch:
             return 0
         if isinstance(failure, Exception):
             traceback.print_exception(failure)
-        if not self.report:  # a watched run starts no other run
-            self.report = self._second_run() if self.first is None and self.from_step is None else self.symptom
+        self.report = self.report or (self._second_run() if self.begin is None else self.symptom)
         if self.rank == 0:
-            with open(os.path.join(self.home, self.path), "w") as file:
+            with open(self.path, "w") as file:
                 file.write(self.report + "\n")
-        if self.first is None:
+        if not self.again:
             self._say(self.report)
         time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
         return 3
@@ -1364,27 +1328,28 @@ def _moved(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _moments(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
-    return {key: t for key, t in optimizer.state.get(p, {}).items()
-            if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+def _held(optimizer: Any) -> Iterator[tuple[dict, Tensor, str, Tensor]]:
+    """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield group, p, "", p
+            for key, t in optimizer.state.get(p, {}).items():
+                if isinstance(t, Tensor) and t.dim() and t.is_floating_point():
+                    yield group, p, key, t
 
 
 def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
-    flat = [_values(t.detach().to_local() if hasattr(t, "to_local") else t.detach()) for t in tensors]
+    flat = [_values(t.detach()) for t in tensors]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
     wide = torch.float64 if any(t.dtype is torch.float64 for t in flat) else torch.float32
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 
 def _host(values: list[Tensor]) -> list[float]:
-    """0-dim tensors as Python floats: one transfer for each device."""
-    told = [0.0] * len(values)
-    for device in {t.device for t in values}:
-        at = [i for i, t in enumerate(values) if t.device == device]
-        for i, v in zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True):
-            told[i] = v
-    return told
+    """0-dim tensors as Python floats, in one transfer."""
+    device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
+    return torch.stack([v.detach().float().reshape(()).to(device) for v in values]).tolist() if values else []
 
 
 def run_script(argv: list[str]) -> None:
@@ -1408,8 +1373,8 @@ def main() -> int:
     if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
         print(USAGE, end="\n\n")
         return demo() or 0
-    by_hand = None if told["--from-step"] is None or report else int(told["--from-step"])
-    return Watch(argv, report or told["--report"], int(first) if report else None, by_hand).run()
+    begin = first if report else told["--from-step"]
+    return Watch(argv, report or told["--report"], None if begin is None else int(begin), bool(report)).run()
 
 
 if __name__ == "__main__":
