@@ -46,13 +46,13 @@ import time
 import traceback
 import warnings
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, partial, wraps
 from itertools import chain, count
-from math import inf, nan
+from math import inf
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -610,8 +610,8 @@ class Locator(TorchDispatchMode):
         calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
         bad = [s for _, s in told if is_bad(s)]
         about = {} if out is None else dict(
-            made=_made(span), result=_type(out), samples=self._samples(out, bool(bad)),
-            source="" if all(map(is_mask, bad)) else CONSTANT)
+            made=_made(span), result=_type(out), source="" if all(map(is_mask, bad)) else CONSTANT,
+            samples=self._samples(out, out.isnan() if bad and out.isnan().any() else None))  # its -inf may be a mask
         return Birth(
             op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
             inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told),
@@ -628,10 +628,7 @@ class Locator(TorchDispatchMode):
             if wrong.any():
                 what = "index" if ignore is None else "label"
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
-                found, marked = self._dim(index), torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, nan)
-                if found:
-                    self._carries(marked, *found)
-                self.failed = replace(self._birth(func, _told(inputs, {})), samples=self._samples(marked))
+                self.failed = replace(self._birth(func, _told(inputs, {})), samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -649,11 +646,11 @@ class Locator(TorchDispatchMode):
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor, nan: bool = False) -> tuple[int, ...]:
-        """The samples with a bad number; with `nan`, where t has a NaN, those: its -inf may be a mask."""
+    def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
+        """The samples for which `wrong` is true, or without it those of which `t` has a bad number."""
         if (found := self._dim(t)) is None:
             return ()
-        wrong = t.detach().isnan() if nan and t.isnan().any() else _beyond(t)
+        wrong = _beyond(t) if wrong is None else wrong
         wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
         return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
@@ -944,9 +941,8 @@ def _line(stack: Iterable[str]) -> str:
 def demo() -> None:
     """A Linear whose fp16 result passes 65504: found, named, and finite in fp32."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
-    net.add_module("wide", nn.Linear(64, 64))
-    net.extend([nn.LayerNorm(64), nn.Linear(64, 4)])
+    layers = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4)
+    net = nn.Sequential(OrderedDict(zip(("0", "1", "wide", "3", "4"), layers, strict=True)))
     net.wide.weight.data *= 3e5  # the fault
     batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
     record.keep(*batch)
