@@ -435,10 +435,11 @@ class Rerun:
             return "", Birth()
         loss = float(self.results["loss"].float().mean())
         self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
-        order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
-        bad = [(n, t) for n, t in self.results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
-        self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
-                               for n, t in sorted(bad, key=lambda row: order.get(row[0], len(order))))
+        bad = [(n[12:], t) for n, t in self.results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        order = {storage: k for k, storage in enumerate(where.causes)}  # as they became bad
+        bad.sort(key=lambda row: order.get(_storage(row[1]), len(order)))
+        self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
+                               for n, t in bad)
         return symptom, where.blame([self.results["loss"]]) or where.blame(self.results.values()) or Birth()
 
 
@@ -460,14 +461,13 @@ class Locator(TorchDispatchMode):
         super().__init__()
         self.net, self.paused, self._clock, self._handles = net, False, count(), []
         self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
-        self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
         self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, number of the call
         self._since = deque([(0, ("", 0))], maxlen=1 << 18)  # autograd's sequence number where a module begins or ends
         # Of a storage, while it lives: its name if it was ready-made; what made it bad; bytes from sample to sample.
-        self._known, self._causes, self._rows = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
+        self._known, self.causes, self._rows = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
@@ -492,11 +492,7 @@ class Locator(TorchDispatchMode):
             for key, t in named_tensors(dict(_attributes(module)), name):
                 self._known[_storage(t)] = f"attribute {key}"
         self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers()})
-        for name, p in net.named_parameters():
-            self._known[_storage(p)] = f"parameter {name}"
-            if p.requires_grad and p.is_leaf:
-                hook = p.register_post_accumulate_grad_hook(lambda _, name=name: self.order.setdefault(name))
-                self._handles.append(hook)
+        self._known.update({_storage(p): f"parameter {n}" for n, p in net.named_parameters()})
 
     def __enter__(self) -> Locator:
         if self.net is not None:
@@ -539,16 +535,16 @@ class Locator(TorchDispatchMode):
             return func(*args, **kwargs)
         rule, given, inputs = _rule(func), dict(enumerate(args)) | kwargs, _flat((args, kwargs))
         written = _flat([given.get(k) for k in rule.writes])
-        spans = {id(t): extent(t) for t in written}  # now: an in-place operation overwrites its evidence
         kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
         if rule.overwrites:
-            inputs = [t for t in inputs if id(t) not in spans]
+            inputs = [t for t in inputs if not any(t is w for w in written)]
+        told = _told(inputs) if written else []  # now: an in-place operation overwrites its evidence
         if rule.index:
             self._check_index(rule, func, args, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
-            told = _told(inputs, spans)
+            told = told or _told(inputs)
             self.failed = self.failed or self._earliest(told, func)[1] or self._birth(func, told)
             raise
         before, outs = {_storage(t) for t in inputs}, _flat(out) + written
@@ -558,7 +554,7 @@ class Locator(TorchDispatchMode):
             if (storage := _storage(t)) in before and not written:
                 continue  # a view: it shares what is known of its storage
             if is_bad(span := extent(t)):
-                cause = self._earliest(told := _told(inputs, spans), func)
+                cause = self._earliest(told := told or _told(inputs), func)
                 asked = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
                 if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
                     cause = LAWFUL
@@ -566,14 +562,14 @@ class Locator(TorchDispatchMode):
                     cause = next(self._clock), self._birth(func, told, t, span, _again(func, kept, kwargs))
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
-                self._causes[storage] = cause
-            elif storage in self._causes and _values(t).nbytes >= storage.nbytes():
-                del self._causes[storage]  # wholly overwritten
+                self.causes[storage] = cause
+            elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
+                del self.causes[storage]  # wholly overwritten
         return out
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        return self._earliest(_told(tensors, {}))[1]
+        return self._earliest(_told(tensors))[1]
 
     def _earliest(self, told: list, func: Any = None) -> tuple[int, Birth | None]:
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
@@ -582,15 +578,15 @@ class Locator(TorchDispatchMode):
 
     def _cause(self, t: Tensor, span: tuple[float, float], func: Any, told: list) -> tuple[int, Birth | None]:
         """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
-        if (storage := _storage(t)) in self._causes:
-            return self._causes[storage]
+        if (storage := _storage(t)) in self.causes:
+            return self.causes[storage]
         name = self._known.get(storage, "")
         if is_mask(span) and not name.startswith("parameter ") and not STATISTIC.search(name):
             return LAWFUL
         if not name or not func:
             return NOBODY
         birth = replace(self._birth(func, told, t, span), source=name, samples=self._samples(t))
-        return self._causes.setdefault(storage, (next(self._clock), birth))
+        return self.causes.setdefault(storage, (next(self._clock), birth))
 
     def _birth(self, func: Any, told: list, out: Tensor | None = None, span: tuple[float, float] = (0.0, 0.0),
                again: str = "") -> Birth:
@@ -628,7 +624,7 @@ class Locator(TorchDispatchMode):
             if wrong.any():
                 what = "index" if ignore is None else "label"
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
-                self.failed = replace(self._birth(func, _told(inputs, {})), samples=self._samples(index, wrong))
+                self.failed = replace(self._birth(func, _told(inputs)), samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -842,9 +838,9 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
     return _values(t).untyped_storage()
 
 
-def _told(tensors: Iterable[Tensor], spans: Mapping[int, tuple[float, float]]) -> list:
-    """(tensor, extent) of those with real numbers; `spans` holds extents from before an operation."""
-    return [(t, spans.get(id(t)) or extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
+def _told(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
+    """(tensor, extent) of those with real numbers."""
+    return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 @torch.no_grad()

@@ -782,7 +782,7 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
         for _ in range(40):
             loss = stepper(net)((X, Y), False)
         assert locator.blame([loss.detach()]) is None
-        assert len(locator._causes) <= 4
+        assert len(locator.causes) <= 4
         numbers = bytearray(struct.pack("4f", *[math.nan] * 4))
         bad = torch.frombuffer(numbers, dtype=torch.float32)  # no operation made it
         assert locator.blame([bad * 2]).op == "aten.mul.Tensor"
