@@ -1,9 +1,9 @@
 """
 Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
 
-A rejected step tells that something is wrong, not what. The loss names nobody. A forward hook names the module that
-*received* the inf: between two Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode
-passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again:
+A bad loss names nobody. A forward hook names the module that *received* the inf: between two Linears, `log(h * 0 - 1)`
+makes the second Linear look guilty. Autograd's anomaly mode passes over inf. And `sqrt` at 0 has a finite loss: only
+its backward is infinite. So the step is run again:
 
     record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
@@ -48,13 +48,14 @@ import warnings
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, partial, wraps
 from itertools import chain, count
 from math import inf
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -459,7 +460,7 @@ class Locator(TorchDispatchMode):
 
     def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
-        self.net, self.paused, self._clock, self._handles = net, False, count(), []
+        self.net, self.paused, self._clock = net, False, count()
         self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
@@ -497,14 +498,14 @@ class Locator(TorchDispatchMode):
     def __enter__(self) -> Locator:
         if self.net is not None:
             self._name(self.net)
-        self._handles.append(hooks.register_module_forward_pre_hook(self._enter_module))
-        self._handles.append(hooks.register_module_forward_hook(self._leave_module, always_call=True))
+        self._handles = (hooks.register_module_forward_pre_hook(self._enter_module),
+                         hooks.register_module_forward_hook(self._leave_module, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
 
@@ -559,7 +560,7 @@ class Locator(TorchDispatchMode):
                 if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
-                    cause = next(self._clock), self._birth(func, told, t, span, _again(func, kept, kwargs))
+                    cause = next(self._clock), self._birth(func, told, t, _again(func, kept, kwargs))
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self.causes[storage] = cause
@@ -573,8 +574,8 @@ class Locator(TorchDispatchMode):
 
     def _earliest(self, told: list, func: Any = None) -> tuple[int, Birth | None]:
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
-        bad = [(t, span) for t, span in told if is_bad(span)]
-        return min((self._cause(t, span, func, told) for t, span in bad), default=NOBODY, key=lambda c: c[0])
+        bad = (self._cause(t, span, func, told) for t, span in told if is_bad(span))
+        return min(bad, default=NOBODY, key=lambda cause: cause[0])
 
     def _cause(self, t: Tensor, span: tuple[float, float], func: Any, told: list) -> tuple[int, Birth | None]:
         """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
@@ -585,11 +586,10 @@ class Locator(TorchDispatchMode):
             return LAWFUL
         if not name or not func:
             return NOBODY
-        birth = replace(self._birth(func, told, t, span), source=name, samples=self._samples(t))
+        birth = replace(self._birth(func, told, t), source=name, samples=self._samples(t))
         return self.causes.setdefault(storage, (next(self._clock), birth))
 
-    def _birth(self, func: Any, told: list, out: Tensor | None = None, span: tuple[float, float] = (0.0, 0.0),
-               again: str = "") -> Birth:
+    def _birth(self, func: Any, told: list, out: Tensor | None = None, again: str = "") -> Birth:
         stack, (module, call), node = traceback.format_stack(), self._stack[-1], torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
         if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
@@ -606,7 +606,7 @@ class Locator(TorchDispatchMode):
         calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
         bad = [s for _, s in told if is_bad(s)]
         about = {} if out is None else dict(
-            made=_made(span), result=_type(out), source="" if all(map(is_mask, bad)) else CONSTANT,
+            made=_made(extent(out)), result=_type(out), source="" if all(map(is_mask, bad)) else CONSTANT,
             samples=self._samples(out, out.isnan() if bad and out.isnan().any() else None))  # its -inf may be a mask
         return Birth(
             op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
@@ -758,10 +758,9 @@ def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple
     return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
 
 
-@contextmanager
-def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
+def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
     """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
-    before, inner = vars(module).get("forward"), nn.Module()
+    inner = nn.Module()
     inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -777,13 +776,7 @@ def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
             out = torch.func.functional_call(inner, half, args, kwargs)
         return out if keep or back not in HALF else _cast(out, back, (torch.float32,))
 
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
+    return mock.patch.object(module, "forward", forward)
 
 
 class Calls(TorchFunctionMode):
@@ -1023,8 +1016,7 @@ class Watch:
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
-        setattr(owner, name, wrapper)
-        self.undo.callback(setattr, owner, name, original)
+        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
     def _safely(self, hook: Callable, *args: Any) -> None:
         """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
