@@ -976,7 +976,7 @@ class Watch:
         self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
         self.roots = WeakKeyDictionary()  # the outermost modules: (statistic, its copy from the last good step), ...
         self.gradient = self.activation = 0.0  # the largest
-        self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
+        self.optimizer, self.stepping, self.locator, self.read, self.scale = None, None, None, [], 1.0
         self.symptom, self.at, self.step, self.report = "", 0, 0, ""
 
     def __enter__(self) -> Watch:
@@ -1082,6 +1082,8 @@ class Watch:
             self._note("loss", "loss", t.abs().amax(), [t])
 
     def _after_backward(self) -> None:
+        if self.stepping:
+            self._check(self.stepping)
         if self.locator and self.again:
             self._judge([p for p in self._named().values() if p.grad is not None])
         if not self.last:  # a script without an optimizer, or before its first step; else the watch begins after a step
@@ -1089,16 +1091,11 @@ class Watch:
             if self.passes % 16 == 0:
                 self._ask()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if not callable(closure):
-            return self._safely(self._check, optimizer)
-
-        def watched() -> Any:
-            loss = closure()
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
+            self.stepping = optimizer  # its backward passes are still to come
+        else:
             self._safely(self._check, optimizer)
-            return loss
-        return args[:1], {**kwargs, "closure": watched}
 
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
@@ -1116,6 +1113,7 @@ class Watch:
 
     def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
+        self.stepping = None
         self._count(optimizer)
         for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
             self._note("update", "", value, optimizer)
@@ -1184,9 +1182,8 @@ class Watch:
         if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
             more = f" and {len(bad) - 1} more" * (len(bad) > 1)
             made = _made(extent(bad[0].grad)) + (why and f", {why}")
-            since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
             symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
-            self._found(symptom, [p.grad for p in bad], since)
+            self._found(symptom, [p.grad for p in bad], self.passes - 1)
 
     def _blame_update(self, optimizer: Any) -> None:
         """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
@@ -1201,7 +1198,7 @@ class Watch:
                 self._found(symptom, (), 0)
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
-        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.last else passes  # where this step began
+        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else passes  # where this step began
         self.symptom, self.at = symptom, max(0, min(passes, ended))
         self.step = self.steps if self.last else self.at
         if not self.report and self.begin is not None:
