@@ -1092,10 +1092,9 @@ class Watch:
                 self._ask()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
-            self.stepping = optimizer  # its backward passes are still to come
-        else:
-            self._safely(self._check, optimizer)
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        self.stepping = optimizer if callable(closure) else None  # then backward passes are still to come
+        self._safely(self._check, optimizer)
 
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
