@@ -464,7 +464,7 @@ class Locator(TorchDispatchMode):
         self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
-        self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
+        self.lawful = {-100}  # every ignore_index seen
         self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, number of the call
         self._since = deque([(0, ("", 0))], maxlen=1 << 18)  # autograd's sequence number where a module begins or ends
         # Of a storage, while it lives: its name if it was ready-made; what made it bad; bytes from sample to sample.
@@ -483,6 +483,7 @@ class Locator(TorchDispatchMode):
         self.size = size or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
         self.calls.clear()
         self._rows.clear()
+        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label of this batch
         for t in leaves.values() if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
@@ -720,7 +721,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
         try:
-            wide, named = _cast((args, kwargs), dtype, FLOATS)
+            wide, named = _exchange((args, kwargs), dtype, FLOATS)
             spans = [extent(t) for t in _flat(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
@@ -771,10 +772,10 @@ def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
             back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
         with torch.autocast(device, enabled=False):
-            args, kwargs = _cast((args, kwargs), torch.float32, HALF)
+            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
             half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
             out = torch.func.functional_call(inner, half, args, kwargs)
-        return out if keep or back not in HALF else _cast(out, back, (torch.float32,))
+        return out if keep or back not in HALF else _exchange(out, back, (torch.float32,))
 
     return mock.patch.object(module, "forward", forward)
 
@@ -807,7 +808,7 @@ class InBf16(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
-            args, kwargs = _cast((args, kwargs or {}), torch.bfloat16, (torch.float16,))
+            args, kwargs = _exchange((args, kwargs or {}), torch.bfloat16, (torch.float16,))
         return func(*args, **kwargs or {})
 
 
@@ -887,7 +888,7 @@ def _flat(tree: Any) -> list[Tensor]:
     return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
 
 
-def _cast(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
     """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
     def one(v: Any) -> Any:
         if isinstance(v, Tensor):

@@ -67,6 +67,19 @@ def test_a_batch_whose_labels_are_all_ignored_is_data_and_a_batch_with_one_label
     assert autopsied(net, (X, ignored)).verdict == "not reproducible"
 
 
+def test_a_micro_batch_of_ignored_labels_that_did_no_harm_is_not_accused_of_the_next_ones_fault():
+    net, ignored = Net(), torch.full_like(Y, -100)
+
+    def run_step(batch, fp32):
+        loss = F.cross_entropy(net(batch[0]), batch[1], reduction="sum")
+        loss = loss / (loss * 0) if batch[1] is Y else loss
+        loss.backward()
+        return loss
+
+    report = autopsied(net, (X, ignored), (X, Y), run_step=run_step)
+    assert (report.verdict, report.op, report.micro_batch) == ("divergence", "aten.div.Tensor", 1)
+
+
 def test_labels_for_every_position_that_are_all_ignored_are_data_too():
     net, labels = Net(), torch.full((2, 4), -100)  # nll_loss2d: 2 rows of 4 positions
 
