@@ -298,8 +298,8 @@ def agree(report: Report, received: bool = False) -> Report:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (received, report))
-    return min(every, key=lambda told: (told[0], list(VERDICTS).index(told[1].verdict), told[1].rank))[1]
+    dist.all_gather_object(every, (received, list(VERDICTS).index(report.verdict), report.rank, asdict(report)))
+    return Report(**min(every, key=lambda told: told[:3])[3])
 
 
 # --- The examination
