@@ -2,9 +2,9 @@
 """
 Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
 
-A rejected step tells that something is wrong, not what. The loss names nobody. A forward hook names the module that
-*received* the inf: between two Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode
-passes over inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again:
+A bad loss names nobody. A forward hook names the module that *received* the inf: between two Linears, `log(h * 0 - 1)`
+makes the second Linear look guilty. Autograd's anomaly mode passes over inf. And `sqrt` at 0 has a finite loss: only
+its backward is infinite. So the step is run again:
 
     record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
@@ -46,30 +46,33 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial, wraps
-from math import inf, nan
+from functools import cache, partial, wraps
+from itertools import chain, count
+from math import inf
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
 TORCH, LIBRARY = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 HALF = (torch.float16, torch.bfloat16)
+FLOATS = tuple(d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point)
+STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # what a buffer of a norm is called
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
 VERDICTS = {  # what to do, in train.py's flags and as code; the gravest first: when ranks differ, that one counts
@@ -157,11 +160,6 @@ class StepRecord:
             setattr(module, name, value)
         self.net.zero_grad(set_to_none=True)
 
-    def indices_of(self, micro_batch: int, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Where in the data set these samples of a micro-batch are, if that is known."""
-        known = self.indices[micro_batch] if samples else None
-        return tuple(known[i] for i in samples) if known else ()
-
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
@@ -248,11 +246,11 @@ class Report(Birth):
     @property
     def suggestion(self) -> str:
         (kind, name), flags = self.cure, self.advice == "flags"
-        if self.verdict == "precision" and kind.startswith("module"):
+        if kind.startswith("module"):
             back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
             code = f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
             return f"--keep-fp32 '{name}'" if flags else code
-        if self.verdict == "precision" and kind == "precision":
+        if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
         if self.verdict == "data" and self.made and not self.source:
@@ -294,13 +292,15 @@ class Report(Birth):
         return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
 
 
-def agree(report: Report) -> Report:
-    """The same report on every rank: the gravest verdict's, of the lowest rank that has it. A collective."""
+def agree(report: Report, received: bool = False) -> Report:
+    """The same report on every rank: the gravest verdict's, of the lowest rank that has it. A collective.
+
+    `received`: this rank's bad number came from another rank, whose report is preferred."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, report)
-    return min(every, key=lambda r: (list(VERDICTS).index(r.verdict), r.rank))
+    dist.all_gather_object(every, (received, list(VERDICTS).index(report.verdict), report.rank, asdict(report)))
+    return Report(**min(every, key=lambda told: told[:3])[3])
 
 
 # --- The examination
@@ -326,16 +326,17 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
                 verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
                 if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
                     kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
-                    more["tried"], more["cure"] = _try(rerun, birth, verdict, kinds)
+                    more["tried"], more["cure"] = _try(rerun, birth, verdict == "precision", kinds)
             else:
                 verdict, birth, more = _finite(rerun, state, num_classes, scale, run_compiled)
     finally:
         record.restore()
         set_rng_states(outside, record.device)
     told = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients} | asdict(birth) | more
+    known = record.indices[told["micro_batch"]]
     return Report(verdict=verdict, step=record.step, rank=record.rank, precision=str(precision), scale=float(scale),
                   advice=advice, calls=rerun.locator.calls[birth.module],
-                  indices=record.indices_of(told["micro_batch"], birth.samples), **told)
+                  indices=tuple(known[i] for i in birth.samples) if known else (), **told)
 
 
 def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple[str, Birth, dict[str, Any]]:
@@ -395,15 +396,24 @@ class Rerun:
         self.factor, self.last, self.gradients = 1.0, 0, ()
 
     def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
-        """Run it: what is bad, "" for nothing."""
+        """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         try:
             with context or nullcontext():
-                return next(filter(None, (_symptom(self.results(b, fp32)) for b in self.record.batches)), "")
+                for k, batch in enumerate(self.record.batches):
+                    if isinstance(context, Locator):
+                        self.last = k
+                        context.take(batch, len(self.record.indices[k] or ()))
+                    self.results = self.run(batch, fp32)
+                    for name, t in self.results.items():
+                        if is_bad(span := extent(t)):
+                            return f"{name} is {_made(span)}"
         except Exception as error:
+            self.error = error
             return _said(error)
+        return ""
 
-    def results(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
+    def run(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
         """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
         clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
         out = self.run_step(batch, fp32)
@@ -412,32 +422,27 @@ class Rerun:
         return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
 
     def watch(self, fp32: bool = False) -> tuple[str, Birth]:
-        """Run the micro-batches up to the first bad one, with every operation watched: (what is bad, who made it)."""
-        self.record.restore()
-        for k, batch in enumerate(self.record.batches):
-            where, calls = Locator(self.net, batch, self.record.indices[k]), Calls()
-            self.last, self.locator = k, where
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # anomaly mode says that it is slow; it is on for its tracebacks only
-                try:
-                    with torch.autograd.set_detect_anomaly(True, check_nan=False), calls, where:
-                        results = self.results(batch, fp32)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    line = _line(traceback.format_tb(error.__traceback__))
-                    return _said(error), where.failed or Birth(type(error).__name__, phase="forward", line=line)
-            if symptom := _symptom(results):
-                break
-        else:
+        """Run it with every operation watched: (what is bad, who made it)."""
+        where, calls, self.error = Locator(self.net), Calls(), None
+        self.locator = where
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True, check_nan=False), calls:
+            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so; it is harmless
+            symptom = self(where, fp32)
+        if isinstance(self.error, torch.OutOfMemoryError):
+            raise self.error
+        if self.error:
+            line = _line(traceback.format_tb(self.error.__traceback__))
+            return symptom, where.failed or Birth(type(self.error).__name__, phase="forward", line=line)
+        if not symptom:
             return "", Birth()
-        loss = float(results["loss"].float().mean())
+        loss = float(self.results["loss"].float().mean())
         self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
-        order = {f"gradient of {name}": i for i, name in enumerate(where.order)}
-        bad = [(n, t) for n, t in results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
-        self.gradients = tuple((n[12:], _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
-                               for n, t in sorted(bad, key=lambda row: order.get(row[0], len(order))))
-        return symptom, where.blame([results["loss"]]) or where.blame(results.values()) or Birth()
+        bad = [(n[12:], t) for n, t in self.results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        order = {storage: k for k, storage in enumerate(where.causes)}  # as they became bad
+        bad.sort(key=lambda row: order.get(_storage(row[1]), len(order)))
+        self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
+                               for n, t in bad)
+        return symptom, where.blame([self.results["loss"]]) or where.blame(self.results.values()) or Birth()
 
 
 # --- Which operation was it
@@ -451,32 +456,21 @@ class Locator(TorchDispatchMode):
     """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
 
     `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
-    What it remembers of a bad tensor it forgets with the tensor's storage, so it may stay entered for many steps.
+    What it remembers of a tensor it forgets with the tensor's storage, so it may stay entered for many steps.
     """
 
-    def __init__(self, net: nn.Module | None = None, batch: Any = (), indices: list[int] | None = None):
+    def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
-        self.net, self.names, self.calls = net, {}, Counter()  # modules: their names, how often each was called
-        self.order: dict[str, None] = {}  # parameters, as the backward finishes their gradients
+        self.net, self.paused, self._clock = net, False, count()
+        self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
-        self.lawful, self.ignored = {-100}, None  # every ignore_index seen; that of a loss that ignores every label
-        self._known: dict[int, tuple[str, bool]] = {}  # storage: name of a ready-made tensor, and may it be a mask?
-        self._causes: dict[int, tuple[StorageWeakRef, tuple[int, Birth | None]]] = {}  # storage: what made it bad
-        self._rules: dict[Any, SimpleNamespace] = {}
-        self._stack: list[tuple[str, int]] = []  # modules under way: name, number of the call
-        self._since, self._module = [0], [("", 0)]  # autograd's sequence numbers, and the module from there on
-        self._clock, self._handles, self.paused = 0, [], False
-        self.take(batch, len(indices or ()))
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, operations pass unseen."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
+        self.lawful = {-100}  # every ignore_index seen
+        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, number of the call
+        self._since = deque([(0, ("", 0))], maxlen=1 << 18)  # autograd's sequence number where a module begins or ends
+        # Of a storage, while it lives: its name if it was ready-made; what made it bad; bytes from sample to sample.
+        self._known, self.causes, self._rows = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
+        self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
         """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
@@ -484,8 +478,13 @@ class Locator(TorchDispatchMode):
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
             name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
-            self._known.setdefault(_key(t), (name, True))
-        self.size, self._rows = _batch_size([t.shape for t in leaves.values()], size), {}
+            self._known.setdefault(_storage(t), name)
+        shapes = [t.shape for t in leaves.values()]
+        counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))  # most have it first, or after time
+        self.size = size or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
+        self.calls.clear()
+        self._rows.clear()
+        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label of this batch
         for t in leaves.values() if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
@@ -494,35 +493,28 @@ class Locator(TorchDispatchMode):
         for name, module in net.named_modules():
             self.names.setdefault(module, name)
             for key, t in named_tensors(dict(_attributes(module)), name):
-                self._known[_key(t)] = f"attribute {key}", True
-        self._known |= {_key(b): (f"buffer {n}", True) for n, b in net.named_buffers()}
-        self._known |= {_key(b): (n, False) for n, b in _statistics(net).items()}
-        self._known |= {_key(p): (f"parameter {n}", False) for n, p in net.named_parameters()}
-        for name, p in net.named_parameters():
-            if p.requires_grad and p.is_leaf:
-                self._handles.append(p.register_post_accumulate_grad_hook(partial(self._done, name)))
-
-    def _done(self, name: str, p: Tensor) -> None:
-        self.order.setdefault(name)
+                self._known[_storage(t)] = f"attribute {key}"
+        self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers()})
+        self._known.update({_storage(p): f"parameter {n}" for n, p in net.named_parameters()})
 
     def __enter__(self) -> Locator:
         if self.net is not None:
             self._name(self.net)
-        self._handles.append(hooks.register_module_forward_pre_hook(self._enter_module))
-        self._handles.append(hooks.register_module_forward_hook(self._leave_module, always_call=True))
+        self._handles = (hooks.register_module_forward_pre_hook(self._enter_module),
+                         hooks.register_module_forward_hook(self._leave_module, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.net is None and not self._stack and module not in self.names:
+        if self.net is None and len(self._stack) == 1 and module not in self.names:
             self._name(module)
-        name = self.names.get(module, self._stack[-1][0] if self._stack else "")
+        name = self.names.get(module, self._stack[-1][0])
         if module in self.names and torch._C._current_autograd_node() is None:  # else a checkpoint repeats its forward
             self.calls[name] += 1
         self._stack.append((name, self.calls[name]))
@@ -533,11 +525,8 @@ class Locator(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        if len(self._since) > 1 << 18:  # many steps long: the older half is of graphs that are gone
-            del self._since[: 1 << 17], self._module[: 1 << 17]
-        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1]:  # a GPU's backward thread counts anew
-            self._since.append(number)
-            self._module.append(self._stack[-1] if self._stack else ("", 0))
+        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1][0]:  # a GPU's backward counts anew
+            self._since.append((number, self._stack[-1]))
 
     # Operations
 
@@ -547,81 +536,63 @@ class Locator(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
-        inputs, kept = _flat((*args, *kwargs.values())), args
-        written = _flat([*(args[i] for i in rule.writes if i < len(args)), *(kwargs.get(n) for n in rule.names)])
-        spans = {id(t): extent(t) for t in written}  # now: an in-place operation overwrites its evidence
-        if written and not rule.many:
-            kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        rule, given, inputs = _rule(func), dict(enumerate(args)) | kwargs, _flat((args, kwargs))
+        written = _flat([given.get(k) for k in rule.writes])
+        kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
         if rule.overwrites:
-            inputs = [t for t in inputs if id(t) not in spans]
+            inputs = [t for t in inputs if not any(t is w for w in written)]
+        told = _told(inputs) if written else []  # now: an in-place operation overwrites its evidence
         if rule.index:
             self._check_index(rule, func, args, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
-            cause = self._inherited(func, inputs, spans)
-            self.failed = self.failed or cause[1] or self._birth(func, inputs, spans)
+            told = told or _told(inputs)
+            self.failed = self.failed or self._earliest(told, func)[1] or self._birth(func, told)
             raise
-        before, outs = {_key(t) for t in inputs}, _flat((out,)) + written
+        before, outs = {_storage(t) for t in inputs}, _flat(out) + written
         if self._rows:
-            self._carry(rule, args, kwargs, inputs, outs, before)
+            self._carry(rule, given, inputs, outs, before)
         for t in outs:
-            if (key := _key(t)) in before and not written:
+            if (storage := _storage(t)) in before and not written:
                 continue  # a view: it shares what is known of its storage
             if is_bad(span := extent(t)):
-                cause = self._inherited(func, inputs, spans)
-                given = any(isinstance(a, float) and is_bad((a, a)) for a in (*args, *kwargs.values()))
-                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or given):
+                cause = self._earliest(told := told or _told(inputs), func)
+                asked = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
+                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
-                    cause = self._born(self._birth(func, inputs, spans, t, span, _again(func, kept, kwargs)))
+                    cause = next(self._clock), self._birth(func, told, t, _again(func, kept, kwargs))
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
-                self._remember(key, t, cause)
-            elif key in self._causes and _values(t).nbytes >= _values(t).untyped_storage().nbytes():
-                del self._causes[key]  # wholly overwritten
+                self.causes[storage] = cause
+            elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
+                del self.causes[storage]  # wholly overwritten
         return out
-
-    def _born(self, birth: Birth) -> tuple[int, Birth]:
-        self._clock += 1
-        return self._clock, birth
-
-    def _remember(self, key: int, t: Tensor, cause: tuple[int, Birth | None]) -> None:
-        if len(self._causes) > 1 << 12:
-            self._causes = {k: held for k, held in self._causes.items() if not held[0].expired()}
-        self._causes[key] = StorageWeakRef(_values(t).untyped_storage()), cause
-
-    def _inherited(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]]) -> tuple:
-        """The first cause among the inputs: (its number, its birth)."""
-        bad = [(t, span) for t in inputs if is_bad(span := spans.setdefault(id(t), extent(t)))]
-        return min((self._cause(t, span, func, inputs, spans) for t, span in bad), default=NOBODY, key=lambda c: c[0])
-
-    def _cause(self, t: Tensor, span: tuple[float, float], *used: Any) -> tuple[int, Birth | None]:
-        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
-        reference, cause = self._causes.get(key := _key(t), (None, NOBODY))
-        if reference is not None and not reference.expired():
-            return cause
-        name, may_mask = self._known.get(key, ("", True))
-        if may_mask and is_mask(span):
-            return LAWFUL
-        if not name or not used:
-            return NOBODY
-        birth = replace(self._birth(*used, t, span), source=name, samples=self._samples(t))
-        self._remember(key, t, cause := self._born(birth))
-        return cause
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        bad = [(t, span) for t in tensors if is_bad(span := extent(t))]
-        return min((self._cause(t, span) for t, span in bad), default=NOBODY, key=lambda c: c[0])[1]
+        return self._earliest(_told(tensors))[1]
 
-    def _birth(self, func: Any, inputs: list[Tensor], spans: dict[int, tuple[float, float]], out: Tensor | None = None,
-               span: tuple[float, float] = (0.0, 0.0), again: str = "") -> Birth:
-        told = [(t, spans.setdefault(id(t), extent(t))) for t in inputs if t.is_floating_point() or t.is_complex()]
-        stack = traceback.format_stack()
-        stack = stack[: max(k for k, frame in enumerate(stack) if "in __torch_dispatch__" in frame)]
-        (module, call), node = self._stack[-1] if self._stack else ("", 0), torch._C._current_autograd_node()
+    def _earliest(self, told: list, func: Any = None) -> tuple[int, Birth | None]:
+        """The first cause among these tensors, which `func` uses: (its number, its birth)."""
+        bad = (self._cause(t, span, func, told) for t, span in told if is_bad(span))
+        return min(bad, default=NOBODY, key=lambda cause: cause[0])
+
+    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, told: list) -> tuple[int, Birth | None]:
+        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
+        if (storage := _storage(t)) in self.causes:
+            return self.causes[storage]
+        name = self._known.get(storage, "")
+        if is_mask(span) and not name.startswith("parameter ") and not STATISTIC.search(name):
+            return LAWFUL
+        if not name or not func:
+            return NOBODY
+        birth = replace(self._birth(func, told, t), source=name, samples=self._samples(t))
+        return self.causes.setdefault(storage, (next(self._clock), birth))
+
+    def _birth(self, func: Any, told: list, out: Tensor | None = None, again: str = "") -> Birth:
+        stack, (module, call), node = traceback.format_stack(), self._stack[-1], torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
         if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
             stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
@@ -629,15 +600,16 @@ class Locator(TorchDispatchMode):
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = [*node.metadata.get("traceback_", ())]
             if isinstance(variable := getattr(node, "variable", None), Tensor):
-                owner = self._known.get(_key(variable), ("", False))[0].removeprefix("parameter ")
+                owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
-            elif not self._stack:
-                module, call = self._module[bisect_right(self._since, node._sequence_nr()) - 1]
+            elif len(self._stack) == 1:
+                at = bisect_right(self._since, node._sequence_nr(), key=lambda mark: mark[0])
+                module, call = self._since[at - 1][1]
         calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
         bad = [s for _, s in told if is_bad(s)]
         about = {} if out is None else dict(
-            made=_made(span), result=_type(out), samples=self._samples(out, bool(bad)),
-            source="" if all(map(is_mask, bad)) else CONSTANT)
+            made=_made(extent(out)), result=_type(out), source="" if all(map(is_mask, bad)) else CONSTANT,
+            samples=self._samples(out, out.isnan() if bad and out.isnan().any() else None))  # its -inf may be a mask
         return Birth(
             op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
             inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told),
@@ -654,10 +626,7 @@ class Locator(TorchDispatchMode):
             if wrong.any():
                 what = "index" if ignore is None else "label"
                 self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
-                found, marked = self._dim(index), torch.zeros_like(index, dtype=torch.float32).masked_fill(wrong, nan)
-                if found:
-                    self._carries(marked, *found)
-                self.failed = replace(self._birth(func, inputs, {}), samples=self._samples(marked))
+                self.failed = replace(self._birth(func, _told(inputs)), samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
@@ -665,58 +634,54 @@ class Locator(TorchDispatchMode):
 
     def _carries(self, t: Tensor, d: int, inner: int) -> None:
         if t.stride(d):
-            self._rows[_key(t)] = t.stride(d) * inner * t.element_size()
+            self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
         """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
-        step = self._rows.get(_key(t), 0) // t.element_size() if t.layout is torch.strided else 0
+        step = self._rows.get(_storage(t), 0) // t.element_size() if t.layout is torch.strided else 0
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
             if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor, nan: bool = False) -> tuple[int, ...]:
-        """The samples with a bad number; with `nan`, where t has a NaN, those: its -inf may be a mask."""
+    def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
+        """The samples for which `wrong` is true, or without it those of which `t` has a bad number."""
         if (found := self._dim(t)) is None:
             return ()
-        wrong = t.detach().isnan() if nan and t.isnan().any() else _beyond(t)
+        wrong = _beyond(t) if wrong is None else wrong
         wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
         return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
-    def _carry(self, rule: SimpleNamespace, args: Any, kwargs: Any, inputs: list[Tensor], outs: list[Tensor],
-               before: set[int]) -> None:
+    def _carry(self, rule: SimpleNamespace, given: Any, inputs: list[Tensor], outs: list[Tensor], before: set) -> None:
         """Mark the results that still have the batch dimension."""
         found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
         for number, t in enumerate(outs):
-            if (key := _key(t)) in self._rows and key in before:
+            if (storage := _storage(t)) in self._rows and storage in before:
                 continue  # a view
-            self._rows.pop(key, None)  # a new storage, at an address that may have been another's
+            self._rows.pop(storage, None)  # overwritten
             for k, source, (d, inner) in found if t.layout is torch.strided else ():
-                if (to := rule.follow(args, kwargs, k, number, source, d, t)) is not None:
+                if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
 
 
-def _batch_size(shapes: list[torch.Size], known: int) -> int:
-    """The size that most tensors of the batch have as dimension 0, or 1 where time is first."""
-    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
-    return known or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
-
-
 STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
 LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
+@cache
 def _rule(func: Any) -> SimpleNamespace:
     """What the dispatch needs to know of an operation, found once."""
     schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
-    names, pointwise = [a.name for a in schema.arguments], torch.Tag.pointwise in func.tags or name == "copy"
-    writes = [k for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    pointwise = torch.Tag.pointwise in func.tags or name == "copy"
+    writes = [key for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
+              for key in (k, a.name)]
     if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
         writes = [3, 4]  # the running statistics, of which the schema does not say so
-    at = next((k for k, n in enumerate(names) if n in ("dim", "dims")), None)
+    over = next(((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None)
 
-    def follow(args: Any, kwargs: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+    def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
         """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
         if pointwise:
             d += t.dim() - source.dim()
@@ -725,8 +690,8 @@ def _rule(func: Any) -> SimpleNamespace:
                 return None  # summed over
         elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
             return None  # the slope of a weight
-        elif at is not None:
-            dims = args[at] if at < len(args) else kwargs.get(names[at])
+        elif over:
+            dims = given.get(over[0], given.get(over[1]))
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
             if name != "stack" and d in dims:
@@ -736,22 +701,15 @@ def _rule(func: Any) -> SimpleNamespace:
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
 
-    return SimpleNamespace(writes=writes, names=[names[k] for k in writes], follow=follow, index=INDEX.get(name),
-                           many="foreach" in name or "fused" in name, overwrites=name in (
-                               "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential"))
-
-
-def _along(x: Tensor, dim: int, index: Tensor, *more: Any) -> list[tuple]:
-    return [(index, x.shape[dim], 0, None)] if x.dim() else []
-
-
-def _nll(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> list[tuple]:
-    return [(target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]
+    return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES)
 
 
 INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments
-    "nll_loss_forward": _nll, "nll_loss2d_forward": _nll, "gather": _along, "index_select": _along, "scatter": _along,
-    "scatter_add": _along, "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), lambda x, target, weight, reduction, ignore: [
+        (target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]),
+    **dict.fromkeys(("gather", "index_select", "scatter", "scatter_add"), lambda x, dim, index, *more: [
+        (index, x.shape[dim], 0, None)] if x.dim() else []),
+    "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
     "index": lambda x, indices, *more: [(i, x.shape[k], -x.shape[k], None) for k, i in enumerate(indices)
                                         if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)],
 }
@@ -763,12 +721,9 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
-        def wide(v: Any, dtype: torch.dtype = dtype) -> Any:
-            if isinstance(v, Tensor):
-                return v.detach().to(dtype) if v.is_floating_point() else v.detach()
-            return dtype if isinstance(v, torch.dtype) and v.is_floating_point else v
         try:
-            spans = [extent(t) for t in _flat((func(*tree_map(wide, args), **tree_map(wide, kwargs)),))]
+            wide, named = _exchange((args, kwargs), dtype, FLOATS)
+            spans = [extent(t) for t in _flat(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
         bad = next((_made(s) for s in spans if is_bad(s)), "finite")
@@ -780,65 +735,50 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 
 # --- Cures, tried on the recorded step
 
-def _try(rerun: Rerun, birth: Birth, verdict: str, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
+def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
     """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
-    tried: list[str] = []
-
-    def goes(what: str, context: AbstractContextManager) -> bool:
-        said = rerun(context)
-        tried.append(f"{what}: " + (f"still bad ({said})" if said else "finite"))
-        return not said
-
-    name = birth.module if verdict == "precision" else ""
+    cures, tried, name = [], [], birth.module if precision else ""
     while name:
-        for kind in kinds:
-            module = island(rerun.net.get_submodule(name), keep="result" in kind)
-            if goes(f"{name} in fp32{kind.removeprefix('module')}", module):
-                return tuple(tried), (kind, name)
+        module = rerun.net.get_submodule(name)
+        cures += [(f"{name} in fp32{kind.removeprefix('module')}", island(module, keep="result" in kind), (kind, name))
+                  for kind in kinds]
         name = name.rpartition(".")[0]
     advice, mend = WEAK.get(birth.weak, ("", None))
     if mend:
-        calls, what = Calls(weak=birth.weak, line=birth.line), f"{advice.rpartition(': ')[2]} at {birth.line}"
-        if goes(what, calls) and calls.hits:
-            return tuple(tried), ("eps", birth.weak)
-        if not calls.hits:
-            tried[-1] = f"{what}: not tried, the call was not found"
-    if verdict != "precision":
+        what = f"{advice.rpartition(': ')[2]} at {birth.line}"
+        cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
+    if precision and birth.result.startswith("float16"):
+        cures.append(("the whole step in bf16", InBf16(), ("precision", "bf16")))
+    for what, context, cure in cures:
+        said, missed = rerun(context), isinstance(context, Calls) and not context.hits
+        went = "not tried, the call was not found" if missed else f"still bad ({said})" if said else "finite"
+        tried.append(f"{what}: {went}")
+        if went == "finite":
+            return tuple(tried), cure
+    if not precision:
         return tuple(tried), ("", "")
-    if birth.result.startswith("float16") and goes("the whole step in bf16", InBf16()):
-        return tuple(tried), ("precision", "bf16")
     return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
 
 
-@contextmanager
-def island(module: nn.Module, keep: bool = False) -> Iterator[None]:
+def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
     """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
-    before, inner = vars(module).get("forward"), nn.Module()
+    inner = nn.Module()
     inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
 
-    def cast(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
-        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype in of else t, tree)
-
     def forward(*args: Any, **kwargs: Any) -> Any:
-        floats = [t for t in _flat((*args, *kwargs.values())) if t.is_floating_point()]
+        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
         device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
         back = floats[0].dtype if floats else torch.float32
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
             back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
         with torch.autocast(device, enabled=False):
-            args, kwargs = cast((args, kwargs), torch.float32, HALF)
+            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
             half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
             out = torch.func.functional_call(inner, half, args, kwargs)
-        return out if keep or back not in HALF else cast(out, back, (torch.float32,))
+        return out if keep or back not in HALF else _exchange(out, back, (torch.float32,))
 
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
+    return mock.patch.object(module, "forward", forward)
 
 
 class Calls(TorchFunctionMode):
@@ -868,10 +808,9 @@ class InBf16(TorchDispatchMode):
     """What would be fp16 is bf16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def swap(v: Any) -> Any:
-            tensor = isinstance(v, Tensor) and v.dtype is torch.float16 and not func._schema.is_mutable
-            return v.to(torch.bfloat16) if tensor else torch.bfloat16 if v is torch.float16 else v
-        return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
+        if not func._schema.is_mutable:
+            args, kwargs = _exchange((args, kwargs or {}), torch.bfloat16, (torch.float16,))
+        return func(*args, **kwargs or {})
 
 
 def _stance(stance: str) -> AbstractContextManager:
@@ -889,9 +828,14 @@ def _values(t: Tensor) -> Tensor:
     return t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.is_mkldnn else t.values()
 
 
-def _key(t: Tensor) -> int:
-    """One number for all views of a storage."""
-    return _values(t).untyped_storage()._cdata
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    """One object for all views of a storage. It lives as long as the storage."""
+    return _values(t).untyped_storage()
+
+
+def _told(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
+    """(tensor, extent) of those with real numbers."""
+    return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 @torch.no_grad()
@@ -940,21 +884,23 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
 
 
-def _flat(args: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments or results: alone or in a list."""
-    every = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [a for a in every if isinstance(a, Tensor)]
+def _flat(tree: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
+
+
+def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+    """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
+    def one(v: Any) -> Any:
+        if isinstance(v, Tensor):
+            return v.to(to, copy=True) if v.dtype in of else v
+        return to if isinstance(v, torch.dtype) and v in of else v
+    return tree_map(one, tree)
 
 
 def _statistics(net: nn.Module) -> dict[str, Tensor]:
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
-    norms = [(n, m) for n, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    return {f"buffer {'.'.join(filter(None, (n, key)))}": b for n, m in norms for key, b in m.named_buffers()}
-
-
-def _symptom(results: Mapping[str, Tensor]) -> str:
-    """The first bad result, or ""."""
-    return next((f"{name} is {_made(span)}" for name, t in results.items() if is_bad(span := extent(t))), "")
+    return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
 def _said(error: Exception) -> str:
@@ -986,9 +932,8 @@ def _line(stack: Iterable[str]) -> str:
 def demo() -> None:
     """A Linear whose fp16 result passes 65504: found, named, and finite in fp32."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
-    net.add_module("wide", nn.Linear(64, 64))
-    net.extend([nn.LayerNorm(64), nn.Linear(64, 4)])
+    layers = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4)
+    net = nn.Sequential(OrderedDict(zip(("0", "1", "wide", "3", "4"), layers, strict=True)))
     net.wide.weight.data *= 3e5  # the fault
     batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
     record.keep(*batch)
@@ -1017,51 +962,51 @@ in the first run: for scripts that take hours. Exit code 3: found; the report is
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
 
 
-class Found(SystemExit):
-    """Ends the script at its first bad step."""
-
-
 class Watch:
-    """The hooks around a script. Every operation is watched after `first` backward passes or `from_step` steps."""
+    """The hooks around a script. Every operation is watched from optimizer step `begin` on, if that is not None.
 
-    def __init__(self, argv: list[str], path: str, first: int | None, from_step: int | None):
-        self.argv, self.path, self.first, self.from_step = argv, path, first, from_step
+    In the second run (`again`), `begin` counts backward passes, and everything noted is looked at at once.
+    """
+
+    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool):
+        self.argv, self.path, self.begin, self.again = argv, os.path.abspath(path), begin, again
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
-        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
+        self.thread, self.on, self.busy, self.depth, self.undo = threading.get_ident(), True, False, 0, ExitStack()
         self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
         self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
         self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
-        self.roots: dict[int, weakref.ref] = {}  # the outermost modules
-        self.kept: list[tuple[Tensor, Tensor]] = []  # BatchNorm's statistics, and a copy from the last good step
+        self.roots = WeakKeyDictionary()  # the outermost modules: (statistic, its copy from the last good step), ...
         self.gradient = self.activation = 0.0  # the largest
-        self.optimizer, self.locator, self.read, self.scale = None, None, [], 1.0
+        self.optimizer, self.stepping, self.locator, self.read, self.scale = None, None, None, [], 1.0
         self.symptom, self.at, self.step, self.report = "", 0, 0, ""
 
     def __enter__(self) -> Watch:
-        for text in (".*there are global hooks", "Anomaly Detection has been enabled"):
-            warnings.filterwarnings("ignore", message=text)  # a compiled module fires a hook twice, which is harmless
-        self.undo = [hooks.register_module_forward_pre_hook(self._enter).remove,
-                     hooks.register_module_forward_hook(self._leave, always_call=True).remove,
-                     register_optimizer_step_pre_hook(self._before_step).remove,
-                     register_optimizer_step_post_hook(partial(self._safely, self._after_step)).remove]
+        warnings.filterwarnings("ignore", message=".*there are global hooks")  # fired twice when compiled: harmless
+        for handle in (hooks.register_module_forward_pre_hook(self._enter),
+                       hooks.register_module_forward_hook(self._leave, always_call=True),
+                       register_optimizer_step_pre_hook(self._before_step),
+                       register_optimizer_step_post_hook(partial(self._safely, self._after_step))):
+            self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(Tensor, "item", self._item)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
-        if self.first is not None or self.from_step is not None:
+        if self.begin is not None:
             torch.compiler.set_stance("force_eager")
         self._watch_operations()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.on = False
-        if self.locator:
-            self.locator.__exit__(None, None, None)
-            torch.autograd.set_detect_anomaly(False)
-            self.locator = None
-        while self.undo:
-            self.undo.pop()()
+        self.on, self.locator = False, None
+        self.undo.close()
+
+    def _watch_operations(self) -> None:
+        """Begin to watch every operation, if the time has come."""
+        now = self.passes if self.again else self.steps
+        if self.on and not self.locator and self.begin is not None and now >= self.begin:
+            self.undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            self.locator = self.undo.enter_context(Locator())
 
     def _mine(self) -> bool:
         # is_compiling() first: the compiler then sees a constant, and traces a graph without any of this
@@ -1073,22 +1018,22 @@ class Watch:
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
-        setattr(owner, name, wrapper)
-        self.undo.append(partial(setattr, owner, name, original))
+        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
     def _safely(self, hook: Callable, *args: Any) -> None:
         """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
         if self.busy or not self._mine():
             return
-        self.busy, self.training = True, torch.is_grad_enabled()
+        self.busy, self.training, locator = True, torch.is_grad_enabled(), self.locator or SimpleNamespace()
+        locator.paused = True
         try:
-            with torch.no_grad(), self.locator.pause() if self.locator else nullcontext():
+            with torch.no_grad():
                 hook(*args)
         except Exception as error:
             self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
             self.__exit__()
         finally:
-            self.busy = False
+            self.busy = locator.paused = False
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -1099,13 +1044,12 @@ class Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._mine():
             self.depth += 1
-            if self.depth == 1 and (self.locator or id(module) not in self.roots):
+            if self.depth == 1 and (self.locator or module not in self.roots):
                 self._safely(self._outermost, module, args)
 
     def _outermost(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self.roots:
-            self.roots[id(module)] = weakref.ref(module)
-            self.kept += [(b, b.clone()) for b in _statistics(module).values()]
+        if module not in self.roots:
+            self.roots[module] = [(b, b.clone()) for b in _statistics(module).values()]
         if self.locator:
             self.locator.take(args)
 
@@ -1130,33 +1074,29 @@ class Watch:
         return max((n for n, _ in self.last.values()), default=self.passes)
 
     def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._safely(self._before_backward, tensors)
+        self._safely(self._losses, tensors)
         original(tensors, *args, **kwargs)
         self.passes += 1
         self._safely(self._after_backward)
-        if not self.last:  # else the watch begins where a step ends
-            self._watch_operations()
 
-    def _before_backward(self, tensors: Any) -> None:
+    def _losses(self, tensors: Any) -> None:
         for t in (t.detach() for _, t in named_tensors(tensors)):
             self._note("loss", "loss", t.abs().amax(), [t])
 
     def _after_backward(self) -> None:
-        if self.locator and self.first is not None:
+        if self.stepping:
+            self._check(self.stepping)
+        if self.locator and self.again:
             self._judge([p for p in self._named().values() if p.grad is not None])
-        if not self.last and self.passes % 16 == 0:  # a script without an optimizer
-            self._ask()
+        if not self.last:  # a script without an optimizer, or before its first step; else the watch begins after a step
+            self._watch_operations()
+            if self.passes % 16 == 0:
+                self._ask()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if not callable(closure):
-            return self._safely(self._check, optimizer)
-
-        def watched() -> Any:
-            loss = closure()
-            self._safely(self._check, optimizer)
-            return loss
-        return args[:1], {**kwargs, "closure": watched}
+        self.stepping = optimizer if callable(closure) else None  # then backward passes are still to come
+        self._safely(self._check, optimizer)
 
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
@@ -1174,11 +1114,15 @@ class Watch:
 
     def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-        for value in _norms(t for p in _moved(optimizer) for t in (p, *_moments(optimizer, p).values())):
+        self.stepping = None
+        self._count(optimizer)
+        for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
             self._note("update", "", value, optimizer)
-        if self.kept:
-            torch._foreach_copy_([copy for _, copy in self.kept], [b for b, _ in self.kept])
+        if pairs := [*chain(*self.roots.values())]:
+            torch._foreach_copy_([copy for _, copy in pairs], [statistic for statistic, _ in pairs])
+
+    def _count(self, optimizer: Any) -> None:
+        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
         self._watch_operations()
 
     def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1196,10 +1140,9 @@ class Watch:
         self.bad_losses *= self.bad_losses > losses
         why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
                if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
-        if why or (self.locator and self.first is not None):
+        if why or (self.locator and self.again):
             self._judge(_moved(optimizer), why)
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
-        self._watch_operations()
+        self._count(optimizer)
 
     def _item(self, original: Callable, t: Tensor) -> Any:
         value = original(t)
@@ -1212,7 +1155,7 @@ class Watch:
     def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
         """This value is asked at the next transfer; in the second run at once."""
         self.pending.append((kind, name, self.passes, value, evidence if self.locator or kind == "update" else None))
-        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.first is not None)):
+        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.again)):
             self._ask()
 
     def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
@@ -1241,16 +1184,12 @@ class Watch:
             more = f" and {len(bad) - 1} more" * (len(bad) > 1)
             made = _made(extent(bad[0].grad)) + (why and f", {why}")
             symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
-            since = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else self.passes - 1
-            self._found(symptom, [p.grad for p in bad], since)
+            self._found(symptom, [p.grad for p in bad], self.passes - 1)
 
     def _blame_update(self, optimizer: Any) -> None:
         """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
-        for group in optimizer.param_groups:
-            held = [(p, *row) for p in group["params"] for row in (("", p), *_moments(optimizer, p).items())]
-            for p, key, t in held:
-                if _host(_norms([t]))[0] <= LIMIT:
-                    continue
+        for group, p, key, t in _held(optimizer):
+            if not _host(_norms([t]))[0] <= LIMIT:
                 lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
                 why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}; the gradient norm was up to {self.gradient:.3g}"
                 symptom = f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))}"
@@ -1260,20 +1199,20 @@ class Watch:
                 self._found(symptom, (), 0)
 
     def _found(self, symptom: str, evidence: Any, passes: int) -> None:
-        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.last else passes  # where this step began
+        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else passes  # where this step began
         self.symptom, self.at = symptom, max(0, min(passes, ended))
         self.step = self.steps if self.last else self.at
-        if not self.report and (self.first is not None or self.from_step is not None):
+        if not self.report and self.begin is not None:
             try:
                 self.report = self._tell(evidence or ())
             except Exception as error:
                 self.report = f"{symptom} at step {self.step}; the report failed ({_said(error)})"
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
-        for b, copy in self.kept:
-            b.copy_(copy)
+        for statistic, copy in chain(*self.roots.values()):
+            statistic.copy_(copy)
         self.__exit__()
-        raise Found(3)
+        raise SystemExit(3)
 
     def _tell(self, evidence: Any) -> str:
         birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
@@ -1283,45 +1222,30 @@ class Watch:
         verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
                    "data" if birth.source or ignored else
                    "precision" if birth.again == "finite in float32" else "divergence")
-        report = Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
-                        precision=birth.result.partition("[")[0], **asdict(birth))
-        text = "\n".join(line for line in str(report).split("\n") if "the same batch in fp32" not in line)  # not tried
-        if self.world > 1 and dist.is_initialized():  # the other ranks received what the guilty rank made
-            received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, (received, self.rank, text))
-            text = f"{min(every)[2]}\n  guilty: rank {min(every)[1]} of {len(every)}"
-        return text
+        received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT  # from the guilty rank
+        report = agree(Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
+                              precision=birth.result.partition("[")[0], **asdict(birth)), received)
+        lines = [line for line in str(report).split("\n") if "the same batch in fp32" not in line]  # not tried
+        return "\n".join(lines) + f"\n  guilty: rank {report.rank} of {self.world}" * (self.world > 1)
 
     def _named(self) -> dict[str, Tensor]:
-        roots = [module for ref in self.roots.values() if (module := ref()) is not None]
-        return {n: p for root in roots for n, p in root.named_parameters()}
+        return {n: p for root in list(self.roots) for n, p in root.named_parameters()}
 
     def _called(self, p: Tensor) -> str:
         return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
-
-    def _watch_operations(self) -> None:
-        """Begin to watch every operation, if the time has come."""
-        now, begin = (self.passes, self.first) if self.from_step is None else (self.steps, self.from_step)
-        if self.on and not self.locator and begin is not None and now >= begin:
-            torch.autograd.set_detect_anomaly(True, check_nan=False)
-            self.locator = Locator().__enter__()
 
     # From start to end
 
     def run(self) -> int:
         """The exit code: 3 for a finding, else 0; the script's own exit code and exceptions pass through."""
         failure: BaseException | None = None
-        try:
-            with self:
-                try:
-                    run_script(self.argv)
-                except BaseException as error:
-                    failure = error
-                if not self.symptom:
-                    self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
-        except Found:
-            pass
+        with suppress(SystemExit), self:
+            try:
+                run_script(self.argv)
+            except BaseException as error:
+                failure = error
+            if not self.symptom:
+                self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
         if failure and not self.symptom:
             raise failure
         if not self.symptom:
@@ -1332,12 +1256,11 @@ class Watch:
             return 0
         if isinstance(failure, Exception):
             traceback.print_exception(failure)
-        if not self.report:  # a watched run starts no other run
-            self.report = self._second_run() if self.first is None and self.from_step is None else self.symptom
+        self.report = self.report or (self._second_run() if self.begin is None else self.symptom)
         if self.rank == 0:
-            with open(os.path.join(self.home, self.path), "w") as file:
+            with open(self.path, "w") as file:
                 file.write(self.report + "\n")
-        if self.first is None:
+        if not self.again:
             self._say(self.report)
         time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
         return 3
@@ -1387,27 +1310,28 @@ def _moved(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _moments(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
-    return {key: t for key, t in optimizer.state.get(p, {}).items()
-            if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+def _held(optimizer: Any) -> Iterator[tuple[dict, Tensor, str, Tensor]]:
+    """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            yield group, p, "", p
+            for key, t in optimizer.state.get(p, {}).items():
+                if isinstance(t, Tensor) and t.dim() and t.is_floating_point():
+                    yield group, p, key, t
 
 
 def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
-    flat = [_values(t.detach().to_local() if hasattr(t, "to_local") else t.detach()) for t in tensors]
+    flat = [_values(t.detach()) for t in tensors]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
     wide = torch.float64 if any(t.dtype is torch.float64 for t in flat) else torch.float32
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 
 def _host(values: list[Tensor]) -> list[float]:
-    """0-dim tensors as Python floats: one transfer for each device."""
-    told = [0.0] * len(values)
-    for device in {t.device for t in values}:
-        at = [i for i, t in enumerate(values) if t.device == device]
-        for i, v in zip(at, torch.stack([values[i].detach().float().reshape(()) for i in at]).tolist(), strict=True):
-            told[i] = v
-    return told
+    """0-dim tensors as Python floats, in one transfer."""
+    device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
+    return torch.stack([v.detach().float().reshape(()).to(device) for v in values]).tolist() if values else []
 
 
 def run_script(argv: list[str]) -> None:
@@ -1431,8 +1355,8 @@ def main() -> int:
     if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
         print(USAGE, end="\n\n")
         return demo() or 0
-    by_hand = None if told["--from-step"] is None or report else int(told["--from-step"])
-    return Watch(argv, report or told["--report"], int(first) if report else None, by_hand).run()
+    begin = first if report else told["--from-step"]
+    return Watch(argv, report or told["--report"], None if begin is None else int(begin), bool(report)).run()
 
 
 if __name__ == "__main__":
