@@ -42,7 +42,8 @@ def validate(run: Any) -> str:
         with fp32_eval(run.net, masters) if forced else run.policy.autocast():
             split = batches.val_batches(*run.val, normalize, batch_size=500, rank=run.rank, device=run.device,
                                         world_size=run.world_size, workers=run.args.workers)
-            run.scores, run.lost = evaluate(run.model, split)
+            run.scores = evaluate(run.model, split)
+            run.lost = run.scores.pop("lost", "")
             if run.rank == 0:
                 path = run.folder / f"shown/{run.step:07d}"
                 if shown := show(run.model, *some(run, 16), path, normalize):
@@ -76,10 +77,10 @@ def evaluated(run: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> tuple[dict[str, float], str]:
-    """Mean of every metric over all validation images of all ranks, under the names val_*; and what is lost, or "".
+def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Mean of every metric over all validation images of all ranks, under the names val_*.
 
-    Lost is a model whose outputs do not depend on the input: all images of a label have the same loss.
+    "lost" is a sentence where the outputs do not depend on the input: all images of a label have the same loss.
     """
     model.eval()
     total = 0.0
@@ -98,7 +99,7 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]]) -> tuple[
         dist.all_reduce(total)
     count, *sums, same, differ = total.tolist()
     scores = {f"val_{name}": value / count for name, value in zip(metrics, sums, strict=True)}
-    return scores, "the outputs no longer depend on the input" if same > 0 == differ else ""
+    return scores | ({"lost": "the outputs no longer depend on the input"} if same > 0 == differ else {})
 
 
 def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor) -> list[Any]:

@@ -181,6 +181,30 @@ def test_a_run_lost_with_finite_numbers_turns_back_and_never_ends_done(run, flag
     assert (code, last["status"]) == (3, "diverged") or last["val_loss"] < 3
 
 
+def test_a_model_whose_output_ignores_its_input_turns_back_and_never_ends_done(run, monkeypatch):
+    class Dying(torch.nn.Module):
+        """All of its units die in step 15: the head's bias alone goes on learning, and the loss looks harmless."""
+
+        def __init__(self, classes):
+            super().__init__()
+            self.steps, self.first, self.head = 0, torch.nn.Linear(3072, 32), torch.nn.Linear(32, classes)
+
+        def forward(self, images):
+            if self.training:
+                self.steps += 1
+                if self.steps >= 15:
+                    self.first.bias.data.fill_(-1e9)
+            return self.head(self.first(images.flatten(1)).relu())
+
+    monkeypatch.setitem(train.MODELS, "dying", (lambda names, size: Dying(len(names)), RECIPE | {"batch_size": 40}))
+    code, last, _, lines = run("--model", "dying", "--max-steps", 40, "--ckpt-every", 10)
+    assert (code, last["status"]) == (3, "diverged")
+    cures = events(lines, "cure")
+    assert cures[0]["verdict"] == "divergence" and "learning rate x 0.5" in cures[0]["action"]
+    healthy = run("--max-steps", 40, out="healthy")
+    assert healthy[0] == 0 and not events(healthy[3], "cure")
+
+
 def test_a_loss_that_spikes_and_recovers_turns_nothing_back():
     record = train.Run()
     said = [train.heal.suspect(record, loss, 1.0) for loss in [2.3] * 10 + [1.0] * 50 + [80.0] * 15 + [0.9] * 100]
