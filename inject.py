@@ -80,7 +80,7 @@ def flipped(x: Tensor) -> Tensor:
     return (x.detach().view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
 
 
-def largest(x: Tensor) -> Tensor:
+def at_largest(x: Tensor) -> Tensor:
     """A mask of the one element (the first, of several) with the largest magnitude: a flip at 0 would do no harm."""
     x = x.detach().abs()
     return torch.arange(x.numel(), device=x.device).view(x.shape) == x.argmax()
@@ -100,7 +100,7 @@ def spoil(tree: Any, kind: str, gate: Tensor) -> Any:
     leaves, shape = tree_flatten(tree)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     if kind == "flip":
-        leaves[i] = torch.where(largest(leaves[i]) & gate, flipped(leaves[i]), leaves[i])
+        leaves[i] = torch.where(at_largest(leaves[i]) & gate, flipped(leaves[i]), leaves[i])
         gate.fill_(False)
         return tree_unflatten(leaves, shape)
     where = torch.zeros_like(leaves[i], dtype=torch.bool)
@@ -191,7 +191,7 @@ class Injector:
             names.append(pick(f, tensors))
             t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward that is still to come
             if f.kind == "flip":
-                t.copy_(torch.where(largest(t), flipped(t), t))
+                t.copy_(torch.where(at_largest(t), flipped(t), t))
             else:
                 t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
         return names

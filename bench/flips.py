@@ -1,0 +1,77 @@
+"""
+A bit flips in the weights or moments of one rank of three: is it seen, is the rank named, are the replicas equal again?
+
+    torchrun --standalone --nproc_per_node=3 bench/flips.py            100 flips in 25 runs, half a minute
+
+Each run takes ten steps and meets four flips, each in a random tensor on a random rank (the fifth would end the run with
+exit code 5). All numbers stay finite. Every second step is verified.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+from bench.record import header, write  # noqa: E402
+from data import cifar10, synthetic  # noqa: E402
+from models import MODELS  # noqa: E402
+
+RUNS, STEPS, MODEL = 25, (2, 4, 6, 8), "vit-test"
+
+
+def one(folder: Path, chance: random.Random, names: list[str]) -> list[dict]:
+    """One run; a row for each flip. The same random numbers on every rank."""
+    flips = []
+    for step in STEPS:
+        place = chance.choice(("param", "optstate"))
+        name = chance.choice(names if place == "param" else ("exp_avg", "exp_avg_sq"))
+        flips.append({"step": step, "place": place, "name": name, "rank": chance.randrange(3)})
+    spec = ";".join(f"flip:{f['place']}:{f['name']}@step={f['step']},rank={f['rank']}" for f in flips)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = train.main(["--model", MODEL, "--dataset", "cifar10", "--precision", "fp32", "--device", "cpu",
+                           "--batch-size", "48", "--max-steps", "10", "--verify-every", "2", "--inject", spec,
+                           "--out-dir", str(folder)])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    cures = {line["of_step"]: line for line in lines if line.get("event") == "cure"}
+    for flip in flips:
+        cure = cures.get(flip["step"], {})
+        flip |= {"seen": bool(cure), "named": cure.get("rank") == flip["rank"], "action": cure.get("action", ""),
+                 "code": code}
+    return flips
+
+
+def main() -> None:
+    rank, chance, rows = int(os.environ["RANK"]), random.Random(0), []
+    images, labels = synthetic.draw(0, 240, seed=1)
+    cifar10.load = lambda *args: ((images[:200], labels[:200]), (images[200:], labels[200:]), list(range(10)))
+    train.report.draw_curves = lambda path: None
+    dist.destroy_process_group = lambda: None
+    names = [name for name, _ in MODELS[MODEL][0]([str(i) for i in range(10)], 32).named_parameters()]
+    folder = Path(tempfile.gettempdir()) / f"flips-{os.getppid()}"  # the same on all ranks: torchrun is the parent
+    for i in range(RUNS):
+        rows += one(folder / str(i), chance, names)
+        if rank == 0:
+            print(f"{len(rows)} flips: {sum(r['seen'] for r in rows)} seen, {sum(r['named'] for r in rows)} named, "
+                  f"{sum(r['action'].startswith('repaired') for r in rows)} repaired", flush=True)
+    if rank == 0:
+        device = torch.device("cpu")
+        record = header("flips", {"runs": RUNS}, device) | {"n": len(rows), "flips": rows}
+        write(record, ROOT / "bench" / "results", device, samples=("flips",))
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts a process that has ended well
