@@ -3,8 +3,8 @@ A bit flips in the weights or moments of one rank of three: is it seen, is the r
 
     torchrun --standalone --nproc_per_node=3 bench/flips.py            100 flips in 25 runs, half a minute
 
-Each run takes ten steps and meets four flips, each in a random tensor on a random rank (the fifth would end the run with
-exit code 5). All numbers stay finite. Every second step is verified.
+Each run takes ten steps and meets four flips, each in a random tensor on a random rank. The fifth would end the run.
+All numbers stay finite. Every second step is verified.
 """
 
 import contextlib
