@@ -5,7 +5,7 @@ A NaN is seen at once. A chip that multiplies wrongly once an hour, or a bit tha
 looks like any other, and the run ends well with weights that nobody computed (Dixit et al. 2021, arXiv 2102.11245). So
 every --verify-every steps (once an epoch) two things are compared to the bit:
 
-    a pass run twice   Up to 64 images of the batch go forward and backward twice. Where the gradients differ, a third
+    a pass run twice   Up to 32 images of the batch go forward and backward twice. Where the gradients differ, a third
                        run decides. The fifth time the run ends: exit 5, with the rank's name.
     the replicas       All ranks hold the same weights and moments. A checksum of them travels with the guard's flags,
                        in the same all-reduce. Where ranks differ, the majority is right, and the others take its
@@ -27,7 +27,7 @@ import autopsy
 import checkpoint
 import heal
 
-PIECE = 64  # images of the pass that is run twice: 128 of the 50,000 of an epoch are 0.26 %
+PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,8 +55,7 @@ def tell_replica(run: Any) -> None:
 
 
 def twice(run: Any, images: Tensor, labels: Tensor) -> float:
-    """Forward and backward of a piece of this batch, twice. 0: the gradients agree; 1: they differ, and a third run
-    agrees with one of them; 1.5: with neither."""
+    """A piece of this batch, twice. 0: the gradients agree; 1: a third run agrees with one of them; 1.5: with neither."""
     images, labels = images[:PIECE], labels[:PIECE].clamp(0, len(run.classes) - 1)
     kept = autopsy.StepRecord(run.step, run.net)
 
@@ -64,9 +63,11 @@ def twice(run: Any, images: Tensor, labels: Tensor) -> float:
         return bool((checksums(a) == checksums(b)).all())
 
     def gradients() -> list[Tensor]:
+        run.injector.micro = 0  # a planted fault meets each pass, and the step itself
         heal.in_pieces(run, (images, labels))
         grads = [p.grad for p in run.net.parameters() if p.grad is not None]
         kept.restore()  # RNG and buffers as before, no gradients
+        run.injector.micro = 0
         return grads
 
     first, second = gradients(), gradients()
@@ -90,8 +91,7 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     return not difference > 0.01 * torch.stack(torch._foreach_norm(a)).norm()
 
 
-def differs(told: dict[str, float]) -> bool:
-    """Whether a verdict tells of two results that must be equal and differ."""
+def differs(told: dict[str, float]) -> bool:  # as a verdict tells it
     return bool(told["unsure"]) or told["checksum"] != -told["-checksum"]
 
 
