@@ -55,7 +55,7 @@ def tell_replica(run: Any) -> None:
 
 
 def twice(run: Any, images: Tensor, labels: Tensor) -> float:
-    """A piece of this batch, twice. 0: the gradients agree; 1: a third run agrees with one of them; 1.5: with neither."""
+    """A piece of this batch, twice. 0: the gradients agree; 1: a third run agrees with one; 1.5: with neither."""
     images, labels = images[:PIECE], labels[:PIECE].clamp(0, len(run.classes) - 1)
     kept = autopsy.StepRecord(run.step, run.net)
 
