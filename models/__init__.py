@@ -69,8 +69,9 @@ CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025
                      "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
 # At 32 pixels the last stage sees 1 x 1 of them: 8 of 9 numbers of its filters get no gradient, and AdamW takes them.
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "muon": ["layer[123].*.conv?.weight"],
-                     "muon_options": {"momentum": 0.6, "ns_steps": 3}, "epochs": 5}
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 5,
+                     "muon": ["layer[123].*.conv?.weight", "layer[23].*.downsample.0.weight"],
+                     "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
 VMAMBA = TRANSFORMER | {"lr": 6e-3}
 DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, "augment": "flip"}
