@@ -69,7 +69,7 @@ CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025
                      "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
 # At 32 pixels the last stage sees 1 x 1 of them: 8 of 9 numbers of its filters get no gradient, and AdamW takes them.
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 3,
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 4,
                      "muon": ["layer[123].*.conv?.weight", "layer[23].*.downsample.0.weight"],
                      "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
@@ -83,9 +83,9 @@ VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 3}
 SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 4}
 VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
-DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 3}
+DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 4}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
-VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 3}
+VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 4}
 
 # The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
 SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
