@@ -80,12 +80,12 @@ VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 
 # The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One epoch of swin reached
 # 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the table's runs had.
-VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 3}
-SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 4}
+VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
+SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 5}
 VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
 DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 4}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
-VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 4}
+VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
 # The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
 SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
