@@ -68,11 +68,24 @@ CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
+# At 32 pixels the last stage sees 1 x 1 of them: 8 of 9 numbers of its filters get no gradient, and AdamW takes them.
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 4,
+                     "muon": ["layer[123].*.conv?.weight", "layer[23].*.downsample.0.weight"],
+                     "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
 VMAMBA = TRANSFORMER | {"lr": 6e-3}
 DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, "augment": "flip"}
 SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128, "augment": "flip"}
 VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
+
+# The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One epoch of swin reached
+# 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the table's runs had.
+VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
+SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 5}
+VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
+DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 4}
+SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
+VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
 # The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
 SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
@@ -86,29 +99,29 @@ SLAT_VAE_B = SLAT_VAE | {"lr": 1e-4, "lr_rule": "none", "batch_size": 32, "warmu
 MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "cifarnet-tiny": (convnet(cifarnet.PRESETS["cifarnet-tiny"]), CIFARNET),
     "cifarnet": (convnet(cifarnet.PRESETS["cifarnet"]), CIFARNET),
-    "resnet18": (resnet("resnet18"), RESNET),
+    "resnet18": (resnet("resnet18"), RESNET18),
     "resnet50": (resnet("resnet50"), RESNET),
     "vit-test": (patches(vit.ViT, vit.PRESETS["vit-test"]), TRANSFORMER),
-    "vit": (patches(vit.ViT, vit.PRESETS["vit"]), TRANSFORMER),
+    "vit": (patches(vit.ViT, vit.PRESETS["vit"]), VIT),
     "vit-s16": (patches(vit.ViT, vit.PRESETS["vit-s16"]), TRANSFORMER),
     "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
     "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
-    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), TRANSFORMER),
-    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), TRANSFORMER),
+    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN),
+    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), SWIN),
     "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
     "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
     "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
-    "vmamba": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba"]), VMAMBA),
+    "vmamba": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba"]), VMAMBA_CIFAR),
     "vmamba-t": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-t"]), VMAMBA_T),
     "dit-test": (patches(dit.DiT, dit.PRESETS["dit-test"]), DIT),
-    "dit": (patches(dit.DiT, dit.PRESETS["dit"]), DIT),
+    "dit": (patches(dit.DiT, dit.PRESETS["dit"]), DIT_CIFAR),
     "dit-s2": (patches(dit.DiT, dit.PRESETS["dit-s2"]), DIT_S2),
     "slat_vae-test": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-test"]), SLAT_VAE),
-    "slat_vae": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae"]), SLAT_VAE),
+    "slat_vae": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae"]), SLAT_VAE_CIFAR),
     "slat_vae-half": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-half"]), SLAT_VAE),
     "slat_vae-b": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-b"]), SLAT_VAE_B),
     "vlm-test": (patches(vlm.VLM, vlm.PRESETS["vlm-test"]), VLM),
-    "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM),
+    "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM_CIFAR),
     "nanovlm": (patches(vlm.VLM, vlm.PRESETS["nanovlm"]), VLM),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ norms by definition: it casts out_norm's input to fp16, so there the island ends
 Differences from MzeroMiko/VMamba: channels last everywhere; the stacked projections are transposed; the scan is as wide
 as the block (ssm_ratio 1), so the first version, of ratio 2, cannot be built; no dropout, post-norm or position.
 `vmamba-t` is VMamba-T (vssm1_tiny_0230s). `vmamba` has its blocks in two stages behind a stem of one convolution: the
-published stem of two makes patches of 4 pixels only.
+published stem of two makes patches of 4 pixels only. `vmamba` begins with Xavier's init, `vmamba-t` with the published.
 
 Copy this file alone: it needs torch and nothing else.
 """
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 BLOCK = dict(d_state=1, gate=False, conv_bias=False, mlp_ratio=4.0)  # the published second version's
 PRESETS = {
     "vmamba-test": dict(grid=4, dims=(16, 24), depths=(1, 1), d_state=2, mlp_ratio=2.0),  # gate, bias and MLP
-    "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), **BLOCK),  # 0.5 million
+    "vmamba": dict(grid=8, dims=(64, 128), depths=(2, 2), init_std=None, **BLOCK),  # 0.5 million
     "vmamba-t": dict(patch_size=4, stem=2, dims=(96, 192, 384, 768), depths=(2, 2, 8, 2), **BLOCK),  # 30 million
 }
 FULL_STEP = 2**15  # numbers in one step of the recurrence; with fewer, the call of the kernel costs more than its work
@@ -289,6 +289,8 @@ class VMamba(nn.Module):
         conv_bias: bias of the depthwise convolution, as in the first version.
         force_fp32: the scan's results are added and normalised in fp32, in training and in evaluation alike.
         drop_path: probability that the last block's branches are dropped; it rises linearly from 0 in the first.
+        init_std: weights begin as a normal distribution of this deviation, cut at 2, as published; None: as Xavier's.
+            At a width of 64 the published branches begin at a few hundredths of the stream.
     """
 
     def __init__(
@@ -306,6 +308,7 @@ class VMamba(nn.Module):
         conv_bias: bool = True,
         force_fp32: bool = True,
         drop_path: float = 0.0,
+        init_std: float | None = 0.02,
     ):
         super().__init__()
         if image_size % patch_size:
@@ -328,7 +331,10 @@ class VMamba(nn.Module):
         self.norm, self.head = LayerNorm(dims[-1]), nn.Linear(dims[-1], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+                if init_std or module is self.head:
+                    nn.init.trunc_normal_(module.weight, std=init_std or 0.02)
+                else:
+                    nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         self.set_drop_path(drop_path)

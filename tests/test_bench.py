@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from amp_policy import capabilities
+from bench import recognised, train_models
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -43,3 +47,31 @@ def test_the_guard_adds_no_graph_break_and_the_counter_counts():
         assert row["added by the guard"] == {"breaks": 0, "graphs": 0}, name
     assert record["models"]["cifarnet-tiny"]["breaks"] == 0 and record["models"]["cifarnet-tiny"]["graphs"] == 1
     assert record["models"]["vmamba-test"]["breaks"] > 0  # its scan is kept out of the compiler on purpose
+
+
+def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_the_figures_of_every_epoch(tmp_path):
+    header = {"model": "vit", "dataset": "cifar10", "seed": 0, "precision": "bf16", "commit": "abc", "hardware": "cpu",
+              "torch": "2", "args": {"lr": 7e-3, "muon": [], "data_dir": "/where/it/lies"}}
+    best, last = ({"step": 5 * i, "epoch": i, "train_loss": 1.0, "val_acc1": a} for i, a in ((1, 71.0), (2, 70.0)))
+    end = {"event": "end", "status": "done", "updates": 8, "skipped": 1, "val_acc1": 70.0}
+    lines = [header, {"step": 3, "loss": 2.0, "lr": 1e-3}, best, {"event": "skip", "step": 6}, last, end]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    assert not train_models.done(tmp_path)  # stopped before its end: the bench goes on with it
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert train_models.done(tmp_path)
+    row = train_models.record(tmp_path, 2.0)
+    assert [line["val_acc1"] for line in row["epochs"]] == [71.0, 70.0] and row["end"]["val_acc1"] == 70.0
+    assert [event["step"] for event in row["events"]] == [6]
+    assert (row["recipe"]["lr"], row["recipe"]["muon"], row["recipe"]["batch_size"]) == (7e-3, [], 128)
+    assert "/where/it/lies" not in json.dumps(row)
+
+
+def test_a_judge_counts_the_images_that_show_what_was_asked_for():
+    images, labels = torch.zeros(300, 3, 4, 4), torch.arange(300) % 3
+    images[:, 0, 0, 0] = torch.where(torch.arange(300) < 150, labels, 2).float()  # from 150 on all show class 2
+
+    def judge(some):
+        return torch.eye(3)[some[:, 0, 0, 0].long()]
+
+    share, by_class = recognised.recognised(judge, images, labels)
+    assert share == pytest.approx(100 * (150 + 50) / 300) and by_class == [50.0, 50.0, 100.0]

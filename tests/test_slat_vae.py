@@ -39,7 +39,7 @@ def policy_of(name, device="cpu"):
 
 
 def test_the_active_patches_are_those_with_planted_texture():
-    net = build("slat_vae")
+    net = build("slat_vae", active=0.5)
     planted = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:net.active].sort().values
     images = torch.linspace(-1, 1, 32).expand(1, 3, 32, 32).clone()  # a ramp: it varies, but the thumbnail knows it
     checks = (torch.arange(4)[:, None] + torch.arange(4)) % 2 - 0.5  # mean 0: the thumbnail does not see it
@@ -60,7 +60,7 @@ def test_the_active_patches_are_those_of_float64_in_every_precision_though_half_
     assert not torch.equal(rounded, want)  # the danger is real
     for name in PRECISIONS:
         policy = policy_of(name)
-        net = policy.prepare(build("slat_vae"))
+        net = policy.prepare(build("slat_vae", active=0.5))
         with policy.autocast():
             coords, background = net.structure(images)
         assert background.dtype == torch.float32
@@ -81,7 +81,7 @@ def test_take_and_put_use_rows_and_columns_as_slices_do():
 
 
 def test_the_picture_is_exact_at_active_patches_when_the_decoder_is_and_background_elsewhere():
-    net, (images, _) = build("slat_vae"), pictures(3)
+    net, (images, _) = build("slat_vae", active=0.5), pictures(3)
     coords, background = net.structure(images)
     picture = net.assemble(background, coords, slat_vae.take(images - background, coords, 4))
     active = slat_vae.put(torch.zeros_like(images), coords, torch.ones(3, 32, 48), 4).bool()
@@ -219,7 +219,7 @@ def test_show_puts_eight_originals_above_their_reconstructions():
 def test_the_preset_has_as_many_tokens_at_64_pixels_and_refuses_other_sizes(image_size):
     net = build("slat_vae", image_size)
     images = torch.randn(2, 3, image_size, image_size)
-    assert net.structure(images)[0].shape == (2, 32, 2)
+    assert net.structure(images)[0].shape == (2, 48, 2)  # three quarters of 64
     assert net(images, torch.zeros(2, dtype=torch.int64))[0].isfinite()
     with pytest.raises(ValueError, match=f"image_size={image_size}"):
         net(F.pad(images, (8, 8, 8, 8)), torch.zeros(2, dtype=torch.int64))
