@@ -131,13 +131,12 @@ def safety():
 
 
 def time_to_accuracy():
-    """Validation accuracy of every seed over seconds of training, ours beside airbench94: on the CPU and on the GPU."""
+    """Validation accuracy of every seed over seconds of training, ours beside the peer: on the CPU and on the GPU."""
     names = ("time_to_accuracy-cpu", "time_to_accuracy-cuda")
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
     for axis, record in zip(axes, map(raw, names), strict=True):
         seconds, plain = (record["columns"].index(name) for name in ("seconds", "plain"))
-        for who, colour, height in (("ours", BLUE, 0.16), ("airbench94", ORANGE, 0.05)):
-            seeds = record["curves"][who]
+        for (who, seeds), colour, height in zip(record["curves"].items(), (BLUE, ORANGE), (0.16, 0.05), strict=True):
             for seed in seeds:
                 axis.plot([point[seconds] for point in seed], [point[plain] for point in seed], color=colour,
                           linewidth=1.2, alpha=0.8)

@@ -1,20 +1,28 @@
 """
-Time to accuracy on CIFAR-10: the default run of train.py beside cifar10-airbench's 94 % recipe.
+Time to accuracy on CIFAR-10: the default recipe of train.py beside cifar10-airbench's record, airbench94_muon.py.
 
     git clone https://github.com/KellerJordan/cifar10-airbench
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR      # on the GPU if there is one
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --epochs 8 --flags "--lr 8e-3"
-    python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --smoke      # a minute: does it run?
+    python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --steps-only 3     # minutes, on a CPU
 
-Both get the same pixels on the same machine and take turns, epoch by epoch, so that a slow minute of a shared machine
-strikes both; a warm-up of each is not counted.
+Both recipes get the same pixels on the same machine. They take turns, epoch by epoch, so that a slow minute of a shared
+machine strikes both. The peer runs its eight epochs, ours the epochs of its recipe or --epochs.
 Timed is training alone, as the peer does it: no loading, no evaluation. Ours is what train.py counts, guards and
-checkpoints included; the whitening is computed before its clock starts (airbench's clock has it: milliseconds).
+checkpoints included; the whitening is computed before its clock starts (the peer's clock has it: milliseconds).
 After every epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a CPU, where it takes
-half a minute, after the last one), ours in fp32, the peer in its own precision. --recipe takes any file of airbench's
-that is built alike: legacy/airbench95.py, 96.
+half a minute, after the last one), ours in fp32, the peer in its own precision.
+The goal is the accuracy that the peer ends at, the mean of its seeds. For each recipe the bench prints the first epoch
+after which the mean of its seeds is as good, and the seconds until then.
 
-On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions of PORT are made in its source.
+--steps-only ROUNDS asks for the time alone: both recipes run whole, but on the images of one batch of the peer, and no
+accuracy counts. An epoch is then one step of the peer, and each phase of a recipe has its share of the steps. The bench
+takes the median of each epoch over the rounds. Accuracy does not depend on how busy a machine is: the accuracies may
+come from whole runs beside other work, and only the seconds need a quiet machine. It is for CPUs: a GPU runs all in
+seconds.
+
+On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions of PORT are made in its source, and it
+computes in bf16 where our policy does, else in fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +31,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import itertools
-import json
 import math
 import shlex
 import statistics
@@ -36,6 +42,7 @@ import types
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -45,6 +52,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import amp_policy  # noqa: E402
 import checkpoint  # noqa: E402
 import data  # noqa: E402
 import flags  # noqa: E402
@@ -53,17 +61,15 @@ from bench import record  # noqa: E402
 from models import MODELS  # noqa: E402
 
 URL = "https://github.com/KellerJordan/cifar10-airbench"
-GOALS = {  # mean accuracy in percent; on the JPEG copy these are what the peer's recipe reaches with 9.9 epochs
-    "the JPEG copy": {"plain": 89.9, "tta": 90.6},
-    "the official files": {"tta": 94.0},
-}
-# On a CPU: bfloat16, because half is emulated there. Weights and momentum are bfloat16 too, as they are half on a GPU;
-# in one epoch that cost nothing (68.4 % plain, with fp32 weights under autocast 68.6 %, both in 63 s).
+BATCH = 2000  # images in a step of the peer
+COLUMNS = {"plain": 2, "tta": 3}  # of a row: epochs, seconds, plain, tta
+# On a CPU. HALF is bf16 or fp32. Weights, momentum and Newton-Schulz steps have it too, as they are half on a GPU.
 PORT = {
-    "torch.device(gpu)": "torch.device('cpu')",
-    "self.images.half()": "self.images.bfloat16()",
-    "net.half().cuda()": "net.bfloat16()",
-    "(torch.half, torch.float)": "(torch.bfloat16, torch.float)",
+    "@torch.compile\n": "",
+    "G.bfloat16()": "G.to(HALF)",
+    'torch.device("cuda")': 'torch.device("cpu")',
+    "self.images.half()": "self.images.to(HALF)",
+    "mod.half()": "mod.to(HALF)",
     "torch.cuda.Event(enable_timing=True)": "Clock()",
     "torch.cuda.synchronize()": "None",
 }
@@ -79,7 +85,7 @@ class Clock:
         return 1e3 * (later.now - self.now)
 
 
-def import_peer(path: Path, device: torch.device) -> types.ModuleType:
+def import_peer(path: Path, device: torch.device, half: torch.dtype = torch.float32) -> types.ModuleType:
     """The peer's file as a module; its main guard keeps it from running. Raises SystemExit with a sentence."""
     if not path.is_file():
         raise SystemExit(f"--airbench: {path} is not there; git clone {URL}, and name the folder")
@@ -88,12 +94,13 @@ def import_peer(path: Path, device: torch.device) -> types.ModuleType:
         if text not in source:
             raise SystemExit(f"{path} has changed: it does not contain {text!r}, so PORT cannot bring it to a CPU")
         source = source.replace(text, replacement)
-    peer = types.ModuleType("airbench")
-    peer.Clock = Clock
-    exec(compile(source, str(path), "exec", dont_inherit=True), peer.__dict__)
-    missing = {"hyp", "main", "evaluate", "CifarLoader", "print_training_details"} - set(vars(peer))
+    peer = sys.modules["airbench94_muon"] = types.ModuleType("airbench94_muon")  # torch.compile looks it up by name
+    peer.Clock, peer.HALF = Clock, half
+    with patch.object(sys, "argv", [str(path)]):  # it reads its own source from there
+        exec(compile(source, str(path), "exec", dont_inherit=True), peer.__dict__)
+    missing = {"CifarNet", "main", "evaluate", "CifarLoader", "print_training_details"} - set(vars(peer))
     if missing:
-        raise SystemExit(f"{path} is not of the form of legacy/airbench94.py: it has no {', '.join(sorted(missing))}")
+        raise SystemExit(f"{path} is not of the form of airbench94_muon.py: it has no {', '.join(sorted(missing))}")
     return peer
 
 
@@ -184,49 +191,56 @@ def in_turns(runs: dict[str, Callable], order: list[str], device: torch.device) 
 def run_ours(splits: tuple, epochs: float, seed: int, device: torch.device, extra: list[str],
              change: Callable[[], None]) -> list[list[float]]:  # fmt: skip
     """One run of train.py in this process: [epochs, seconds of training, plain, tta], a row for every evaluation."""
-    plain, evaluation = train.validation.evaluate, itertools.count(1)
+    rows, validate, plain = [], train.validation.validate, train.validation.evaluate
 
     def evaluate(model: nn.Module, split) -> dict[str, float]:
-        split, done = list(split), next(evaluation)
-        due = device.type == "cuda" or done >= epochs
-        scores = plain(model, split) | {"val_tta_acc1": tta_accuracy(model.net, split) if due else math.nan}
-        if done < epochs:
+        split = list(split)
+        due = device.type == "cuda" or len(rows) + 1 >= epochs
+        return plain(model, split) | {"val_tta_acc1": tta_accuracy(model.net, split) if due else math.nan}
+
+    def listen(run) -> str:
+        warning = validate(run)
+        rows.append([run.step / run.epoch_steps, run.busy, run.scores["val_acc1"], run.scores["val_tta_acc1"]])
+        if run.step < run.total_steps:
             change()
-        return scores
+        return warning
 
     torch.backends.cudnn.benchmark = False  # torch's default; airbench sets it when it is imported
     with (tempfile.TemporaryDirectory() as folder, patch.object(train.prepare, "load", lambda *_: splits),
-          patch.object(train.validation, "evaluate", evaluate), contextlib.redirect_stdout(io.StringIO())):
+          patch.multiple(train.validation, validate=listen, evaluate=evaluate),
+          contextlib.redirect_stdout(io.StringIO())):  # fmt: skip
         arguments = ["--out-dir", folder, "--device", device.type, "--seed", str(seed), *extra, "--epochs", str(epochs)]
         if code := train.main(arguments):
             raise SystemExit(f"train.py {shlex.join(arguments)} ended with code {code}")
-        header, *lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    end = lines[-1]
-    seconds = header["batch_size"] / end["images_per_second"]  # a step; of training time alone, see `busy` in train.py
-    return [[line["epoch"], seconds * line["step"], line["val_acc1"], float(line["val_tta_acc1"])]
-            for line in lines if "val_tta_acc1" in line and "event" not in line]  # fmt: skip
+    return rows
 
 
-def run_peer(peer: types.ModuleType, folder: Path, epochs: float, seed: int,
+def peers_model(peer: types.ModuleType, device: torch.device) -> nn.Module:
+    """As the peer makes it under its main guard. It is made once, because on CUDA it is compiled for minutes."""
+    model = peer.CifarNet().to(device, memory_format=torch.channels_last)
+    if device.type == "cuda":
+        model.compile(mode="max-autotune")
+    return model
+
+
+def run_peer(peer: types.ModuleType, model: nn.Module, folder: Path, seed: int,
              change: Callable[[], None]) -> list[list[float]]:  # fmt: skip
     """The same of the peer: after every epoch its main() hands its variables to whoever prints them; here we listen."""
     rows, loader = [], peer.CifarLoader
 
     def listen(variables: dict, is_final_entry: bool) -> None:
-        if not is_final_entry:
-            done = min(variables["epoch"] + 1, epochs)
-            due = torch.cuda.is_available() or done >= epochs
-            tta = peer.evaluate(variables["model"], variables["test_loader"], tta_level=2) if due else math.nan
-            rows.append([done, variables["total_time_seconds"], 100 * variables["val_acc"], 100 * tta])
-            if done < epochs:
-                change()
+        if is_final_entry:
+            return
+        cuda = next(model.parameters()).is_cuda
+        tta = peer.evaluate(model, variables["test_loader"], tta_level=2) if cuda else math.nan
+        rows.append([variables["epoch"] + 1, variables["time_seconds"], 100 * variables["val_acc"], 100 * tta])
+        if variables["step"] < variables["total_train_steps"]:
+            change()
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(seed)
-    peer.hyp["opt"]["train_epochs"] = epochs
-    peer.hyp["net"]["tta_level"] = 0  # of the evaluation after the last epoch, which `listen` has done already
     with patch.multiple(peer, print_training_details=listen, CifarLoader=lambda _, **how: loader(folder, **how)):
-        peer.main(seed)
+        rows[-1][3] = 100 * peer.main(seed, model)
     return rows
 
 
@@ -235,82 +249,126 @@ def mean_sd(values: Iterable[float]) -> str:
     return f"{statistics.mean(values):.2f} +- {statistics.stdev(values) if len(values) > 1 else math.nan:.2f}"
 
 
-def report(curves: dict[str, list], files: str) -> dict[str, dict]:
+def reached(seeds: list[list], column: int, goal: float) -> list[float] | None:
+    """[epochs, mean seconds] of the first evaluation at which the mean of the seeds is at least goal, or None."""
+    for rows in zip(*seeds, strict=True):  # the same epoch of every seed
+        if statistics.mean(row[column] for row in rows) >= goal:
+            return [rows[0][0], statistics.mean(row[1] for row in rows)]
+    return None
+
+
+def report(curves: dict[str, list]) -> dict[str, dict]:
     """Print the table; return the paired ratio of seconds, and what became of the goals. curves: name -> one a seed."""
-    print(f"\n{'mean +- sd':14}{'epochs':>7}{'seconds':>20}{'plain %':>16}{'tta %':>16}{'s an epoch':>18}")
+    print(f"\n{'mean +- sd':16}{'epochs':>7}{'seconds':>20}{'plain %':>16}{'tta %':>16}{'s an epoch':>18}")
     for name, of in curves.items():
         epochs, seconds, plain, tta = zip(*(curve[-1] for curve in of), strict=True)
         each = mean_sd(s / e for s, e in zip(seconds, epochs, strict=True))
-        print(f"{name:14}{epochs[0]:7.2f}{mean_sd(seconds):>20}{mean_sd(plain):>16}{mean_sd(tta):>16}{each:>18}")
+        print(f"{name:16}{epochs[0]:7.2f}{mean_sd(seconds):>20}{mean_sd(plain):>16}{mean_sd(tta):>16}{each:>18}")
     ratio = record.spread([a[-1][1] / b[-1][1] for a, b in zip(*curves.values(), strict=True)])
     low, high = ratio["quartiles"]
     print(f"{' / '.join(curves)}, seconds: {ratio['median']:.3f}  ({low:.3f} .. {high:.3f}), n = {ratio['n']}, paired")
+    (ours, of_ours), (theirs, of_theirs) = curves.items()
     goals = {}
-    for (kind, goal), (name, of) in itertools.product(GOALS[files].items(), curves.items()):
-        column = {"plain": 2, "tta": 3}[kind]
-        got = statistics.mean(curve[-1][column] for curve in of)
-        first = [next((row[:2] for row in curve if row[column] >= goal), None) for curve in of]  # epochs and seconds
-        reached = [times for times in first if times]
-        goals[f"{name}, {goal} % {kind}"] = {"mean": got, "met": got >= goal, "first": first}
-        when = "; at the latest after {:.1f} epochs and {:.2f} s".format(*max(reached)) if reached else ""
-        print(f"goal {goal} % {kind} on {files}: {name:12} {got:.2f}, {'met' if got >= goal else 'MISSED'}; "
-              f"{len(reached)} of {len(of)} seeds reach it{when}")
+    for kind, column in COLUMNS.items():
+        goal = statistics.mean(curve[-1][column] for curve in of_theirs)
+        first = {ours: reached(of_ours, column, goal), theirs: reached(of_theirs, column, goal)}
+        seconds = first[ours] and first[ours][1] / first[theirs][1]
+        goals[kind] = {"goal": goal, "first": first, "ratio": seconds}
+        when = "; ".join(f"{name} after {at[0]:.2f} epochs, {at[1]:.2f} s" if at else f"{name} MISSES it"
+                         for name, at in first.items())  # fmt: skip
+        print(f"to {goal:.2f} % {kind}, where {theirs} ends: {when}" + (f"; ratio {seconds:.3f}" if seconds else ""))
     return {"ratio": ratio, "goals": goals}
 
 
-def main(argv: list[str] | None = None) -> None:
+def report_steps(curves: dict[str, list], shares: dict[str, float]) -> dict[str, dict]:
+    """The same of --steps-only. shares: by name, steps of a whole run for one step here."""
+    whole, totals = {}, {}
+    for name, rounds in curves.items():
+        ends = [[0.0, *(row[1] for row in curve)] for curve in rounds]  # seconds at the start and after each epoch
+        each = [[later - sooner for sooner, later in pairwise(end)] for end in ends]
+        medians = [statistics.median(epoch) * shares[name] for epoch in zip(*each, strict=True)]
+        totals[name] = [end[-1] * shares[name] for end in ends]
+        whole[name] = {"epochs": rounds[0][-1][0], "seconds": sum(medians), "each epoch": medians}
+        print(f"{name:16} {whole[name]['epochs']:.2f} epochs; a whole run takes {sum(medians):.1f} s here")
+    first, second = whole
+    ratio = whole[first]["seconds"] / whole[second]["seconds"]
+    rounds = record.spread([a / b for a, b in zip(totals[first], totals[second], strict=True)])
+    low, high = rounds["quartiles"]
+    print(f"{first} / {second}: {ratio:.3f}  (single rounds {low:.3f} .. {high:.3f}, n = {rounds['n']})")
+    return {"whole run": whole, "ratio": ratio, "rounds": rounds}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--airbench", type=Path, help=f"a clone of {URL}")
-    parser.add_argument("--recipe", default="legacy/airbench94.py", help="the file in it")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10, as train.py reads it; default: .cache, or a download")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, help="for both; default: each its own recipe")
+    parser.add_argument("--epochs", type=float, help="of ours; default: its recipe's")
     parser.add_argument("--flags", default="", help='more flags for train.py, in one string: --flags "--lr 8e-3"')
+    parser.add_argument("--steps-only", type=int, metavar="ROUNDS", help="measure seconds, not accuracies; CPU only")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--smoke", action="store_true", help="one epoch of 2,048 images, one seed, no file")
     args = parser.parse_args(argv)
     if not args.airbench:
         parser.error(f"--airbench is missing: git clone {URL}, and name the folder")
-    device, extra, path = torch.device(args.device), shlex.split(args.flags), args.airbench / args.recipe
-    peer, asked = import_peer(path, device), flags.parse(extra, __doc__, MODELS, data.NAMES)
-    epochs = {"ours": args.epochs or asked.epochs or MODELS[asked.model][1]["epochs"],
-              path.stem: args.epochs or peer.hyp["opt"]["train_epochs"]}  # fmt: skip
+    if args.steps_only and args.device == "cuda":
+        parser.error("--steps-only is for a CPU: on a GPU leave it out, whole runs take seconds there")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    device, extra, path = torch.device(args.device), shlex.split(args.flags), args.airbench / "airbench94_muon.py"
+    asked = flags.parse(extra, __doc__, MODELS, data.NAMES)
+    epochs = args.epochs or asked.epochs or MODELS[asked.model][1]["epochs"]
+    policy = amp_policy.choose_policy(asked.precision, amp_policy.capabilities(device))
+    if asked.precision == "auto":
+        extra += ["--precision", policy.name]  # so that no two seeds choose differently
+    half = torch.float32 if policy.dtype is torch.float32 else torch.bfloat16  # a CPU emulates fp16
+    peer = import_peer(path, device, half)
     full = load(args.data_dir)
-    few = *((images[:2048], labels[:2048]) for images, labels in full[:2]), *full[2:]
-    if args.smoke:
-        args.seeds, full, epochs = 1, few, dict.fromkeys(epochs, 1)
     official = ((args.data_dir or Path(".cache")) / "cifar-10-batches-py").is_dir()
     files = "the official files" if official else "the JPEG copy"
-    head = record.header("time_to_accuracy", vars(args), device)
-    print(f"{head['hardware']}, torch {head['torch']}, CIFAR-10 from {files}, {args.seeds} seed(s)")
+    head = record.header("time_to_accuracy" + ("_steps" if args.steps_only else ""), vars(args), device)
+    print(f"{head['hardware']}, torch {head['torch']}, CIFAR-10 from {files}; ours: {policy}")
     if device.type == "cpu":
-        print(f"{path.stem} is brought to the CPU, and to bfloat16 instead of half, by substitutions in its source:")
-        print("\n".join(f"    {text}  ->  {replacement}" for text, replacement in PORT.items()))
+        print(f"{path.stem} is brought to the CPU, and to {half} instead of half, by substitutions in its source:")
+        print("\n".join(f"    {text!r}  ->  {replacement!r}" for text, replacement in PORT.items()))
 
-    curves = {name: {} for name in epochs}
+    curves, names = {}, ("ours", path.stem)
+    few = math.lcm(BATCH, asked.batch_size)  # whole steps of both
+    few = *((images[:n], labels[:n]) for (images, labels), n in zip(full[:2], (few, 500), strict=True)), *full[2:]
     with tempfile.TemporaryDirectory() as folder:
+        model = peers_model(peer, device)
 
-        def both(splits: tuple, epochs: dict[str, float], seed: int) -> dict[str, list]:
+        def both(splits: tuple, seed: int) -> None:
             images = write_for_peer(splits, Path(folder))
-            runs = {"ours": partial(run_ours, splits, epochs["ours"], seed, device, extra),
-                    path.stem: partial(run_peer, peer, images, epochs[path.stem], seed)}  # fmt: skip
-            return in_turns(runs, list(runs)[:: -1 if seed % 2 else 1], device)
-
-        both(few if device.type == "cpu" else full, dict.fromkeys(epochs, 1), 0)  # on a GPU until its clocks have risen
-        for seed in range(args.seeds):
-            for name, curve in both(full, epochs, seed).items():
-                curves[name][seed] = curve
+            runs = {names[0]: partial(run_ours, splits, epochs, seed, device, extra),
+                    names[1]: partial(run_peer, peer, model, images, seed)}  # fmt: skip
+            for name, curve in in_turns(runs, list(names)[:: -1 if seed % 2 else 1], device).items():
+                curves.setdefault(name, []).append(curve)
                 done, seconds, plain, tta = curve[-1]
-                print(f"seed {seed}  {name:12} {done:.2f} epochs  {seconds:.2f} s  plain {plain:.2f}  tta {tta:.2f}",
+                print(f"seed {seed}  {name:16} {done:.2f} epochs  {seconds:.2f} s  plain {plain:.2f}  tta {tta:.2f}",
                       flush=True)  # fmt: skip
 
-    curves = {name: list(of.values()) for name, of in curves.items()}
-    head |= {"files": files, "peer": {"file": args.recipe, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
-             "port": PORT if device.type == "cpu" else {}, **report(curves, files),
-             "columns": ["epochs", "seconds", "plain", "tta"], "curves": curves}  # fmt: skip
-    if not args.smoke:
-        record.write(head, args.results, device, samples=("curves", "port"))
+        if args.steps_only:
+            extra += ["--ckpt-every", "1000000"]  # an epoch is a step or two here, and would save too often
+        else:
+            both(few if device.type == "cpu" else full, 0)  # the warm-up; on a GPU until its clocks have risen
+            curves.clear()
+        for seed in range(args.steps_only or args.seeds):
+            both(few if args.steps_only else full, seed)
+
+    head |= {"files": files, "precision": policy.name, "port": PORT if device.type == "cpu" else {},
+             "peer": {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
+             "columns": ["epochs", "seconds", *COLUMNS], "curves": curves}  # fmt: skip
+    if args.steps_only:
+        whole, here = ({names[0]: round(epochs * (len(split[0][1]) // asked.batch_size)),
+                        names[1]: len(split[0][1]) // BATCH} for split in (full, few))  # fmt: skip
+        head |= report_steps(curves, {name: whole[name] / here[name] for name in names})
+    else:
+        head |= report(curves)
+    record.write(head, args.results, device, samples=("curves", "port"))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,14 @@ def test_the_whitening_layer_makes_patches_uncorrelated_with_unit_variance():
     torch.testing.assert_close(covariance, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-3)
 
 
+def test_no_gradient_goes_back_to_the_whitening_layer():
+    net = CifarNet(**PRESETS["cifarnet-tiny"])
+    seen = []
+    net.whiten.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    net(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert seen == [False] and net.whiten.bias is None and net.whiten.weight.grad is None
+
+
 def test_a_group_passes_its_input_on_before_the_first_step():
     net = CifarNet(**PRESETS["cifarnet-tiny"])
     conv = net.groups[1].conv2
@@ -112,7 +120,7 @@ def test_cifarnet_overfits_a_handful_of_images():
     net.init_from_data(images)
     model = Classifier(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(30):
+    for _ in range(40):
         loss, metrics = model(images, labels)
         optimizer.zero_grad()
         loss.backward()
