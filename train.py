@@ -286,7 +286,7 @@ def digest(run, verdict):
 
 def respond(run, record=None):
     """Examine each rejected step, and turn back where the run is lost with finite numbers. `record`: of this step."""
-    while run.again and run.status == "done":
+    while run.again:
         step = run.again.pop(0)
         run.injector.begin(step, state=False)
         digest(run, attempt(run, step, *run.injector.batch(*run.stream.at(step - 1))))
