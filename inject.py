@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-KINDS = ("nan", "inf", "big", "flip", "oom")
+KINDS = ("nan", "inf", "big")
 ONLY = {"flip": ("act", "grad", "param", "optstate"), "oom": ("act", "grad")}  # of PLACES
 PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
 
@@ -51,9 +51,9 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
     faults = []
     for part in filter(None, (p.strip() for p in (spec or "").split(";"))):
         m = re.fullmatch(r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?", part)
-        if not m or m[1] not in KINDS or m[2] not in PLACES:
+        if not m or m[1] not in (*KINDS, *ONLY) or m[2] not in PLACES:
             raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R] with KIND one of "
-                             f"{', '.join(KINDS)} and WHERE one of {', '.join(PLACES)}")
+                             f"{', '.join((*KINDS, *ONLY))} and WHERE one of {', '.join(PLACES)}")
         kind, where, name, first, last, rank = m.groups()
         if int(last or first) < int(first):
             raise ValueError(f"--inject {part!r}: the last step comes before the first")

@@ -35,8 +35,7 @@ from data import cifar10, synthetic  # noqa: E402
 from models import RECIPE  # noqa: E402
 
 PLACES, PRECISIONS = inject.PLACES, ("fp32", "bf16", "O1", "O2")
-KINDS = tuple(kind for kind in inject.KINDS if kind not in inject.ONLY)
-BAD = list(itertools.product(PLACES, KINDS))
+BAD = list(itertools.product(PLACES, inject.KINDS))
 MORE = [(where, kind) for kind, places in inject.ONLY.items() for where in places]
 LONG = [("label", "every 70"), ("lr", "diverging"), ("compiler", "nan")]  # runs of their own length
 CELLS = [(*fault, precision) for fault in (*BAD, *MORE, *LONG) for precision in PRECISIONS]

@@ -145,6 +145,7 @@ def result(folder):
     """All that a run leaves behind and that its death must not change."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[1:]]
     lines = [line for line in lines if line.get("event") != "end"]  # it tells seconds
+    lines = [line for line in lines if "times as long" not in line.get("text", "")]  # so does this warning
     last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("last", "best"))
     for rng in last["rng"]:
         del rng["python"]  # seeded by nobody and used by nobody
