@@ -257,7 +257,8 @@ def digest(run, verdict):
     if verdict is None:
         return
     run.updates, told = int(verdict.stats["updates"]), verdict.told
-    run.apart = verdict if verify.differs(told) else run.apart
+    if verdict.accepted and verify.differs(told):  # what is rejected is examined, and the ranks go back together
+        run.apart = verdict
     if told["micro-batches"]:
         run.accum = max(run.accum, int(told["micro-batches"]))
         warn(run, f"out of memory at step {verdict.step}: from now on {run.accum} micro-batches a step on each rank")
