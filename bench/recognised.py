@@ -5,7 +5,8 @@ Does the diffusion model draw what it is asked for? A classifier of this reposit
 
 1,000 samples, 100 of each class, for each guidance. The figure is the share of samples for which the judge names the
 class that was asked for; chance is 10 %. The judge's own accuracy on as many real validation images stands beside it:
-no model that draws perfectly could be recognised more often. Both nets are read from the best.pt of their runs.
+no model that draws perfectly could be recognised more often. Both nets are read from the best.pt of their runs. The
+first 40 samples of each guidance, a column for each class, become a picture in bench/results/trained.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from torchvision.utils import save_image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -61,6 +63,9 @@ def main():
         began = time.time()
         samples = torch.cat([dit.sample(some, steps=args.steps, guidance=guidance, seed=i)
                              for i, some in enumerate(labels.split(100))])  # args.samples, 3, 32, 32
+        args.results.joinpath("trained").mkdir(parents=True, exist_ok=True)
+        save_image((samples[:40] * normalize.std + normalize.mean) / 255, nrow=len(classes), padding=1,
+                   fp=args.results / "trained" / f"cifar10-dit-guidance-{guidance:g}.png")
         share, by_class = recognised(judge, samples, labels)
         rows[f"guidance {guidance:g}"] = {"recognised": share, "by class": dict(zip(classes, by_class, strict=True)),
                                           "seconds": round(time.time() - began, 1)}
