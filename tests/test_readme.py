@@ -31,6 +31,20 @@ def raw(name):
     return json.loads((ROOT / f"bench/results/{name}.json").read_text())
 
 
+def test_the_planted_faults_and_flips_are_those_of_the_raw_files():
+    page = " ".join(README.split())
+    cells = [cell for ranks in (1, 2) for cell in raw(f"campaign-{ranks}")["cells"]]
+    holds = sum(cell["holds"] == "" for cell in cells)
+    exist = sum(not cell["holds"].startswith("n/a") for cell in cells)
+    assert f"{holds} of the {exist} combinations that can exist held" in page
+    assert f"{holds} of {exist} that can exist | all | {len(cells)}" in RESULTS
+    flips = raw("flips-cpu")["flips"]
+    named = sum(flip["seen"] and flip["named"] and flip["action"].startswith("repaired") for flip in flips)
+    assert f"Of {len(flips)} bits flipped in weights and moments of three ranks, {named} were seen, named and" in page
+    shares = [f"{row['share']:.2%}".replace("%", " %") for row in raw("verify_cost-cpu")["models"].values()]
+    assert f"{', '.join(shares)} | 0.5 %" in RESULTS
+
+
 def section(page, title):
     """What stands under a heading, up to the next one."""
     return re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.M | re.S)[2]
