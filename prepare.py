@@ -50,6 +50,7 @@ def process(run: Any) -> int:
     torch.manual_seed(args.seed)  # the same weights on every rank
     random.seed(args.seed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
+    torch.backends.cudnn.benchmark = cuda and not args.deterministic  # the fastest kernel may change from run to run
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
