@@ -81,7 +81,7 @@ VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 # The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One epoch of swin reached
 # 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the table's runs had.
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
-SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 5}
+SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 7}
 VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
 DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 4}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
@@ -107,7 +107,7 @@ MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
     "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
     "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN),
-    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), TRANSFORMER),
+    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), SWIN | {"epochs": 2}),
     "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
     "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
     "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
