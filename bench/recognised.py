@@ -43,7 +43,7 @@ def recognised(judge, images, labels):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir")
+    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--dit", type=Path, required=True, help="folder of a run with the diffusion model")
     parser.add_argument("--judge", type=Path, required=True, help="folder of a run with the classifier")
     parser.add_argument("--dit-model", default="dit")
