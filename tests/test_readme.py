@@ -314,12 +314,25 @@ def test_the_figures_of_the_trained_models_are_those_of_the_raw_files():
     metrics = {"dit": "val_loss", "slat_vae": "val_mse", "vlm": "val_exact_match"}
     for dataset in ("cifar10", "imagefolder"):
         runs = raw(f"train_models-{dataset}-1")["runs"]
-        page = README if dataset == "cifar10" else section(RESULTS, "Tiny ImageNet")
+        page = section(RESULTS, "One epoch in bf16 and in fp32" if dataset == "cifar10" else "Tiny ImageNet")
         for model, precision in {(run["model"], run["precision"]) for run in runs}:
             ends = [run[metrics.get(model, "val_acc1")] for run in runs
                     if (run["model"], run["precision"]) == (model, precision)]
             cell = f"{statistics.mean(ends):.4g} ({(max(ends) - min(ends)) / 2:.2g})"
             assert re.search(rf"^\| {model} \|.*{re.escape(cell)}", page, re.M), (dataset, model, precision, cell)
+
+
+def test_the_table_of_what_the_models_reach_is_that_of_the_raw_files():
+    metrics, files = {"dit": "val_loss", "slat_vae": "val_mse", "vlm": "val_exact_match"}, list(
+        (ROOT / "bench/results/trained").glob("*.json"))
+    assert len(files) >= 6
+    for run in (json.loads(path.read_text()) for path in files):
+        model, end = run["model"], run["end"]
+        reached = f"{end[metrics.get(model, 'val_acc1')]:g}"
+        row = rf"^\| {model} \| {run['recipe']['epochs']} \| [^|]+ \| {re.escape(reached)} \|.*\| {end['skipped']} \|$"
+        assert re.search(row, README, re.M), (model, reached)
+    for name, row in raw("recognised-cpu")["rows"].items():
+        assert name == "guidance 2" or f"{row['recognised']:.1f}" in README, name
 
 
 def test_the_costs_of_the_guard_are_those_of_the_raw_files():
