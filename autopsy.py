@@ -26,11 +26,10 @@ its backward is infinite. So the step is run again:
     not reproducible   nothing is bad the second time
     error              the step raised an exception, and the data is not the cause
 
-3. The guilty operation is repeated on the same inputs in fp32 and fp64. A cure is tried on the recorded step before it
-   is printed: the guilty module in fp32, its parents, an eps at that line, bf16, fp32. The report says how it went.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64. In a loop cures are tried on the recorded step:
+   the guilty module in fp32, its parents, an eps at that line, bf16, fp32.
 
-This file changes no weights and does not decide when to look. To copy it: it needs torch, nothing else.
-`python autopsy.py` shows one overflow found and mended.
+This file changes no weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow mended.
 """
 from __future__ import annotations
 
@@ -958,7 +957,7 @@ Runs the script as it is and looks at losses, gradients, weights and evaluation 
 At the first bad step the script ends. Then it runs again from the start, quietly (files that it writes are written
 again), and every operation of the bad step is watched. --from-step N watches every operation from optimizer step N on,
 in the first run: for scripts that take hours. Exit code 3: found; the report is printed and written to FILE
-(autopsy.txt). Exit code 0: nothing non-finite. Any other exit code is the script's."""
+(autopsy.txt). Exit code 0: no such was non-finite. Any other exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
 
 
@@ -1252,7 +1251,8 @@ class Watch:
             skipped = f", {self.skipped} of them skipped by the loss scaler" * bool(self.skipped)
             norm = f", largest gradient norm {self.gradient:.3g}" * bool(self.last)
             self._say(f"{self.steps} steps{skipped}, nothing non-finite{norm}, "
-                      f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range")
+                      f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range "
+                      "(outputs of modules, not of each operation)")
             return 0
         if isinstance(failure, Exception):
             traceback.print_exception(failure)
@@ -1355,6 +1355,8 @@ def main() -> int:
     if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
         print(USAGE, end="\n\n")
         return demo() or 0
+    if argv[0] != "-m" and not os.path.isfile(argv[0]):
+        sys.exit(f"autopsy: {argv[0]} is no file")
     begin = first if report else told["--from-step"]
     return Watch(argv, report or told["--report"], None if begin is None else int(begin), bool(report)).run()
 

@@ -123,7 +123,7 @@ def treat(run: Any, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     if calibrates(run, report):
         return Cure(report, "")
     if report.verdict in ("divergence", "not reproducible") and not exact:
-        return Cure(report, "passed over: one step alone, and seen with the weights after it")
+        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, this is acted on")
     action = respond(run, report)
     if report.verdict != "data":
         run.cured = run.step  # the steps up to here ran before the cure: examining them would find the same again
@@ -248,7 +248,8 @@ def rewind(run: Any, factor: float) -> str:
     if run.average:
         run.average.load_state_dict(state["average"])
     run.optimizer.lr_factor.fill_(factor)
-    return f"back to the weights of step {state['step']}, learning rate x {factor:g}"
+    slower = "" if factor == 1 else f", learning rate x {factor:g}"
+    return f"back to the weights of step {state['step']}{slower}"
 
 
 # --- Lost with finite numbers

@@ -22,7 +22,8 @@ set_up() {
   local base=${PYTHON:-python3}
   "$base" -c 'import sys; assert sys.version_info >= (3, 10)' 2>/dev/null ||
     { echo "run.sh: needs Python 3.10 or newer; '$base' is not (set PYTHON=/path/to/python3.10)" >&2; exit 2; }
-  echo "run.sh: setting up $here/.venv (once; torch is a download of about 1 GB, with CUDA 3 GB)" >&2
+  echo "run.sh: setting up $here/.venv (once; torch is a download of 1 GB, with CUDA 3 GB and 5 GB on disk;" \
+    "without a GPU this is smaller: pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu)" >&2
   # --system-site-packages: a torch that is already there is used, not downloaded again
   [[ -x $here/.venv/bin/python ]] || "$base" -m venv --system-site-packages "$here/.venv" ||
     { echo "run.sh: '$base -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
