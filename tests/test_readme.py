@@ -331,8 +331,8 @@ def test_the_table_of_what_the_models_reach_is_that_of_the_raw_files():
         reached = f"{end[metrics.get(model, 'val_acc1')]:g}"
         row = rf"^\| {model} \| {run['recipe']['epochs']} \| [^|]+ \| {re.escape(reached)} \|.*\| {end['skipped']} \|$"
         assert re.search(row, README, re.M), (model, reached)
-    for name, row in raw("recognised-cpu")["rows"].items():
-        assert name == "guidance 2" or f"{row['recognised']:.1f}" in README, name
+    for row in raw("recognised-cpu")["rows"].values():
+        assert f"{row['recognised']:.1f}" in README
 
 
 def test_the_costs_of_the_guard_are_those_of_the_raw_files():
