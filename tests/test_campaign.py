@@ -22,7 +22,7 @@ def outcome(request, tmp_path_factory):
 
 def test_every_cell_of_the_campaign_holds(outcome):
     ranks, cells = outcome
-    assert len(cells) == len(campaign.CELLS) > 150
+    assert len(cells) == len(campaign.CELLS) > 140
     broken = {(c["where"], c["kind"], c["precision"]): campaign.judge(c, ranks) for c in cells}
     assert not {cell: why for cell, why in broken.items() if why and not why.startswith("n/a")}
     bad = [c for c in cells if (c["where"], c["kind"]) in campaign.BAD]
