@@ -107,7 +107,7 @@ MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
     "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
     "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN),
-    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), TRANSFORMER),
+    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), SWIN),
     "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
     "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
     "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
