@@ -79,7 +79,7 @@ def data(run: Any, local_rank: int) -> list[str]:
                                                         args.max_bad_share, cache, left_out.append)
     run.classes = [str(name) for name in classes]
     if run.dataset == "synthetic" != args.dataset and run.rank == 0:
-        print("CIFAR-10 is neither here nor reachable: training on embedded synthetic images instead\n"
+        print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images instead\n"
               "  (--data-dir DIR names a folder that has it; .cache is looked at too)", flush=True)
     if args.num_classes not in (None, len(classes)):
         refuse(2, f"--num-classes {args.num_classes}, but {run.dataset} has {len(classes)} classes: "

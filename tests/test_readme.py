@@ -167,7 +167,7 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
     weights, divergence = (re.sub(r"\(\w+, scale", "(bf16, scale", text)  # the machine's best precision
                            for command, text in output.items() if "--inject" in command)
     assert "-> weights" in weights
-    shown = section(README, "When a step is bad").split("hence:\n")[1].split("\nThe recorded step")[0]
+    shown = section(README, "When a step is bad").split("third says:\n")[1].split("\nThe first bad step")[0]
     for line in filter(lambda line: line not in ("", "..."), map(str.strip, shown.splitlines())):
         assert all(part in divergence for part in line.split("inject.py:...")), line
 
