@@ -311,10 +311,8 @@ class Guard:
 
     @torch.no_grad()
     def tell(self, name: str, value: float | Tensor) -> None:
-        """A number (exact up to 2^24) that rejects nothing; `verdict.told[name]` is the largest of all ranks.
-
-        Between open() and decide(). A rank that tells nothing tells 0.
-        """
+        """Between open() and decide(): a number (exact up to 2^24) that rejects nothing; 0 where nothing is told.
+        `verdict.told[name]` is the largest of all ranks."""
         self._down[self._names.index(name)].fill_(value)
 
     @torch.no_grad()
@@ -454,6 +452,7 @@ class Guard:
             self._row = torch.zeros(len(self._names) + 1 + len(on_device), dtype=wide, device=self.device)
             self._cells = [self._row[: len(self._names)], *self._row[len(self._names) :].unbind()]
             self._keys = tuple(on_device)
+            self._hosts = deque(torch.empty_like(self._row, device="cpu", pin_memory=self._row.is_cuda) for _ in "123")
         for dtype in {t.dtype for t in told}:  # one kernel copies all numbers of one dtype
             which = [i for i, t in enumerate(told) if t.dtype == dtype]
             torch._foreach_copy_([self._cells[i] for i in which], [told[i] for i in which])
@@ -465,7 +464,8 @@ class Guard:
         host. Returns the oldest verdict that was not told yet; None if it is too young (lag)."""
         if self._row is None:  # before the first step
             return None
-        host, event = torch.empty_like(self._row, device="cpu", pin_memory=self._row.is_cuda), None
+        self._hosts.rotate()  # of three at most two are under way
+        host, event = self._hosts[0], None
         host.copy_(self._row, non_blocking=True)
         if self._row.is_cuda:
             event = torch.cuda.current_stream(self._row.device).record_event()

@@ -7,33 +7,13 @@ import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from test_train import DRIVER, ROOT
 
 import inject
 import verify
-
-ROOT = Path(__file__).parent.parent
-DRIVER = """
-import os, sys
-sys.path.insert(0, {root!r})
-import torch
-import models
-import train
-
-nets = []
-def build(names, size):
-    nets.append(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 32), torch.nn.GELU(),
-                                    torch.nn.Linear(32, len(names))))
-    return nets[-1]
-train.MODELS["mlp"] = build, models.RECIPE | {{"batch_size": 48}}
-code = train.main(sys.argv[2:])
-torch.save(nets[0].state_dict(), os.path.join(sys.argv[1], "rank" + os.environ.get("RANK", "0") + ".pt"))
-sys.stdout.flush()
-os._exit(code)
-"""
 
 
 def ranks(count, folder, images, *flags, code=0):
