@@ -50,6 +50,8 @@ class StepGraph:
         self.calls = 0
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
+        if self.graph and images.shape != self.images.shape:  # a graph holds one shape
+            self.drop()
         self.calls += 1
         if self.graph is None and self.calls > self.warm_up:
             self._record(images, labels)

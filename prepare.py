@@ -181,6 +181,7 @@ def length(run: Any) -> tuple[str, int]:
     else:
         run.total_steps, why = whole, "the whole recipe"
     warmup = int(run.total_steps * recipe["warmup"]) if args.warmup_updates is None else args.warmup_updates
+    run.stream.small_until = round(run.total_steps * recipe["small"])
     epochs = f"{run.total_steps} steps = {run.total_steps / run.epoch_steps:.1f} epochs"
     return f"{epochs}, about {duration(run.total_steps * seconds)} of training here; {why}", warmup
 

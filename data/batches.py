@@ -157,6 +157,8 @@ class TrainBatches:
         scale, size: where images are larger than size x size, crop a random box with this range of areas and resize it.
         augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for models that draw.
         cutout: side of the square that is cut out of each image, in pixels; 0: none.
+        small_until: batches before this step hold the inner 7/8 of each side, 28x28 of 32x32. A convnet takes 3/4 of
+            the time for them. Set it where the length of the run is known.
         workers: processes that decode, if the images are not decoded yet.
     """
 
@@ -175,6 +177,7 @@ class TrainBatches:
         size: int | None = None,
         augment: str = "crop",
         cutout: int = 0,
+        small_until: int = 0,
         workers: int = 0,
     ):
         N, _, H, _ = images.shape
@@ -184,7 +187,7 @@ class TrainBatches:
             raise ValueError(f"unknown augmentation {augment!r}: choose crop or flip")
         self.normalize = Normalize(images)
         self.images, self.labels, self.seed, self.workers = images, labels.cpu(), seed, workers
-        self.cutout = cutout
+        self.cutout, self.small_until = cutout, small_until
         self.device, self.pad = device or labels.device, H // 16 if pad is None else pad
         self.size, self.scale = (size, scale) if scale and size and size < H else (H, None)
         self.centre = slice(None)  # the rows and columns that are kept before the crop
@@ -252,6 +255,9 @@ class TrainBatches:
         if self.cutout:
             centre = torch.randint(0, self.size, (2, self.batch_size), generator=self.generator("cutout", step))
             cut_out(batch, send(centre[:, self.mine], self.device), self.cutout)
+        if step < self.small_until:
+            inner = slice(self.size // 16, self.size - self.size // 16)
+            batch = batch[:, :, inner, inner].contiguous(memory_format=torch.channels_last)
         return batch, send(self.labels[index], self.device)
 
 

@@ -60,13 +60,14 @@ def set_drop_path(net, p):
 
 # lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with the batch: "sqrt",
 # "linear" or "none". warmup is a share of the run. augment is "crop" (a random crop and the flip) or "flip" (the centre
-# and the flip): a generative model would learn to draw the mirrored borders of padded crops.
+# and the flip): a generative model would learn to draw the mirrored borders of padded crops. small is the share of the
+# run, from its start, that trains on the inner 7/8 of each side (a convnet that takes images of any size).
 RECIPE = {"lr": 1e-3, "lr_rule": "sqrt", "lr_scale": {}, "warmup": 0.2, "schedule": "linear", "weight_decay": 0.05,
           "muon": [], "muon_options": {}, "batch_size": 256, "label_smoothing": 0.0, "drop_path": 0.0, "ema": 0.0,
-          "augment": "crop", "epochs": 30, "cuda_graph": False}
+          "augment": "crop", "small": 0.0, "epochs": 30, "cuda_graph": False}
 CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
-                     "label_smoothing": 0.2, "epochs": 9, "cuda_graph": True}
+                     "label_smoothing": 0.2, "small": 0.6, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
 # At 32 pixels the last stage sees 1 x 1 of them: 8 of 9 numbers of its filters get no gradient, and AdamW takes them.
 RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 4,

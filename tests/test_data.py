@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import to_pil_image
 
+import train
 from data import batches, cifar10, load, synthetic
 
 
@@ -281,6 +282,28 @@ def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(cifar10.urllib.request, "urlopen", lambda *args, **kwargs: never.wait())
     assert not cifar10.reachable("https://example.invalid", seconds=0.2)
+
+
+def test_small_batches_are_the_inner_pixels_of_the_whole_ones_until_the_step_that_is_named():
+    images, labels = synthetic.draw(0, 40, seed=0)
+    small = batches.TrainBatches(images, labels, batch_size=20, small_until=3)
+    for step in range(5):
+        whole, names = batches.TrainBatches(images, labels, batch_size=20).at(step)
+        batch, same_names = small.at(step)
+        assert torch.equal(batch, whole[:, :, 2:30, 2:30] if step < 3 else whole) and torch.equal(names, same_names)
+        assert batch.shape[2:] == ((28, 28) if step < 3 else (32, 32))
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_cifarnet_run_trains_on_small_images_for_the_share_of_its_steps_that_the_recipe_says(image_folder, tmp_path):
+    for steps, small in ((10, 6), (25, 15)):
+        args = train.flags.parse([
+            "--model", "cifarnet-tiny", "--dataset", "cifar10", "--data-dir", str(image_folder), "--batch-size", "40",
+            "--max-steps", str(steps), "--precision", "fp32", "--device", "cpu",
+            "--out-dir", str(tmp_path / str(steps)),
+        ], "", train.MODELS, train.NAMES)  # fmt: skip
+        stream = train.setup(args).stream
+        assert [stream.at(step)[0].shape[-1] for step in (0, small - 1, small, steps - 1)] == [28, 28, 32, 32]
 
 
 def test_cutout_takes_one_square_out_of_each_image_the_same_on_any_number_of_ranks():

@@ -3,6 +3,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_on_cuda_train_py_ends_at_the_same_numbers_with_and_without_a_graph(run)
     ends = [run("--device", "cuda", "--precision", "bf16", "--max-steps", 20, flag, out=flag.strip("-"))[1]
             for flag in ("--cuda-graph", "--no-cuda-graph")]
     assert ends[0]["val_loss"] == pytest.approx(ends[1]["val_loss"], rel=0.02)
+
+
+def test_a_graph_of_one_shape_is_not_replayed_for_another(monkeypatch):
+    taken = []
+
+    def record(self, images, labels):
+        self.images, self.labels = images.clone(), labels.clone()
+        self.graph = SimpleNamespace(replay=lambda: taken.append(f"graph of {len(self.images)}"))
+
+    monkeypatch.setattr(graphs.StepGraph, "_record", record)
+    step = graphs.StepGraph(lambda images, labels: taken.append(f"step of {len(images)}"), warm_up=1)
+    for size in (4, 4, 4, 2, 2, 2):
+        step(torch.zeros(size, 3), torch.zeros(size))
+    assert taken == [f"{kind} of {size}" for size in (4, 2) for kind in ("step", "graph", "graph")]
 
 
 def test_no_graph_is_asked_for_on_a_cpu(run, capsys):
