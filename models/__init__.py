@@ -65,7 +65,7 @@ def set_drop_path(net, p):
 RECIPE = {"lr": 1e-3, "lr_rule": "sqrt", "lr_scale": {}, "warmup": 0.2, "schedule": "linear", "weight_decay": 0.05,
           "muon": [], "muon_options": {}, "batch_size": 256, "label_smoothing": 0.0, "drop_path": 0.0, "ema": 0.0,
           "augment": "crop", "small": 0.0, "epochs": 30, "cuda_graph": False}
-CIFARNET = RECIPE | {"lr": 1.7e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
+CIFARNET = RECIPE | {"lr": 2e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "small": 0.6, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}

@@ -522,8 +522,8 @@ def test_another_batch_size_prints_the_rule_and_scales_nothing(run, monkeypatch)
     said = []
     monkeypatch.setattr(train.tqdm, "write", lambda text, **_: said.append(text))
     lines = run("--batch-size", 128, "--max-steps", 2)[3]
-    assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 1.7e-2
-    assert any("the lr is not scaled, the rule would be lr 0.00608" in text for text in said)
+    assert lines[0]["lr"] == train.MODELS["cifarnet-tiny"][1]["lr"] == 2e-2
+    assert any("the lr is not scaled, the rule would be lr 0.00716" in text for text in said)
 
 
 def test_muon_steps_the_matrices_it_is_given(run):
