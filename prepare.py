@@ -283,6 +283,8 @@ def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
         rule = f"; the lr is not scaled, the rule would be {rule}"
     islands = f"; fp32 islands: {', '.join(pinned)}" if pinned else ""
     pieces = f"{args.batch_size // (run.world_size * args.accum_steps)} a micro-batch x {args.accum_steps} x "
+    small = run.stream.small_until
+    inner = f"; the first {small} steps see the inner 7/8 of each side" if small else ""
     for name, decision in {
         "device": f"{run.hardware}, torch {torch.__version__}",
         "precision": f"{run.policy}{islands}",
@@ -292,7 +294,7 @@ def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()) / 1e6:.2f} million parameters",
         "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, "
                      f"then {recipe['schedule']}",
-        "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){rule}",
+        "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){inner}{rule}",
         "step": "one CUDA graph, guards included" if run.graph else "kernel by kernel",
         "length": why,
         "output": f"{run.folder}{note}",

@@ -35,10 +35,11 @@ set_up() {
 case ${1:-} in
   test)
     shift
-    set_up "pytest, ruff, matplotlib" requirements-dev.txt
+    set_up "pytest, xdist, ruff, matplotlib" requirements-dev.txt
     cd "$here"
     "$python" -m ruff check .
-    exec "$python" -m pytest -q "$@"
+    # a process of one thread on each core; with -n 0 at the end all runs in this one, as a debugger needs it
+    exec env OMP_NUM_THREADS=1 "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadgroup "$@"
     ;;
   failures)
     set_up tqdm requirements.txt

@@ -39,7 +39,7 @@ def run(precision: str, seed: int, args: argparse.Namespace) -> dict:
             "events": [line for line in lines if line.get("event") in ("skip", "cure", "spike")]}  # fmt: skip
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--grown", type=float, default=142.0)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     train.MODELS["swin-published"] = (lambda names, size: died_and_healed.build(names, size, args.grown),
                                       RECIPE | {"lr": died_and_healed.LR})  # fmt: skip
     runs = [run(precision, seed, args) for seed in range(args.seeds) for precision in ("fp32", "fp16")]

@@ -15,6 +15,7 @@ A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
 import torchvision
+from torch import nn
 
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
@@ -25,7 +26,17 @@ class DoesNotFit(ValueError):
 
 
 def resnet(name):
-    return lambda names, size: torchvision.models.get_model(name, num_classes=len(names))
+    """torchvision's. Below 64 pixels its first convolution keeps the resolution, as in the paper's nets for CIFAR-10:
+    else the last stage would see a single pixel."""
+
+    def build(names, size):
+        net = torchvision.models.get_model(name, num_classes=len(names))
+        if size < 64:
+            net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+            nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
+        return net
+
+    return build
 
 
 def convnet(preset):
@@ -69,9 +80,8 @@ CIFARNET = RECIPE | {"lr": 2e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, 
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "small": 0.6, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
-# At 32 pixels the last stage sees 1 x 1 of them: 8 of 9 numbers of its filters get no gradient, and AdamW takes them.
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"layer4.*": 0.2, "fc.*": 0.2}, "epochs": 4,
-                     "muon": ["layer[123].*.conv?.weight", "layer[23].*.downsample.0.weight"],
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 8,
+                     "muon": ["layer?.*.conv?.weight", "layer?.*.downsample.0.weight"],
                      "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
 VMAMBA = TRANSFORMER | {"lr": 6e-3}

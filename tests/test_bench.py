@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from amp_policy import capabilities
-from bench import recognised, train_models
+from bench import healed_whole_run, recognised, train_models
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -75,3 +76,16 @@ def test_a_judge_counts_the_images_that_show_what_was_asked_for():
 
     share, by_class = recognised.recognised(judge, images, labels)
     assert share == pytest.approx(100 * (150 + 50) / 300) and by_class == [50.0, 50.0, 100.0]
+
+
+def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(train.MODELS, "swin-published", None)  # goes away again
+    monkeypatch.setattr(train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
+    healed_whole_run.main(["--data-dir", str(image_folder), "--device", "cpu", "--epochs", "2", "--seeds", "1",
+                           "--grown", "400", "--results", str(tmp_path)])
+    fp32, fp16 = json.loads((tmp_path / "healed_whole_run-cpu.json").read_text())["runs"]
+    assert fp32["end"]["skipped"] == 0 and fp32["end"]["healed"] == [] and len(fp32["epochs"]) == 2
+    assert fp16["end"]["skipped"] >= 1 and fp16["end"]["healed"] == ["stages.0.blocks.0.attn"]
+    assert {event["event"] for event in fp16["events"]} >= {"skip", "cure"}
+    assert "healed stages.0.blocks.0.attn" in capsys.readouterr().out and str(tmp_path) not in json.dumps(fp16)

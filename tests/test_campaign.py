@@ -9,7 +9,8 @@ import campaign
 import pytest
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.xdist_group("campaign-1")),
+                                        pytest.param(2, marks=pytest.mark.xdist_group("campaign-2"))])
 def outcome(request, tmp_path_factory):
     ranks, file = request.param, tmp_path_factory.mktemp("campaign") / "cells.json"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks > 1 else []

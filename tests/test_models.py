@@ -37,6 +37,20 @@ def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
         assert recipe["augment"] == ("flip" if draws else "crop"), f"{name}: mirrored borders would be drawn"
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_last_stage_of_a_resnet_sees_more_than_one_pixel(size):
+    net, maps = models.MODELS["resnet18"][0](list("abc"), size).eval(), []
+    net.layer4.register_forward_hook(lambda module, args, out: maps.append(out.shape[2:]))
+    assert net(torch.randn(2, 3, size, size)).shape == (2, 3) and maps == [(2, 2)]
+    assert net.conv1.stride == ((1, 1) if size == 32 else (2, 2))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, recipe) in models.MODELS.items() if recipe["small"]])
+def test_a_net_whose_recipe_has_small_images_takes_them(name):
+    net = models.MODELS[name][0](list("abc"), 32).eval()
+    assert [net(torch.randn(2, 3, size, size)).shape for size in (28, 32)] == [(2, 3)] * 2
+
+
 @pytest.mark.parametrize("name, lr, batch_size, drop_path, schedule, weight_decay", [
     ("swin-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("swin-v2-t", 1e-3, 1024, 0.2, "cosine", 0.05),
     ("vmamba-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("dit-s2", 1e-4, 256, 0.0, "constant", 0.0),

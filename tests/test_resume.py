@@ -195,6 +195,7 @@ def lanes(few_images, tmp_path_factory):
         return dict(zip(LANES, pool.map(go, LANES), strict=True))
 
 
+@pytest.mark.xdist_group("lanes")
 @pytest.mark.parametrize("lane", LANES)
 def test_a_run_killed_again_and_again_ends_bit_for_bit_like_the_one_never_killed(lanes, lane):
     folder, (first, *codes), jobs = lanes[lane]
@@ -207,6 +208,7 @@ def test_a_run_killed_again_and_again_ends_bit_for_bit_like_the_one_never_killed
     assert not list((folder / "killed").glob("*.tmp"))
 
 
+@pytest.mark.xdist_group("lanes")
 def test_a_truncated_last_falls_back_to_the_one_before_with_a_warning(lanes):
     _, _, jobs = lanes["bf16"]
     assert "last.pt is damaged or truncated" in jobs[1].err
@@ -214,6 +216,7 @@ def test_a_truncated_last_falls_back_to_the_one_before_with_a_warning(lanes):
     assert "truncated" not in "".join(job.err for job in jobs[2:])
 
 
+@pytest.mark.xdist_group("lanes")
 def test_best_loads_into_the_bare_model_with_torch_alone(lanes, run, few_images, tmp_path):
     run("--precision", "O2", "--data-dir", few_images, "--batch-size", 20, "--max-steps", EPOCH)
     shutil.copy(ROOT / "models" / "cifarnet.py", tmp_path)
