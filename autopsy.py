@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
 

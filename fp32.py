@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 fp32 on request: keep a module in fp32, evaluate a network in fp32, and see where half precision parts from fp32.
 

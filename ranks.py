@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 Ranks: one program, many processes. Which device is mine, who prints, and how do all processes leave.
 

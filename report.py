@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png drawn from it.
 

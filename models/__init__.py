@@ -80,7 +80,7 @@ CIFARNET = RECIPE | {"lr": 2e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, 
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "small": 0.6, "epochs": 9, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 8,
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 7,
                      "muon": ["layer?.*.conv?.weight", "layer?.*.downsample.0.weight"],
                      "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
@@ -94,7 +94,7 @@ VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
 SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 7}
 VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
-DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 4}
+DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 16}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
 VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
@@ -117,7 +117,7 @@ MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
     "vit-s16": (patches(vit.ViT, vit.PRESETS["vit-s16"]), TRANSFORMER),
     "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
     "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
-    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN),
+    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN | {"epochs": 11}),
     "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), SWIN),
     "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
     "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),

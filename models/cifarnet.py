@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 CifarNet: a convnet that learns CIFAR-10 in minutes on two CPU cores and in seconds on a GPU.
 

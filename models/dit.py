@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 DiT: a diffusion transformer that draws images of a class (Peebles & Xie, arXiv 2212.09748), written anew, on pixels.
 

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 2.1.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
 """
 VMamba: a state space model. It reads the image in four directions; a selective scan takes the place of attention.
 

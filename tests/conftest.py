@@ -1,3 +1,4 @@
+import functools
 import inspect
 import json
 import re
@@ -17,15 +18,22 @@ HERE = str(Path(__file__).parent)
 LONG = re.compile(r"\bsubprocess\.|\bspawn\(|\bfork\(|\btrain\.main\(")
 
 
-def is_long(thing, seen):
-    """Whether a test starts a process or runs train.py; looks into the helpers and fixtures that the test names."""
-    seen.add(thing)
+@functools.cache
+def look(thing):
+    """Whether it starts a process or runs train.py itself, and the helpers and fixtures of ours that it names."""
     source = inspect.getsource(thing)
     known = {**globals(), **vars(inspect.getmodule(thing))}
     named = [inspect.unwrap(known[word]) for word in re.findall(r"\w+", source) if callable(known.get(word))]
     named = {x for x in named if inspect.isfunction(x) or inspect.isclass(x)}
-    ours = {x for x in named - seen if str(getattr(inspect.getmodule(x), "__file__", "")).startswith(HERE)}
-    return bool(LONG.search(source)) or any(is_long(helper, seen) for helper in ours)
+    ours = {x for x in named if str(getattr(inspect.getmodule(x), "__file__", "")).startswith(HERE)}
+    return bool(LONG.search(source)), ours
+
+
+def is_long(thing, seen):
+    """The same of a test, with all that it leads to."""
+    seen.add(thing)
+    long, named = look(thing)
+    return long or any(is_long(helper, seen) for helper in named - seen)
 
 
 def pytest_itemcollected(item):

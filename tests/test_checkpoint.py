@@ -178,7 +178,8 @@ def test_code_in_a_file_with_a_right_checksum_is_not_run(tmp_path):
     assert planted.exists()
 
 
-@pytest.mark.parametrize("thing", [signal.SIGTERM, Path("x"), {1, 2}, slice(1), object()], ids=str)
+@pytest.mark.parametrize("thing", [signal.SIGTERM, Path("x"), {1, 2}, slice(1), object()],
+                         ids=lambda thing: type(thing).__name__)
 def test_what_could_not_be_read_back_is_refused_by_name(tmp_path, thing):
     with pytest.raises(CheckpointError, match=r"guard\.seen"):
         save(tmp_path / "x.pt", {"guard": {"seen": thing}})

@@ -328,11 +328,20 @@ def test_the_table_of_what_the_models_reach_is_that_of_the_raw_files():
     assert len(files) >= 6
     for run in (json.loads(path.read_text()) for path in files):
         model, end = run["model"], run["end"]
+        which = ", Tiny ImageNet" * (run["dataset"] == "imagefolder") + ", fp32" * (run["precision"] == "fp32")
         reached = f"{end[metrics.get(model, 'val_acc1')]:g}"
-        row = rf"^\| {model} \| {run['recipe']['epochs']} \| [^|]+ \| {re.escape(reached)} \|.*\| {end['skipped']} \|$"
-        assert re.search(row, README, re.M), (model, reached)
+        row = (rf"^\| {model}{which} \| {run['recipe']['epochs']:g} \| [^|]+ \| {re.escape(reached)} \|.*"
+               rf"\| {end['skipped']} \|$")
+        assert re.search(row, README, re.M), (model, which, reached)
     for row in raw("recognised-cpu")["rows"].values():
         assert f"{row['recognised']:.1f}" in README
+
+
+def test_the_table_of_healing_at_length_is_that_of_its_raw_file():
+    text = section(README, "Results")
+    for run in raw("healed_whole_run-cpu")["runs"]:
+        assert f"{run['end']['val_acc1']:.2f}" in text, (run["precision"], run["seed"])
+        assert run["precision"] == "fp32" or f"{run['end']['skipped']} " in text
 
 
 def test_the_costs_of_the_guard_are_those_of_the_raw_files():
@@ -387,11 +396,17 @@ def test_the_other_costs_are_those_of_the_raw_files():
 
 
 def test_the_times_to_accuracy_are_those_of_the_raw_files():
-    for (*_, (epochs, seconds, plain, tta)), in raw("time_to_accuracy-cpu")["curves"].values():
-        assert f" | {epochs:g} | {seconds:.0f} | {plain:.2f} % | {tta:.2f} % |" in README
-    for seeds in raw("time_to_accuracy-cuda")["curves"].values():
-        _, seconds, plain, tta = (statistics.mean(values) for values in zip(*(seed[-1] for seed in seeds), strict=True))
-        assert f"{seconds:.2f} s, {plain:.2f} %" in " ".join(README.split()) and f"{tta:.2f} %" in README
+    for run in raw("first_look-cpu")["beside airbench94_muon"]["full widths, in turns"]["runs"]:
+        assert (f"| {run['epochs']} | {run['seconds of training']:.0f} | {run['val_acc1']:.2f} % | "
+                f"{run['with test-time augmentation']:.2f} % |") in README
+    steps = raw("time_to_accuracy_steps-cpu")
+    assert f"{steps['ratio']:.2f} of its time" in " ".join(RESULTS.split()) and f"{steps['ratio']:.2f}" in README
+    for device in ("cpu", "cuda"):
+        for seeds in raw(f"time_to_accuracy-{device}")["curves"].values():
+            _, seconds, plain, tta = (statistics.mean(values) for values in
+                                      zip(*(seed[-1] for seed in seeds), strict=True))
+            for figure in (f"{seconds:.0f}" if device == "cpu" else f"{seconds:.2f} s", f"{plain:.2f}", f"{tta:.2f}"):
+                assert figure in RESULTS, (device, figure)
 
 
 def test_every_picture_was_drawn_from_the_raw_files_as_they_are_and_is_shown():

@@ -1,6 +1,5 @@
 """verify.py: hardware that lies with finite numbers is caught and named; memory that ends on one rank costs no step."""
 
-import functools
 import json
 import os
 import random
@@ -151,11 +150,6 @@ def test_without_verification_the_flip_stays(tmp_path, image_folder):
 # Memory
 
 
-@functools.cache
-def clean_run(folder, images):
-    return ranks(2, folder, images)[2][0]
-
-
 @pytest.mark.parametrize("spec", ["oom:act:1@step=5,rank=1", "oom:grad:1.weight@step=5,rank=1",
                                   "oom:grad:3.bias@step=1", "oom:grad:1.weight@step=12,rank=0"])
 def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays(tmp_path, image_folder, spec,
@@ -167,7 +161,7 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
     assert told and told[0].startswith(f"out of memory at step {step}: from now on 2 micro-batches")
     assert same(*weights)
     if "act" in spec:  # the steps come in the same order, so the end is the same within rounding
-        clean = clean_run(tmp_path_factory.mktemp("clean"), image_folder)
+        clean = ranks(2, tmp_path_factory.mktemp("clean"), image_folder)[2][0]
         for name, tensor in clean.items():
             torch.testing.assert_close(weights[0][name], tensor, rtol=1e-4, atol=1e-6)
 
