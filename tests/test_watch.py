@@ -136,12 +136,13 @@ def test_an_eps_of_zero_is_named_and_not_the_gradients(run):
 
 
 WORLD = """
-import os, sys, random, torch
+import os, sys, random, signal, torch
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__file__, __spec__ is None)
 print(torch.manual_seed(1).initial_seed(), random.seed(1), random.random(), torch.rand(1))
 class Here: pass
 print(Here.__module__, getattr(sys.modules["__main__"], "Here") is Here)
 if sys.argv[1:] == ["interrupt"]:
+    signal.signal(2, signal.default_int_handler)  # a process that was started in the background ignores it
     os.kill(os.getpid(), 2)
     while True: pass
 if sys.argv[1:] == ["exit"]:
