@@ -245,19 +245,19 @@ class TrainBatches:
         else:
             shift = torch.randint(0, 2 * self.pad + 1, (2, self.batch_size), generator=random)
             drawn, crop = send(shift[:, self.mine], self.device), partial(padded_crop, pad=self.pad)
-        shape = (len(images), 3, self.size, self.size)
+        margin = self.size // 16 if step < self.small_until else 0
+        inner = slice(margin, self.size - margin)
+        shape = (len(images), 3, *[self.size - 2 * margin] * 2)
         batch = torch.empty(shape, device=self.device, memory_format=torch.channels_last)
         # Pieces that fit into a CPU's cache are 1.4 times as fast.
         piece = max(4, 2**19 // images[0].numel()) if self.device.type == "cpu" else len(images)
         for i in range(0, len(images), piece):
             some = slice(i, i + piece)
-            self.normalize(crop(images[some], drawn[:, some], mirrored[some]), out=batch[some])
+            cropped = crop(images[some], drawn[:, some], mirrored[some])
+            self.normalize(cropped[:, :, inner, inner], out=batch[some])
         if self.cutout:
             centre = torch.randint(0, self.size, (2, self.batch_size), generator=self.generator("cutout", step))
-            cut_out(batch, send(centre[:, self.mine], self.device), self.cutout)
-        if step < self.small_until:
-            inner = slice(self.size // 16, self.size - self.size // 16)
-            batch = batch[:, :, inner, inner].contiguous(memory_format=torch.channels_last)
+            cut_out(batch, send(centre[:, self.mine] - margin, self.device), self.cutout)
         return batch, send(self.labels[index], self.device)
 
 

@@ -284,11 +284,12 @@ def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):
     assert not cifar10.reachable("https://example.invalid", seconds=0.2)
 
 
-def test_small_batches_are_the_inner_pixels_of_the_whole_ones_until_the_step_that_is_named():
+@pytest.mark.parametrize("cutout", [0, 9])
+def test_small_batches_are_the_inner_pixels_of_the_whole_ones_until_the_step_that_is_named(cutout):
     images, labels = synthetic.draw(0, 40, seed=0)
-    small = batches.TrainBatches(images, labels, batch_size=20, small_until=3)
+    small = batches.TrainBatches(images, labels, batch_size=20, small_until=3, cutout=cutout)
     for step in range(5):
-        whole, names = batches.TrainBatches(images, labels, batch_size=20).at(step)
+        whole, names = batches.TrainBatches(images, labels, batch_size=20, cutout=cutout).at(step)
         batch, same_names = small.at(step)
         assert torch.equal(batch, whole[:, :, 2:30, 2:30] if step < 3 else whole) and torch.equal(names, same_names)
         assert batch.shape[2:] == ((28, 28) if step < 3 else (32, 32))
