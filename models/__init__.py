@@ -94,7 +94,8 @@ VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
 SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 7}
 VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
-DIT_CIFAR = DIT | {"muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128, "epochs": 16}
+DIT_CIFAR = DIT | {"lr": 2e-3, "muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128,
+                   "epochs": 15}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
 VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
