@@ -8,12 +8,14 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import?
+# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import? Leaves in $gpus how
+# many it sees.
 can() {
-  "$1" -c "
+  gpus=$("$1" -c "
 import sys; assert sys.version_info >= (3, 10)
 import torch, torchvision, tqdm, $2
-assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 9)" >/dev/null 2>&1
+assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 9)
+print(torch.cuda.device_count())" 2>/dev/null)
 }
 
 # set_up MODULES REQUIREMENTS: leaves in $python the first Python that has all modules; makes .venv when none has
@@ -55,8 +57,7 @@ case ${1:-} in
   gpu)
     set_up "pytest, matplotlib" requirements-dev.txt
     cd "$here"
-    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-      { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
+    ((gpus)) || { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
     status=0  # what fails does not keep the rest from being measured
     "$python" -m pytest -q -k cuda || status=1
     run() { "$python" "bench/$1.py" "${@:2}" || status=1; }
@@ -67,7 +68,6 @@ case ${1:-} in
     ;;
   *)
     set_up tqdm requirements.txt
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     if ((gpus > 1)); then
       exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" "$here/train.py" "$@"
     fi

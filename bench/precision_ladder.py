@@ -163,7 +163,9 @@ def main() -> None:
     args.steps = 2 if args.smoke else args.steps or (125 if device.type == "cuda" else 15)
     args.seeds = [0] if args.smoke else args.seeds or list(range(3 if device.type == "cuda" else 2))
     if args.smoke:
-        loaded = *data.synthetic.load(1200, 100), "synthetic"
+        loaded = *data.synthetic.load(120, 100), "synthetic"
+        build, recipe = train.MODELS["cifarnet"]
+        train.MODELS["cifarnet"] = build, recipe | {"batch_size": 50}
     else:
         loaded = data.load(args.dataset, args.data_dir, iter)
     train.prepare.load = lambda *_: loaded  # once for all runs

@@ -101,7 +101,8 @@ def load(train_size: int = 20_000, val_size: int = 2_000, seed: int = 0):
     """Return ((train images, labels), (val images, labels), class names); images uint8 (N, 3, 32, 32)."""
 
     def split(first: int, size: int) -> tuple[Tensor, Tensor]:
-        chunks = [draw(start, min(500, first + size - start), seed) for start in range(first, first + size, 500)]
+        starts = range(first, first + size, 100)  # larger temporaries leave the cache: 2.7 times as long
+        chunks = [draw(start, min(100, first + size - start), seed) for start in starts]
         return torch.cat([images for images, _ in chunks]), torch.cat([labels for _, labels in chunks])
 
     return split(0, train_size), split(train_size, val_size), CLASSES

@@ -374,6 +374,7 @@ def test_other_data_is_refused_by_name(run, few_images, image_folder, monkeypatc
 
     def retouched(*args):
         (images, labels), *rest = whole(*args)
+        images = images.clone()  # it is the file of the cache
         images[7, 0, 3, 3] ^= 1
         return ((images, labels), *rest)
 
