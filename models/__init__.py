@@ -80,7 +80,7 @@ CIFARNET = RECIPE | {"lr": 2e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, 
                      "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
                      "label_smoothing": 0.2, "small": 0.6, "epochs": 10, "cuda_graph": True}
 RESNET = RECIPE | {"label_smoothing": 0.1}
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 7,
+RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 10,
                      "muon": ["layer?.*.conv?.weight", "layer?.*.downsample.0.weight"],
                      "muon_options": {"momentum": 0.6, "ns_steps": 3}}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}

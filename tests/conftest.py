@@ -42,6 +42,11 @@ def pytest_itemcollected(item):
         item.add_marker("quick")
 
 
+def pytest_collection_modifyitems(items):
+    """The long ones first: no process shall wait at the end while another one's last test takes minutes."""
+    items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
+
+
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """A miniature of CIFAR-10's folder layout: ten classes, 400 training and 100 test images, written as PNG."""
