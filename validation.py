@@ -49,7 +49,7 @@ def validate(run: Any) -> str:
                 if shown := show(run.model, *some(run, 16), path, normalize):
                     run.log.picture(shown, run.step)
         if run.policy.dtype is not torch.float32 and run.rank == 0:  # a model may train well and evaluate to NaN
-            pieces = zip(*(t.split(200) for t in some(run, 600)), strict=True)
+            pieces = zip(*(t.split(200) for t in some(run, min(600, len(run.val[1])))), strict=True)
             gaps, warning = both_ways(run.model, pieces, run.policy, masters)
             run.scores |= gaps
     name = run.model.judged_by  # "-loss": the lower, the better
