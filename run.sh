@@ -8,8 +8,8 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import? Leaves in $gpus how
-# many it sees.
+# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import?
+# Leaves in $gpus how many GPUs torch sees.
 can() {
   gpus=$("$1" -c "
 import sys; assert sys.version_info >= (3, 10)

@@ -89,6 +89,14 @@ def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_does_not(run
     assert [line.get("loss") for line in once] != [line.get("loss") for line in other]
 
 
+def test_no_validation_image_is_compared_in_both_precisions_twice(run, monkeypatch):
+    seen, compare = [], train.validation.disagreement
+    monkeypatch.setattr(train.validation, "disagreement", lambda model, x, *rest: seen.append(x) or
+                        compare(model, x, *rest))  # fmt: skip
+    run("--precision", "bf16", "--max-steps", 2)
+    assert [len(x) for x in seen] == [100] and len(torch.cat(seen).flatten(1).unique(dim=0)) == 100
+
+
 def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
     seen = {True: set(), False: set()}
     same = SimpleNamespace(changed=0.0, nonfinite=0.0, parted=False)
