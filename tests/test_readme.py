@@ -396,6 +396,10 @@ def test_the_other_costs_are_those_of_the_raw_files():
 
 
 def test_the_times_to_accuracy_are_those_of_the_raw_files():
+    for run in raw("first_look-cpu")["beside airbench94_muon"]["full widths, in turns"]["runs"]:
+        for figure in (f"{run['seconds of training']:.0f} s", f"{run['val_acc1']:.2f}",
+                       f"{run['with test-time augmentation']:.2f}"):
+            assert figure in RESULTS, figure
     steps = raw("time_to_accuracy_steps-cpu")
     assert f"{steps['ratio']:.2f} of its time" in " ".join(RESULTS.split()) and f"{steps['ratio']:.2f}" in README
     for name in ("cpu", "cpu-earlier", "cuda"):
