@@ -26,18 +26,15 @@ from tqdm import tqdm
 import amp_policy
 import autopsy
 import checkpoint
-import ema
 import fp32
 import guards
-import heal
-import inject
-import muon
 import optim
-import probes
 import report
 from data import SCALE, batches, fingerprint, load
+from extras import ema, muon
 from models import MODELS, DoesNotFit, set_drop_path, wrap
 from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing
+from rescue import heal, inject, probes
 
 
 def process(run: Any) -> int:

@@ -41,16 +41,14 @@ from tqdm import tqdm
 
 import checkpoint
 import flags
-import graphs
-import heal
 import prepare
-import probes
 import report
 import validation
-import verify
 from data import NAMES
+from extras import graphs
 from models import MODELS, wrap
 from ranks import agreed, backward, quiet, refusing, share_buffers, speaks
+from rescue import heal, probes, verify
 
 CHECK_EVERY = 100  # steps between two looks at all parameters and optimizer state: a read of 12 bytes a parameter
 

@@ -58,13 +58,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from amp_policy import LossScaler, capabilities, choose_policy  # noqa: E402
 from bench.record import header, spread, write  # noqa: E402
-from graphs import StepGraph  # noqa: E402
+from extras.graphs import StepGraph  # noqa: E402
 from guards import Guard  # noqa: E402
 from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
-from probes import Probes, SpikeDetector  # noqa: E402
 from ranks import agreed  # noqa: E402
+from rescue.probes import Probes, SpikeDetector  # noqa: E402
 from train import CHECK_EVERY, Run, train_step  # noqa: E402
 
 GOAL = {"cpu": 1.02, "cuda": 1.01}  # ours / bare, at most

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
-import ema  # noqa: E402
 import optim  # noqa: E402
 from bench.record import header, write  # noqa: E402
+from extras import ema  # noqa: E402
 from models.cifarnet import PRESETS, CifarNet  # noqa: E402
 
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import flags  # noqa: E402
 import train  # noqa: E402
-import verify  # noqa: E402
 from bench.record import header, write  # noqa: E402
 from data import NAMES  # noqa: E402
 from models import MODELS  # noqa: E402
+from rescue import verify  # noqa: E402
 
 IMAGES, ROUNDS = 50_000, 8
 

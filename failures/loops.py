@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import guards
-import probes
 from data import synthetic
 from fp32 import fp32_eval
 from optim import ClippedAdamW
+from rescue import probes
 from train import Run, train_step
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.synthetic import CLASSES
 from failures.loops import BF16, F16, F32, NAMES, Case, around, autocast, bare, guarded, images, show
-from probes import Probes
+from rescue.probes import Probes
 
 WORDS = ["<pad>", "<image>", "a", "photo", "of", *dict.fromkeys(" ".join(CLASSES).split())]
 IGNORE = -100

@@ -29,10 +29,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import guards  # noqa: E402
-import inject  # noqa: E402
 import train  # noqa: E402
 from data import cifar10, synthetic  # noqa: E402
 from models import RECIPE  # noqa: E402
+from rescue import inject  # noqa: E402
 
 PLACES, PRECISIONS = inject.PLACES, ("fp32", "bf16", "O1", "O2")
 BAD = list(itertools.product(PLACES, inject.KINDS))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopsy
 from autopsy import Locator, StepRecord, agree, examine
-from heal import load_capsule, save_capsule, unpack
+from rescue.heal import load_capsule, save_capsule, unpack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import graphs
 import train
 from amp_policy import LossScaler, capabilities, choose_policy
-from ema import EMA
+from extras import graphs
+from extras.ema import EMA
 from guards import Guard
 from models import RECIPE
 from models.classifier import Classifier

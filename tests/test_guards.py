@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import guards
 from amp_policy import LossScaler, capabilities, choose_policy
 from guards import Guard, check_state
-from inject import KINDS, Injector, parse_inject
 from optim import ClippedAdamW, param_groups
-from probes import Probes, SpikeDetector, first_step_checks
+from rescue.inject import KINDS, Injector, parse_inject
+from rescue.probes import Probes, SpikeDetector, first_step_checks
 from train import Run, train_step
 
 

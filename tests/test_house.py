@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COPIED = ("amp_policy", "fp32", "guards", "probes", "autopsy", "optim", "muon", "ema", "checkpoint", "graphs", "inject",
           "ranks", "report")  # files that are carried away one by one
-CORE = [ROOT / f"{name}.py" for name in COPIED if (ROOT / f"{name}.py").exists()]
+FOLDERS = (ROOT, ROOT / "rescue", ROOT / "extras")
+CORE = [path for name in COPIED for folder in FOLDERS if (path := folder / f"{name}.py").exists()]
 ALLOWED = {
     **{path.name: {"torch"} for path in CORE},
     "report.py": {"torch", "matplotlib", "numpy", "PIL"},  # all but the standard library at need only

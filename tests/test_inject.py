@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inject import Injector, parse_inject
+from rescue.inject import Injector, parse_inject
 
 
 class Judged(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import muon
-from ema import EMA
+from extras import muon
+from extras.ema import EMA
 from optim import ClippedAdamW, fused_works, param_groups, refusal, scaled_lr, total_norm, warmup_cosine
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

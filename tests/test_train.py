@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import amp_policy
-import ema
 import flags
 import guards
 import optim
 import report
 import train
 from data import batches
+from extras import ema
 from models import RECIPE
 
 ROOT = Path(train.__file__).parent

@@ -11,8 +11,7 @@ import pytest
 import torch
 from test_train import DRIVER, ROOT
 
-import inject
-import verify
+from rescue import inject, verify
 
 
 def ranks(count, folder, images, *flags, code=0):

@@ -44,9 +44,9 @@ from torch.utils._pytree import tree_map
 import amp_policy
 import autopsy
 import checkpoint
-import inject
 from fp32 import fp32_eval, keep_fp32, pinned
 from ranks import parallel
+from rescue import inject
 
 
 class Cure(NamedTuple):
