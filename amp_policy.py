@@ -379,7 +379,8 @@ class LossScaler(torch.amp.GradScaler):
             raise ValueError(f"LossScaler needs 1 <= floor ({floor}) <= {init_scale} <= ceiling ({ceiling})")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.floor, self.ceiling, self.init_scale = floor, ceiling, init_scale
-        self._one = torch.ones(())
+        absent = device == "cuda" and not torch.cuda.is_available()
+        self._one = torch.ones((), device="cpu" if absent else device)  # what a disabled scaler answers
 
     @property
     def scale_tensor(self) -> Tensor:
@@ -392,7 +393,7 @@ class LossScaler(torch.amp.GradScaler):
         """A loss, or a nest of losses, times the scale; mappings too, unlike GradScaler."""
         if isinstance(outputs, Mapping):
             return {name: self.scale(value) for name, value in outputs.items()}
-        if isinstance(outputs, list | tuple):
+        if isinstance(outputs, (list, tuple)):
             return type(outputs)(map(self.scale, outputs))
         return super().scale(outputs)
 

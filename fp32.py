@@ -102,7 +102,7 @@ def mapped(f: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return out
     if is_dataclass(tree) and not isinstance(tree, type):
         return replace(tree, **{x.name: mapped(f, getattr(tree, x.name)) for x in fields(tree) if x.init})
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):  # `list | tuple` is a graph break in torch 2.9
         out = [mapped(f, x) for x in tree]
         return type(tree)(*out) if hasattr(tree, "_fields") else type(tree)(out)
     return tree

@@ -48,6 +48,7 @@ def test_the_gallery_runs_every_file_of_its_folder():
 @pytest.mark.parametrize("module", run_all.FILES, ids=lambda module: module.__name__.split(".")[-1])
 def test_every_file_opens_with_the_same_seven_answers(module):
     told = re.findall(r"^([A-Z][a-z]+(?:,? [a-z]+)?) {2,}\S", module.__doc__, re.M)
+    told = [answer for answer in told if answer != "Margin"]
     assert told == ["Reported", "First bad", "Why", "Cure", "Tried, no", "Evidence", "Run"]
     assert f"Run         python failures/{Path(module.__file__).name}" in module.__doc__
 
