@@ -207,6 +207,10 @@ class Birth:
         return "weights" if state else "data" if self.source not in ("", CONSTANT) else ""
 
     @property
+    def written(self) -> bool:
+        return self.source == WRITTEN
+
+    @property
     def grown(self) -> bool:
         """Finite inputs so large that their result overflows."""
         return self.made != "nan" and self.largest > 1e6 and not self.source
@@ -252,6 +256,8 @@ class Report(Birth):
         if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
+        if self.written:
+            return f"the script writes this number itself, at {self.line}: leave it out of the loss, or write another"
         if self.verdict == "data" and self.made and not self.source:
             return NO_LABEL
         if self.verdict in ("divergence", "precision") and self.weak and not self.source:
@@ -271,9 +277,10 @@ class Report(Birth):
         if self.op:
             node, line = f" of {self.node}" if self.node else "", f", {self.line}" if self.line else ""
             call = f", call {self.call} of {self.calls} from {self.caller}" if self.call and self.calls > 1 else ""
-            first = f"first to use {self.source}" if self.source else "first bad op"
+            first = f"first to use {self.source}" if self.source and not self.written else "first bad op"
+            made = f"{'writes' if self.written else 'made'} {self.made}" if self.made else "raised"
             lines.append(f"{first}: {self.op} in {self.module or 'the model itself'}{call} "
-                         f"({self.phase}{node}{line}) {'made ' + self.made if self.made else 'raised'}")
+                         f"({self.phase}{node}{line}) {made}")
         if self.inputs:
             lines.append("its inputs: " + "; ".join(self.inputs))
         if self.again:
@@ -343,7 +350,7 @@ def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: floa
     where = rerun.locator
     if birth.origin:
         holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
-        return birth.origin, birth, {"names": (holds,)}
+        return birth.origin, birth, {"names": () if birth.written else (holds,)}
     if birth.op and not birth.made:  # the step raised, and not because of a bad number
         data = where.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class values", symptom)
         return "data" if data else "error", birth, {"names": where.wrong}
@@ -447,6 +454,7 @@ class Rerun:
 # --- Which operation was it
 
 CONSTANT = "a constant"
+WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
 LAWFUL = (sys.maxsize - 1, None)  # the cause of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
@@ -551,7 +559,10 @@ class Locator(TorchDispatchMode):
             raise
         before, outs = {_storage(t) for t in inputs}, _flat(out) + written
         if self._rows:
-            self._carry(rule, given, inputs, outs, before)
+            try:
+                self._carry(rule, given, inputs, outs, before)
+            except Exception:  # following samples is a service: it never raises into the step
+                self._rows.clear()
         for t in outs:
             if (storage := _storage(t)) in before and not written:
                 continue  # a view: it shares what is known of its storage
@@ -562,6 +573,8 @@ class Locator(TorchDispatchMode):
                     cause = LAWFUL
                 elif cause >= LAWFUL:
                     cause = next(self._clock), self._birth(func, told, t, _again(func, kept, kwargs))
+                    if rule.constant and asked and not cause[1].source:
+                        cause = cause[0], replace(cause[1], source=WRITTEN, again="")
                 elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
                     cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
                 self.causes[storage] = cause
@@ -645,11 +658,14 @@ class Locator(TorchDispatchMode):
 
     def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
         """The samples for which `wrong` is true, or without it those of which `t` has a bad number."""
-        if (found := self._dim(t)) is None:
+        try:
+            if (found := self._dim(t)) is None:
+                return ()
+            wrong = _beyond(t) if wrong is None else wrong
+            wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+            return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
+        except Exception:
             return ()
-        wrong = _beyond(t) if wrong is None else wrong
-        wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
-        return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
 
     def _carry(self, rule: SimpleNamespace, given: Any, inputs: list[Tensor], outs: list[Tensor], before: set) -> None:
         """Mark the results that still have the batch dimension."""
@@ -666,6 +682,7 @@ class Locator(TorchDispatchMode):
 
 STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
 LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+CONSTANTS = ("fill", "masked_fill", "index_fill", "full", "full_like", "new_full", "scalar_tensor")
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
@@ -682,6 +699,7 @@ def _rule(func: Any) -> SimpleNamespace:
 
     def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
         """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
+        size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
         elif re.fullmatch("(b|add|badd)?b?mm", name):
@@ -698,9 +716,10 @@ def _rule(func: Any) -> SimpleNamespace:
             d += dims[0] <= d if name == "stack" else -sum(x < d for x in dims) * (t.dim() < source.dim())
         elif t.dim() != source.dim() and not STAYS.search(name):
             return None
-        return d if 0 <= d < t.dim() and t.shape[d] == source.shape[d] else None
+        return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
-    return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES)
+    return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES,
+                           constant=name in CONSTANTS)
 
 
 INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments

@@ -100,6 +100,37 @@ def test_a_constant_that_is_bad_from_the_start_is_told_among_the_inputs():
     assert "1 .. inf" in str(report)
 
 
+@pytest.mark.parametrize("write", [
+    lambda h: h.clone()[2, 1].fill_(math.nan), lambda h: h.masked_fill(torch.eye(8, 5).bool(), math.inf),
+    lambda h: h.index_fill(0, torch.tensor([2]), math.nan), lambda h: torch.full((8, 5), math.inf),
+    lambda h: torch.full_like(h, math.nan), lambda h: h.new_full((5,), math.nan),
+], ids=["fill_", "masked_fill", "index_fill", "full", "full_like", "new_full"])
+def test_a_number_that_the_script_writes_is_data_and_a_mask_of_minus_infinity_is_nobodys_fault(write):
+    report = autopsied(Net(lambda h: h + write(h)))
+    assert (report.verdict, report.again, report.names) == ("data", "", ())
+    assert "writes" in str(report) and "test_autopsy.py" in report.suggestion
+    masked = autopsied(Net(lambda h: torch.full((8, 5), -math.inf).triu(1).add(h).softmax(-1)))
+    assert masked.verdict == "not reproducible"
+
+
+def per_sample(out, y):
+    weight = torch.rand(len(y))
+    return {"transposed": (out.t() * weight).mean(), "cdist": (torch.cdist(out, out[:5]).t() * weight).mean(),
+            "stacked": torch.stack([out.mean(1), weight]).mean(), "squeezed": (out.sum(1) * out.t()).mean()}
+
+
+@pytest.mark.parametrize("kind", ["transposed", "cdist", "stacked", "squeezed"])
+def test_following_samples_never_raises_into_the_step(kind):
+    def run_step(batch, fp32):
+        loss = per_sample(net(batch[0]), batch[1])[kind] / 0
+        loss.backward()
+        return loss
+
+    net = Net()
+    report = autopsied(net, run_step=run_step)
+    assert (report.verdict, report.op) == ("divergence", "aten.div.Tensor")
+
+
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     net, x = Net(), X.clone()
     x[[2, 5]] *= 3e5
