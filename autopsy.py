@@ -1,39 +1,57 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
-Autopsy: find the operation that made the first bad number, and say which of a few things was wrong.
+Autopsy: name the operation that made the first bad number, and say which of a few things was wrong.
 
-A bad loss names nobody. A forward hook names the module that *received* the inf: between two Linears, `log(h * 0 - 1)`
-makes the second Linear look guilty. Autograd's anomaly mode passes over inf. And `sqrt` at 0 has a finite loss: only
-its backward is infinite. So the step is run again:
+A bad loss names nobody. A forward hook names the module that *received* the inf: between two
+Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode passes over
+inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again,
+and the result of every aten operation is read, forward and backward:
 
-    record = StepRecord(step, net)            before the forward: RNG states, buffers, tensors that modules carry over
-    record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
-    report = examine(run_step, record, net)   after a rejected step; the weights are still those from before it
+Paste::
 
-1. The record is put back, and the step runs under a dispatch mode that looks at the result of every aten operation,
-   forward and backward. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
-   of its inputs. The guilty birth is the first among the ancestors of the loss (if the loss is finite: of the
-   gradients). So what is swallowed on the way is never blamed: a mask of -inf that softmax turns to 0, log(0) behind a
-   `where`, a NaN target that is left out. "Bad" is NaN, inf, or beyond 1.8e19, whose square is inf in fp32.
+    import torch
+    from autopsy import Locator
+    net = torch.nn.Linear(4, 1)
+    with Locator(net) as where:
+        loss = net(torch.randn(8, 4)).sub(99).log().mean()
+        loss.backward()
+    print(where.blame([loss]))
+
+1. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
+   of its inputs. The guilty birth is the first among the ancestors of the loss (if the loss is
+   finite: of the gradients). So what is swallowed on the way is never blamed: a mask of -inf that
+   softmax turns to 0, log(0) behind a `where`, a NaN target that is left out. A -inf that enters a
+   sum or a matrix product is no mask: then its maker is guilty. "Bad" is NaN, inf, or beyond
+   1.8e19, whose square is inf in fp32.
 2. The verdict follows from where the guilty result comes from:
 
     weights            from a parameter, buffer or hidden state that was bad before the step
-    data               from a bad value in the batch, a label out of range, or labels that are all ignored
+    data               from a bad value in the batch, a label out of range, labels that are all
+                       ignored, or a number that the script writes itself
     precision          from an operation; in fp32 the step is finite
     divergence         from an operation; the step is bad in fp32 too
     calibration        nothing is bad at loss scale 1
     compiler           nothing is bad in eager mode, but the compiled step is
     not reproducible   nothing is bad the second time
-    error              the step raised an exception, and the data is not the cause
+    error              the step raised an exception, and no bad number is the cause
 
-3. The guilty operation is repeated on the same inputs in fp32 and fp64. In a loop cures are tried on the recorded step:
-   the guilty module in fp32, its parents, an eps at that line, bf16, fp32.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: the
+   guilty module in fp32, its parents, an eps at that line, fp32 at that line, bf16.
 
-This file changes no weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow mended.
+In a loop of your own, the step is recorded and examined (docs/recipes.md):
+
+    record = StepRecord(step, net)            before the forward: RNG states, buffers, hidden states
+    record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
+    report = examine(run_step, record, net)   after a rejected step; the weights are still those
+
+`python autopsy.py YOUR_SCRIPT.py` needs no change of the script (class Watch). This file changes no
+weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow mended.
 """
+
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import re
@@ -46,93 +64,170 @@ import time
 import traceback
 import warnings
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from datetime import timedelta
 from functools import cache, partial, wraps
-from itertools import chain, count
+from itertools import count
 from math import inf
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
-TORCH, LIBRARY = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
+TORCH = os.path.dirname(torch.__file__)
+LIBRARY = os.path.dirname(os.__file__)
 HALF = (torch.float16, torch.bfloat16)
-FLOATS = tuple(d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point)
-STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # what a buffer of a norm is called
+FLOATS = tuple(
+    d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
+)
+STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
-EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # names of a step without half
-VERDICTS = {  # what to do, in train.py's flags and as code; the gravest first: when ranks differ, that one counts
+EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
+
+# What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
+VERDICTS = {
     "data": ("look at these samples; leave them out",) * 2,
-    "weights": ("--resume last_good.pt, and look at what the steps before this one did",
-                "reset it, or load the last checkpoint that is finite; examine the step that wrote it"),
+    "weights": (
+        "--resume last_good.pt, and look at what the steps before this one did",
+        "reset it, or load the last checkpoint that is finite; examine the step that wrote it",
+    ),
     "error": ("mend the code at this line",) * 2,
-    "divergence": ("--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-                   "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, clipping"),
-    "precision": ("x.float() before that line, or --precision bf16",
-                  "that line in fp32: torch.autocast(x.device.type, enabled=False) around it, x.float() before it"),
-    "compiler": ("train without --compile", "run the step under torch.compiler.set_stance('force_eager')"),
-    "calibration": ("nothing: the loss scale falls by itself", "skip the step and halve the loss scale"),
-    "not reproducible": ("the same step once more with --deterministic; if it recurs, suspect this machine's hardware",
-                         "torch.use_deterministic_algorithms(True); if it recurs, suspect this machine's hardware"),
+    "divergence": (
+        "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
+        "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, "
+        "clipping",
+    ),
+    "precision": (
+        "x.float() before that line, or --precision bf16",
+        "that line in fp32: torch.autocast(x.device.type, enabled=False) around it, "
+        "x.float() before it",
+    ),
+    "compiler": (
+        "train without --compile",
+        "run the step under torch.compiler.set_stance('force_eager')",
+    ),
+    "calibration": (
+        "nothing: the loss scale falls by itself",
+        "skip the step and halve the loss scale",
+    ),
+    "not reproducible": (
+        "the same step once more with --deterministic; if it recurs, suspect this machine's "
+        "hardware",
+        "torch.use_deterministic_algorithms(True); if it recurs, suspect this machine's hardware",
+    ),
 }
 
 
 def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple]:
+    """Changes the first argument of a call."""
     return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
 
 
-CLAMP, INSIDE = _first(lambda x: x.clamp(min=EPS)), _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
-UNMASK = "over a wholly masked row: write -1e4 into the mask instead of -inf", _first(lambda x: x.clamp(min=-1e4))
+CLAMP = _first(lambda x: x.clamp(min=EPS))
+INSIDE = _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+UNMASK = (
+    "over a wholly masked row: write -1e4 into the mask instead of -inf",
+    _first(lambda x: x.clamp(min=-1e4)),
+)
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
-EQUAL = "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal", None
-ONE = "the spread of one number is 0 / 0: no batch of one, or correction=0", lambda *a, **k: (a, k | {"correction": 0})
-WEAK: dict[str, tuple[str, Callable | None]] = {  # operation: what to write, and how to change the call's arguments
+NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
+EQUAL = (
+    "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; "
+    "add a small distinct diagonal",
+    None,
+)
+ONE = (
+    "the spread of one number is 0 / 0: no batch of one, or correction=0",
+    lambda *a, **k: (a, k | {"correction": 0}),
+)
+ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
+UNWRITTEN = (
+    "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
+    "or an opaque kernel (Triton, C++) wrote this: look into it"
+)
+
+# operation: what to write, and how to change the call's arguments
+WEAK: dict[str, tuple[str, Callable | None]] = {
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
-    "div": ("division by zero: x / (y + eps), eps = 1e-6", lambda x, y, *a, **k: ((x, y + EPS, *a), k)),
+    "div": (
+        "division by zero: x / (y + eps), eps = 1e-6",
+        lambda x, y, *a, **k: ((x, y + EPS, *a), k),
+    ),
     "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
-    "softmax": UNMASK, "log_softmax": UNMASK, "logsumexp": UNMASK,
-    "layer_norm": ("a row of equal numbers, and an eps too small for it: eps=1e-5",
-                   lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k)),
-    "ctc_loss": ("a target longer than its input has no alignment: look at the lengths, or zero_infinity=True",
-                 lambda *a, **k: (a[:6], k | {"zero_infinity": True})),
-    "std": ONE, "var": ONE,
-    "nll_loss": (NO_LABEL, None), "nll_loss2d": (NO_LABEL, None),
+    "softmax": UNMASK,
+    "log_softmax": UNMASK,
+    "logsumexp": UNMASK,
+    "layer_norm": (
+        "a row of equal numbers, and an eps too small for it: eps=1e-5",
+        lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k),
+    ),
+    "ctc_loss": (
+        "a target longer than its input has no alignment: look at the lengths, "
+        "or zero_infinity=True",
+        lambda *a, **k: (a[:6], k | {"zero_infinity": True}),
+    ),
+    "std": ONE,
+    "var": ONE,
+    "mean": NOTHING,
+    "nll_loss": (NO_LABEL, None),
+    "nll_loss2d": (NO_LABEL, None),
     "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
-    "mul": ("0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask", None),
-    "eigh": EQUAL, "svd": EQUAL, "eig": EQUAL,
-    "weight_norm_interface": ("a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0", None),
-    "empty": ("memory that nobody wrote: torch.zeros instead of torch.empty", None),
+    "mul": (
+        "0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask",
+        None,
+    ),
+    "eigh": EQUAL,
+    "svd": EQUAL,
+    "eig": EQUAL,
+    "angle": ANGLE,
+    "atan2": ANGLE,
+    "weight_norm_interface": (
+        "a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0",
+        None,
+    ),
+    "empty": (UNWRITTEN, None),
 }
-SAME = {"truediv": "div", "divide": "div", "true_divide": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal"}
+SAME = {
+    "truediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "rdiv": "reciprocal",
+    "rtruediv": "reciprocal",
+}
 
 
 # --- The record
 
-class StepRecord:
-    """What is needed to run one step again, apart from the weights (a rejected step has not touched those).
 
-    Create it before the step's first forward; keep() every micro-batch with the labels as they came, and the samples'
-    indices in the data set where they are known. Costs a copy of the buffers and the RNG states; no sync.
+class StepRecord:
+    """What is needed to run one step again, apart from the weights (a rejected step kept those).
+
+    Create it before the step's first forward; keep() every micro-batch with the labels as they
+    came, and the samples' indices in the data set where they are known. Costs a copy of the
+    buffers and the RNG states; no sync.
     """
 
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
@@ -161,15 +256,25 @@ class StepRecord:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What a module carries from step to step without a buffer: `self.hidden = h`, `self.state = (h, c)`."""
+    """What a module carries between steps without a buffer: `self.state = (h, c)`."""
     values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
-    return [(n, v) for n, v in values if (isinstance(v, Tensor) or len(v) < 99) and any(named_tensors(v))]
+    return [
+        (n, v)
+        for n, v in values
+        if isinstance(v, Tensor) or (len(v) < 99 and any(inner_tensors(v)))
+    ]
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
-    cuda = torch.device(device).type == "cuda"
-    return {"python": random.getstate(), "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(device) if cuda else None}
+    """Of Python, torch's CPU and `device`; of NumPy where it is loaded (in plain types)."""
+    states = {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": None}
+    if torch.device(device).type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random.get_state(legacy=False)
+        key = {"key": numpy["state"]["key"].tolist(), "pos": int(numpy["state"]["pos"])}
+        states["numpy"] = numpy | {"state": key}
+    return states
 
 
 def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> None:
@@ -177,9 +282,12 @@ def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> Non
     torch.set_rng_state(states["cpu"])
     if states["cuda"] is not None and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 # --- The verdict
+
 
 @dataclass(frozen=True)
 class Birth:
@@ -195,16 +303,18 @@ class Birth:
     inputs: tuple[str, ...] = ()
     largest: float = 0.0  # the largest finite magnitude among the inputs
     samples: tuple[int, ...] = ()  # positions in the micro-batch
-    source: str = ""  # "parameter head.weight", "input", ...: bad before the step; the operation is the first to use it
-    again: str = ""  # the operation repeated on the same inputs: "finite in float32", "nan in float32, nan in float64"
-    call: int = 0  # which call of the module in this step; 0 = not known
+    source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
+    again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
+    call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
     caller: str = ""  # the line of that call
+    entered: str = ""  # the sum or product which the -inf that was made here went into
 
     @property
     def origin(self) -> str:
         """The verdict, where the source alone says it."""
-        state = self.source.startswith(("parameter ", "buffer ", "attribute "))
-        return "weights" if state else "data" if self.source not in ("", CONSTANT) else ""
+        if self.source in ("", CONSTANT, OPAQUE):
+            return ""
+        return "weights" if self.source.startswith(STATE) else "data"
 
     @property
     def written(self) -> bool:
@@ -217,19 +327,47 @@ class Birth:
 
     @property
     def weak(self) -> str:
-        """The key of WEAK for a node like "LogBackward0" or an operation like "aten.log_.default", or ""."""
+        """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
         for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
-            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name).lower()
-            name = re.sub("_|native|linalg|^new", "", name)
-            if name in plain and not (name == "mul" and self.made != "nan") and not (name == "pow" and self.grown):
+            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name)
+            name = re.sub("_|native|linalg|^new", "", name.lower())
+            harmless = (
+                (name == "mul" and self.made != "nan")
+                or (name == "pow" and self.grown)
+                or (name == "mean" and self.made != "nan")
+            )
+            if name in plain and not harmless:
                 return plain[name]
+        return ""
+
+    def __str__(self) -> str:
+        """The lines of a report that speak of the operation."""
+        lines = []
+        if self.op:
+            node = f" of {self.node}" if self.node else ""
+            line = f", {self.line}" if self.line else ""
+            module = self.module or ("the model itself" if self.call else "")
+            place = f"in {module}{self._call()}" if module else "outside of any module"
+            plain = not self.source or self.written
+            first = "first bad op" if plain else f"first to use {self.source}"
+            made = f"{'writes' if self.written else 'made'} {self.made}" if self.made else "raised"
+            lines.append(f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}")
+        if self.entered:
+            lines.append(f"its -inf entered {self.entered}, where it is no mask")
+        if self.inputs:
+            lines.append("its inputs: " + _few(self.inputs, 4, "; "))
+        if self.again:
+            lines.append(f"repeated on the same inputs: {self.again}")
+        return "\n  ".join(lines)
+
+    def _call(self) -> str:
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Birth):
-    """The outcome, with the guilty operation's birth. str(report) is the text for a tired person."""
+    """The outcome, with the guilty operation's birth. str(report) is for a tired person."""
 
     verdict: str  # one of VERDICTS
     step: int
@@ -241,87 +379,133 @@ class Report(Birth):
     micro_batch: int = 0
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
-    gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones, as the backward made them: name, type, bad, of
+    gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones: name, type, bad, of
     calls: int = 0  # how often the module is called in a step
+    repeated: bool = True  # the step was run again, in fp32 too
     tried: tuple[str, ...] = ()  # "block in fp32: finite"
-    cure: tuple[str, str] = ("", "")  # the first that was finite: ("module, result in fp32", "block")
+    cure: tuple[str, str] = ("", "")  # the first finite one: ("module, result in fp32", "block")
 
     @property
     def suggestion(self) -> str:
         (kind, name), flags = self.cure, self.advice == "flags"
+        line = self.line or "that line"
         if kind.startswith("module"):
-            back = "" if "result" in kind else f".to(torch.{self.result.partition('[')[0]})"
-            code = f"{name} in fp32: with torch.autocast(x.device.type, enabled=False): y = {name}(x.float()){back}"
-            return f"--keep-fp32 '{name}'" if flags else code
+            if flags:
+                return f"--keep-fp32 '{name}'"
+            half = self.result.partition("[")[0]
+            back = "" if "result" in kind else f".to(torch.{half})"
+            island = "with torch.autocast(x.device.type, enabled=False)"
+            return f"{name} in fp32: {island}: y = {name}(x.float()){back}"
+        if kind == "line":
+            return f"x.float() before {line}, with autocast off there"
         if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
-            return whole if self.module else f"x.float() before {self.line or 'that line'}, or {whole}"
+            if "x.float() at" in "".join(self.tried):
+                return f"{whole}: its operands are rounded before {line}, float() there is too late"
+            return whole if self.module else f"x.float() before {line}, or {whole}"
         if self.written:
-            return f"the script writes this number itself, at {self.line}: leave it out of the loss, or write another"
+            return (
+                f"the script writes this number itself, at {line}: "
+                "leave it out of the loss, or write another"
+            )
         if self.verdict == "data" and self.made and not self.source:
             return NO_LABEL
+        if self.entered:
+            return (
+                "-inf is a mask up to a softmax or a maximum only: where nothing is left "
+                "(a row without entries), write 0 before the sum or product"
+            )
         if self.verdict in ("divergence", "precision") and self.weak and not self.source:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return VERDICTS[self.verdict][not flags]
         if not self.op:
-            return "no operation was found: the bad number was made where none is seen (another thread or library)"
+            return "no operation was seen that made it: it was made in another thread or library"
+        if self.source == OPAQUE:
+            return UNWRITTEN
         if self.source:
-            return ("an input of this operation was bad when the step began, and it is no parameter, buffer or part of "
-                    "the batch: a constant, or a state carried over from an earlier step")
-        return "this operation has no finite value at these inputs: clamp or mask them before it, or write it otherwise"
+            return (
+                "an input of this operation was bad when the watch began, and it is no "
+                "parameter, buffer or part of the batch: NumPy, a constant, or a state "
+                "carried over from an earlier step"
+            )
+        return (
+            "this operation has no finite value at these inputs: "
+            "clamp or mask them before it, or write it otherwise"
+        )
+
+    def _call(self) -> str:
+        several = self.call and self.calls > 1
+        return f", call {self.call} of {self.calls} from {self.caller}" if several else ""
 
     def __str__(self) -> str:
-        lines = [f"{self.symptom or 'the step was bad'} at step {self.step} ({self.precision or 'precision not told'}, "
-                 f"scale {self.scale:g}, rank {self.rank}) -> {self.verdict}"]
+        about = f"{self.precision or 'precision not known'}, scale {self.scale:g}, rank {self.rank}"
+        lines = [
+            f"{self.symptom or 'the step was bad'} at step {self.step} ({about}) -> {self.verdict}"
+        ]
         if self.op:
-            node, line = f" of {self.node}" if self.node else "", f", {self.line}" if self.line else ""
-            call = f", call {self.call} of {self.calls} from {self.caller}" if self.call and self.calls > 1 else ""
-            first = f"first to use {self.source}" if self.source and not self.written else "first bad op"
-            made = f"{'writes' if self.written else 'made'} {self.made}" if self.made else "raised"
-            lines.append(f"{first}: {self.op} in {self.module or 'the model itself'}{call} "
-                         f"({self.phase}{node}{line}) {made}")
-        if self.inputs:
-            lines.append("its inputs: " + "; ".join(self.inputs))
-        if self.again:
-            lines.append(f"repeated on the same inputs: {self.again}")
+            lines.append(super().__str__())
         if self.names:
-            lines.append(("already bad: " if self.verdict == "weights" else "in the batch: ") + _few(self.names, 5))
+            where = "already bad: " if self.verdict == "weights" else "in the batch: "
+            lines.append(where + _few(self.names, 5))
         if self.samples:
             known = f" (in the data set: {_few(self.indices)})" if self.indices else ""
-            lines.append(f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, rank {self.rank}{known}")
-        if self.verdict in ("precision", "divergence"):
-            lines.append("the same batch in fp32: " + ("finite" if self.verdict == "precision" else "bad as well"))
+            lines.append(
+                f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, "
+                f"rank {self.rank}{known}"
+            )
+        if self.verdict in ("precision", "divergence") and self.repeated:
+            finite = "finite" if self.verdict == "precision" else "bad as well"
+            lines.append("the same batch in fp32: " + finite)
         if self.gradients:
-            told = (f"{name} {kind} ({bad} of {of} values)" for name, kind, bad, of in self.gradients)
-            lines.append(f"bad gradients in the order of the backward, {len(self.gradients)} in all: {_few(told, 4)}")
-        return "\n  ".join([*lines, *(f"tried: {sentence}" for sentence in self.tried), f"try: {self.suggestion}"])
+            rows = (f"{name} {kind} ({n} of {of} values)" for name, kind, n, of in self.gradients)
+            lines.append(
+                "bad gradients in the order of the backward, "
+                f"{len(self.gradients)} in all: {_few(rows, 4)}"
+            )
+        lines += [f"tried: {sentence}" for sentence in self.tried]
+        return "\n  ".join([*lines, f"try: {self.suggestion}"])
 
 
-def agree(report: Report, received: bool = False) -> Report:
-    """The same report on every rank: the gravest verdict's, of the lowest rank that has it. A collective.
+def agree(report: Report) -> Report:
+    """The same report on every rank: the gravest verdict's, of the lowest rank that has it.
 
-    `received`: this rank's bad number came from another rank, whose report is preferred."""
+    A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (received, list(VERDICTS).index(report.verdict), report.rank, asdict(report)))
-    return Report(**min(every, key=lambda told: told[:3])[3])
+    grave = list(VERDICTS).index(report.verdict)
+    dist.all_gather_object(every, (grave, report.rank, asdict(report)))
+    return Report(**min(every, key=lambda entry: entry[:2])[2])
 
 
 # --- The examination
 
-def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord, net: nn.Module, *,
-            state: Any = None, num_classes: int | None = None, precision: str = "", scale: float = 1.0,
-            try_cures: bool = True, advice: str = "code", run_compiled: Callable | None = None) -> Report:
-    """Run the recorded step again and say what was wrong. On every rank, each with its own record; then agree().
 
-    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no DDP), no optimizer;
-    returns the 0-dim loss before scaling. `fp32=True`: autocast off, half inputs and parameters upcast, no loss scale;
-    if that ran on fp32 copies of the parameters, it returns (loss, {name: gradient}). Compiled code in it runs eagerly.
-    `run_compiled`: the same through the compiled model, where `run_step` does without. `state`: nest of optimizer
-    tensors. `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels' range, where no
-    loss says it. Gradients are None afterwards, RNG untouched, buffers as before the step.
+def examine(
+    run_step: Callable[[tuple[Any, ...], bool], Any],
+    record: StepRecord,
+    net: nn.Module,
+    *,
+    state: Any = None,
+    num_classes: int | None = None,
+    precision: str = "",
+    scale: float = 1.0,
+    try_cures: bool = True,
+    advice: str = "code",
+    run_compiled: Callable | None = None,
+) -> Report:
+    """Run the recorded step again and say what was wrong. On every rank, each with its own record;
+    then agree().
+
+    `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no
+    DDP), no optimizer; returns the 0-dim loss before scaling. `fp32=True`: autocast off, half
+    inputs and parameters upcast, no loss scale; if that ran on fp32 copies of the parameters, it
+    returns (loss, {name: gradient}). Compiled code in it runs eagerly. `run_compiled`: the same
+    through the compiled model, where `run_step` does without. `state`: nest of optimizer tensors.
+    `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels'
+    range, where no loss says it. Gradients are None afterwards, RNG untouched, buffers as before
+    the step.
     """
     outside, more = rng_states(record.device), {}
     try:
@@ -330,7 +514,8 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
             symptom, birth = rerun.watch()
             if symptom:
                 verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
-                if try_cures and (verdict == "precision" or (verdict == "divergence" and birth.weak)):
+                weak = verdict == "divergence" and birth.weak
+                if try_cures and (verdict == "precision" or weak) and birth.made:
                     kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
                     more["tried"], more["cure"] = _try(rerun, birth, verdict == "precision", kinds)
             else:
@@ -338,58 +523,89 @@ def examine(run_step: Callable[[tuple[Any, ...], bool], Any], record: StepRecord
     finally:
         record.restore()
         set_rng_states(outside, record.device)
-    told = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients} | asdict(birth) | more
-    known = record.indices[told["micro_batch"]]
-    return Report(verdict=verdict, step=record.step, rank=record.rank, precision=str(precision), scale=float(scale),
-                  advice=advice, calls=rerun.locator.calls[birth.module],
-                  indices=tuple(known[i] for i in birth.samples) if known else (), **told)
+    about = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients}
+    about |= asdict(birth) | more
+    known = record.indices[about["micro_batch"]]
+    return Report(
+        verdict=verdict,
+        step=record.step,
+        rank=record.rank,
+        precision=str(precision),
+        scale=float(scale),
+        advice=advice,
+        calls=rerun.locator.calls[birth.module],
+        indices=tuple(known[i] for i in birth.samples) if known else (),
+        **about,
+    )
 
 
-def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple[str, Birth, dict[str, Any]]:
+def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple:
     """(verdict, birth, what else to report) of a step that is bad again."""
     where = rerun.locator
     if birth.origin:
         holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
         return birth.origin, birth, {"names": () if birth.written else (holds,)}
+    exact = re.fullmatch(EXACT, str(precision).lower())
     if birth.op and not birth.made:  # the step raised, and not because of a bad number
-        data = where.wrong or re.search(r"(Target|index) -?\d+ is out|index out of range in|Class values", symptom)
-        return "data" if data else "error", birth, {"names": where.wrong}
+        words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
+        if where.wrong or re.search(words, symptom):
+            return "data", birth, {"names": where.wrong}
+        overflow = "without overflow" in symptom and not exact
+        mended = overflow and not rerun(fp32=True)
+        return "precision" if mended else "error", birth, {}
     if where.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
-        return "data", birth, {"names": (f"every label is ignored ({where.ignored}): their mean is 0/0",)}
+        names = (f"every label is ignored ({where.ignored}): their mean is 0/0",)
+        return "data", birth, {"names": names}
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
             return "calibration", birth, {"tried": ("loss scale 1: finite",)}
-        return "not reproducible" if re.fullmatch(EXACT, str(precision).lower()) else "precision", birth, {}
-    if "float16" in birth.result and birth.again == "finite in float32":  # something else is bad in fp32
-        symptom, other = rerun.watch(fp32=True)
-        half = "float16" in other.result and other.again == "finite in float32"  # run_step leaves this one in half
-        return other.origin or ("precision" if half else "divergence"), other, {"symptom": symptom}
+        return "not reproducible" if exact else "precision", birth, {}
+    if "float16" in birth.result and birth.again == "finite in float32":
+        symptom, other = rerun.watch(fp32=True)  # something else is bad in fp32
+        half = "float16" in other.result and other.again == "finite in float32"  # left in half
+        verdict = other.origin or ("precision" if half else "divergence")
+        return verdict, other, {"symptom": symptom}
     return "divergence", birth, {}
 
 
-def _finite(rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None) -> tuple:
+def _finite(
+    rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None
+) -> tuple:
     """The same for a step that is not bad again."""
     if run_compiled or "torch._dynamo" in sys.modules:
         with _stance("default"):
-            if said := Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)():
-                return "compiler", Birth(), {"tried": (f"compiled: {said}", "in eager mode: finite")}
+            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)()
+        if symptom:
+            return "compiler", Birth(), {"tried": (f"compiled: {symptom}", "in eager mode: finite")}
     named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
-    named |= {f"optimizer state {n}": t for n, t in named_tensors(state)} | _statistics(rerun.net)
+    named |= {f"optimizer state {n}": t for n, t in inner_tensors(state)} | _statistics(rerun.net)
     if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
-        return "weights", Birth(), {"names": names, "symptom": f"{names[0]} was bad before the step"}
+        symptom = f"{names[0]} was bad before the step"
+        return "weights", Birth(), {"names": names, "symptom": symptom}
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
-        for name, t in named_tensors(batch):  # labels: the later items of a tuple; in a mapping what is called so
-            label = re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0"
-            if label and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool):
-                wrong = ((t < 0) | (t >= num_classes)) & ~sum(t == i for i in rerun.locator.lawful).bool()
-                if wrong.any():
-                    rows = tuple(wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist())
-                    names = tuple(f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist())
-                    return "data", Birth(samples=rows), {"names": names, "micro_batch": k}
-    if scale > 1:
-        return "calibration", Birth(), {"tried": ("loss scale 1: finite",)}
-    return "not reproducible", Birth(), {}
+        for t in _labels(batch):
+            ignored = sum(t == i for i in rerun.locator.lawful).bool()
+            wrong = ((t < 0) | (t >= num_classes)) & ~ignored
+            if wrong.any():
+                rows = tuple(wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist())
+                names = tuple(
+                    f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist()
+                )
+                return "data", Birth(samples=rows), {"names": names, "micro_batch": k}
+    return "calibration" if scale > 1 else "not reproducible", Birth(), {}
+
+
+def _labels(batch: Any) -> list[Tensor]:
+    """Whole numbers among the later items of a tuple; in a mapping what is called so."""
+    every = dict(inner_tensors(batch)).items()
+    return [
+        t
+        for name, t in every
+        if (re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0")
+        and t.dim()
+        and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+    ]
 
 
 class Rerun:
@@ -397,7 +613,7 @@ class Rerun:
 
     def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
         if not record.batches:
-            raise ValueError("the record holds no micro-batch: call record.keep(...) before the step")
+            raise ValueError("the record holds no micro-batch: call record.keep(...)")
         self.run_step, self.record, self.net = run_step, record, net
         self.factor, self.last, self.gradients = 1.0, 0, ()
 
@@ -420,109 +636,141 @@ class Rerun:
         return ""
 
     def run(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
-        """Run one micro-batch: {"loss": ..., "gradient of head.weight": ..., "buffer norm.running_var": ...}."""
+        """One micro-batch: {"loss": ..., "gradient of fc.weight": ..., "buffer ...": ...}."""
         clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
         out = self.run_step(batch, fp32)
-        loss, grads = out if isinstance(out, tuple) else (out, {n: p.grad for n, p in self.net.named_parameters()})
-        after, grads = _statistics(self.net), {f"gradient of {n}": g for n, g in grads.items() if g is not None}
-        return {"loss": torch.as_tensor(loss).detach()} | grads | {name: after[name] for name in clean}
+        if isinstance(out, tuple):
+            loss, grads = out
+        else:
+            loss, grads = out, {n: p.grad for n, p in self.net.named_parameters()}
+        after = _statistics(self.net)
+        results = {"loss": torch.as_tensor(loss).detach()}
+        results |= {f"gradient of {n}": g for n, g in grads.items() if g is not None}
+        return results | {name: after[name] for name in clean}
 
     def watch(self, fp32: bool = False) -> tuple[str, Birth]:
         """Run it with every operation watched: (what is bad, who made it)."""
         where, calls, self.error = Locator(self.net), Calls(), None
         self.locator = where
-        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True, check_nan=False), calls:
-            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so; it is harmless
+        with warnings.catch_warnings(), calls:
+            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so
             symptom = self(where, fp32)
         if isinstance(self.error, torch.OutOfMemoryError):
             raise self.error
         if self.error:
             line = _line(traceback.format_tb(self.error.__traceback__))
-            return symptom, where.failed or Birth(type(self.error).__name__, phase="forward", line=line)
+            raised = Birth(type(self.error).__name__, phase="forward", line=line)
+            return symptom, where.failed or raised
         if not symptom:
             return "", Birth()
         loss = float(self.results["loss"].float().mean())
-        self.factor = max(1.0, calls.root / loss) if loss else 1.0  # by how much run_step scaled its loss; 1 for NaN
-        bad = [(n[12:], t) for n, t in self.results.items() if n.startswith("gradient of ") and is_bad(extent(t))]
+        if loss:  # by how much run_step scaled its loss; 1 for NaN
+            self.factor = max(1.0, calls.root / loss)
+        bad = [
+            (name.removeprefix("gradient of "), t)
+            for name, t in self.results.items()
+            if name.startswith("gradient of ") and is_bad(extent(t))
+        ]
         order = {storage: k for k, storage in enumerate(where.causes)}  # as they became bad
         bad.sort(key=lambda row: order.get(_storage(row[1]), len(order)))
-        self.gradients = tuple((n, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel())
-                               for n, t in bad)
-        return symptom, where.blame([self.results["loss"]]) or where.blame(self.results.values()) or Birth()
+        self.gradients = tuple(
+            (name, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel()) for name, t in bad
+        )
+        birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+        return symptom, birth or Birth()
 
 
 # --- Which operation was it
 
-CONSTANT = "a constant"
+CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
-LAWFUL = (sys.maxsize - 1, None)  # the cause of a mask: only large negative values, written on purpose
+OPAQUE = "memory of torch.empty that no operation of torch wrote"
+STATE = ("parameter ", "buffer ", "attribute ", "old gradient ")
+LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
 
 class Locator(TorchDispatchMode):
-    """Looks at the result of every aten operation while it is entered; blame(tensors) then names the birth.
+    """Reads the result of every aten operation while it is entered; blame(tensors) names the birth.
 
-    `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that samples can be named.
-    What it remembers of a tensor it forgets with the tensor's storage, so it may stay entered for many steps.
+    `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that
+    samples can be named. What it remembers of a tensor it forgets with the tensor's storage, so it
+    may stay entered for many steps. Anomaly mode is on meanwhile (without its check of NaN): it
+    keeps the lines of the forward for the backward.
     """
 
     def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
         self.net, self.paused, self._clock = net, False, count()
-        self.names, self.calls = {}, Counter()  # modules: their names, how often each was called for this batch
+        self.names, self.calls = {}, Counter()  # modules: names; how often each was called
         self.failed: Birth | None = None  # the operation that raised
         self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
-        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, number of the call
-        self._since = deque([(0, ("", 0))], maxlen=1 << 18)  # autograd's sequence number where a module begins or ends
-        # Of a storage, while it lives: its name if it was ready-made; what made it bad; bytes from sample to sample.
-        self._known, self.causes, self._rows = WeakKeyDictionary(), WeakKeyDictionary(), WeakKeyDictionary()
+        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, which call
+        # Autograd's sequence number where a module begins or ends, and the module from there on.
+        self._since = deque([(0, ("", 0))], maxlen=1 << 18)
+        # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
+        # time and the birth); bytes from sample to sample.
+        self._known, self.causes = WeakKeyDictionary(), WeakKeyDictionary()
+        self._rows = WeakKeyDictionary()
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
-        """These tensors are the batch: by them samples are named. `size`: how many samples, if that is known."""
-        leaves = dict(named_tensors(batch))
+        """These tensors are the batch: by them samples are named. `size`: how many, if known."""
+        leaves = dict(inner_tensors(batch))
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
-            name = rest or {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
-            self._known.setdefault(_storage(t), name)
+            plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
+            self._known.setdefault(_storage(t), rest or plain)
         shapes = [t.shape for t in leaves.values()]
-        counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))  # most have it first, or after time
-        self.size = size or max(counts, key=lambda n: (counts[n], n in [s[0] for s in shapes if s]), default=0)
+        # Most tensors have the batch first, or after time.
+        counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
+        firsts = [shape[0] for shape in shapes if shape]
+        self.size = size or max(counts, key=lambda n: (counts[n], n in firsts), default=0)
         self.calls.clear()
         self._rows.clear()
-        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label of this batch
+        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label here
         for t in leaves.values() if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
 
-    def _name(self, net: nn.Module) -> None:
-        for name, module in net.named_modules():
+    def _name(self, net: nn.Module, prefix: str = "") -> None:
+        for name, module in net.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
-            for key, t in named_tensors(dict(_attributes(module)), name):
+            for key, t in inner_tensors(dict(_attributes(module)), name):
                 self._known[_storage(t)] = f"attribute {key}"
-        self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers()})
-        self._known.update({_storage(p): f"parameter {n}" for n, p in net.named_parameters()})
+        self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
+        for name, p in net.named_parameters(prefix):
+            self._known[_storage(p)] = f"parameter {name}"
+            if p.grad is not None:
+                self._known[_storage(p.grad)] = f"old gradient of {name}"
 
     def __enter__(self) -> Locator:
         if self.net is not None:
             self._name(self.net)
-        self._handles = (hooks.register_module_forward_pre_hook(self._enter_module),
-                         hooks.register_module_forward_hook(self._leave_module, always_call=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        self._handles = (
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._anomaly.__exit__()
         for handle in self._handles:
             handle.remove()
 
-    # Modules. An autograd node belongs to the module that was under way when the node got its sequence number.
+    # Modules. An autograd node belongs to the module under way when it got its sequence number.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.net is None and len(self._stack) == 1 and module not in self.names:
-            self._name(module)
+        if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
+            self._name(module, "" if self.net is None else type(module).__name__)
         name = self.names.get(module, self._stack[-1][0])
-        if module in self.names and torch._C._current_autograd_node() is None:  # else a checkpoint repeats its forward
+        repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
+        if module in self.names and not repeated:
             self.calls[name] += 1
         self._stack.append((name, self.calls[name]))
         self._mark()
@@ -532,7 +780,8 @@ class Locator(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        if (number := torch._C._autograd._get_sequence_nr()) >= self._since[-1][0]:  # a GPU's backward counts anew
+        number = torch._C._autograd._get_sequence_nr()
+        if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
             self._since.append((number, self._stack[-1]))
 
     # Operations
@@ -543,199 +792,291 @@ class Locator(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        rule, given, inputs = _rule(func), dict(enumerate(args)) | kwargs, _flat((args, kwargs))
+        rule = _rule(func)
+        given = dict(enumerate(args)) | kwargs
+        inputs = _flat((args, kwargs))
         written = _flat([given.get(k) for k in rule.writes])
         kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
         if rule.overwrites:
             inputs = [t for t in inputs if not any(t is w for w in written)]
-        told = _told(inputs) if written else []  # now: an in-place operation overwrites its evidence
+        spans = _spans(inputs) if written else []  # now: it overwrites its evidence
         if rule.index:
             self._check_index(rule, func, args, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
-            told = told or _told(inputs)
-            self.failed = self.failed or self._earliest(told, func)[1] or self._birth(func, told)
+            spans = spans or _spans(inputs)
+            self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
             raise
-        before, outs = {_storage(t) for t in inputs}, _flat(out) + written
+        before = {_storage(t) for t in inputs}
+        outs = _flat(out) + written
         if self._rows:
             try:
                 self._carry(rule, given, inputs, outs, before)
             except Exception:  # following samples is a service: it never raises into the step
                 self._rows.clear()
         for t in outs:
-            if (storage := _storage(t)) in before and not written:
+            storage = _storage(t)
+            if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
+            if self._known.get(storage) == OPAQUE:
+                del self._known[storage]  # written now
             if is_bad(span := extent(t)):
-                cause = self._earliest(told := told or _told(inputs), func)
-                asked = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
-                if cause >= LAWFUL and is_mask(span) and (cause == LAWFUL or asked):
-                    cause = LAWFUL
-                elif cause >= LAWFUL:
-                    cause = next(self._clock), self._birth(func, told, t, _again(func, kept, kwargs))
-                    if rule.constant and asked and not cause[1].source:
-                        cause = cause[0], replace(cause[1], source=WRITTEN, again="")
-                elif not cause[1].samples and 0 < len(met := self._samples(t)) < self.size:
-                    cause = cause[0], replace(cause[1], samples=met)  # born elsewhere, it enters the batch here
-                self.causes[storage] = cause
+                spans = spans or _spans(inputs)
+                wanted = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
+                again = partial(_again, func, kept, kwargs)
+                self.causes[storage] = self._bad(func, rule, spans, t, span, wanted, again)
             elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
                 del self.causes[storage]  # wholly overwritten
+            elif rule.empty:
+                self._known[storage] = OPAQUE
         return out
+
+    def _bad(
+        self,
+        func: Any,
+        rule: SimpleNamespace,
+        spans: list,
+        t: Tensor,
+        span: tuple,
+        wanted: bool,
+        again: Callable,
+    ) -> tuple[int, Birth | None]:
+        """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
+        number, birth = self._earliest(spans, func)
+        if number < LAWFUL:
+            samples = self._samples(t)
+            if not birth.samples and 0 < len(samples) < self.size:
+                birth = replace(birth, samples=samples)  # born elsewhere, it enters the batch here
+            return number, birth
+        masks = number == LAWFUL
+        addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
+        if masks and rule.sums and birth and any(is_bad(s) for _, s in addends):
+            # a mask that is added up is none: its maker is guilty
+            return next(self._clock), replace(birth, entered=str(func))
+        if is_mask(span) and (masks or wanted):
+            return LAWFUL, birth or self._birth(func, spans, t)
+        birth = self._birth(func, spans, t)
+        if rule.constant and wanted and not birth.source:
+            return next(self._clock), replace(birth, source=WRITTEN)
+        return next(self._clock), replace(birth, again=again())
 
     def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
         """The earliest birth among the ancestors of these tensors."""
-        return self._earliest(_told(tensors))[1]
+        number, birth = self._earliest(_spans(tensors))
+        return birth if number < LAWFUL else None
 
-    def _earliest(self, told: list, func: Any = None) -> tuple[int, Birth | None]:
+    def _earliest(self, spans: list, func: Any = None) -> tuple[int, Birth | None]:
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
-        bad = (self._cause(t, span, func, told) for t, span in told if is_bad(span))
+        bad = (self._cause(t, span, func, spans) for t, span in spans if is_bad(span))
         return min(bad, default=NOBODY, key=lambda cause: cause[0])
 
-    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, told: list) -> tuple[int, Birth | None]:
-        """What made `t` bad. The step may also find a bad tensor ready-made: a weight, a mask, an input, a constant."""
+    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, spans: list) -> tuple:
+        """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
         if (storage := _storage(t)) in self.causes:
             return self.causes[storage]
         name = self._known.get(storage, "")
         if is_mask(span) and not name.startswith("parameter ") and not STATISTIC.search(name):
-            return LAWFUL
+            return LAWFUL, None
         if not name or not func:
             return NOBODY
-        birth = replace(self._birth(func, told, t), source=name, samples=self._samples(t))
+        birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
         return self.causes.setdefault(storage, (next(self._clock), birth))
 
-    def _birth(self, func: Any, told: list, out: Tensor | None = None, again: str = "") -> Birth:
-        stack, (module, call), node = traceback.format_stack(), self._stack[-1], torch._C._current_autograd_node()
+    def _birth(self, func: Any, spans: list, out: Tensor | None = None) -> Birth:
+        stack, (module, call) = traceback.format_stack(), self._stack[-1]
+        node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
-        if node is not None:  # Python frames inside the backward: a hook, a custom function's backward, a checkpoint
-            stack = stack[max((k + 1 for k, frame in enumerate(stack) if "_engine_run_backward" in frame), default=0):]
-        if node is not None and not (torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)):
+        if node is not None:  # Python in the backward: a hook, a custom function, a checkpoint
+            engine = [k for k, frame in enumerate(stack) if "_engine_run_backward" in frame]
+            stack = stack[engine[-1] + 1 if engine else 0 :]
+        repeats = torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)
+        if node is not None and not repeats:
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = [*node.metadata.get("traceback_", ())]
-            if isinstance(variable := getattr(node, "variable", None), Tensor):
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
                 owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
             elif len(self._stack) == 1:
-                at = bisect_right(self._since, node._sequence_nr(), key=lambda mark: mark[0])
+                number = node._sequence_nr()
+                at = bisect_right(self._since, number, key=lambda mark: mark[0])
                 module, call = self._since[at - 1][1]
         calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
-        bad = [s for _, s in told if is_bad(s)]
-        about = {} if out is None else dict(
-            made=_made(extent(out)), result=_type(out), source="" if all(map(is_mask, bad)) else CONSTANT,
-            samples=self._samples(out, out.isnan() if bad and out.isnan().any() else None))  # its -inf may be a mask
+        bad = [span for _, span in spans if is_bad(span)]
+        about = {}
+        if out is not None:
+            nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
+            source = "" if all(map(is_mask, bad)) else CONSTANT
+            about = dict(
+                made=_made(extent(out)),
+                result=_type(out),
+                source=source,
+                samples=self._samples(out, nan),
+            )
+        finite = [abs(v) for _, span in spans for v in span if not is_bad((v, v))]
         return Birth(
-            op=str(func), module=module, phase=phase, node=name, line=line or _line(stack), call=call, again=again,
-            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in told),
-            largest=max((abs(v) for _, s in told for v in s if not is_bad((v, v))), default=0.0),
-            caller=_line(stack[: calling[-1]]) if calling else "", **about)
+            op=str(func),
+            module=module,
+            phase=phase,
+            node=name,
+            line=line or _line(stack),
+            call=call,
+            largest=max(finite, default=0.0),
+            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
+            caller=_line(stack[: calling[-1]]) if calling else "",
+            **about,
+        )
 
-    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list[Tensor]) -> None:
-        """A label or an index out of range: on a GPU the kernel would end the process's CUDA context."""
+    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list) -> None:
+        """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
         for index, size, low, ignore in rule.index(*args):
             if ignore is not None:
                 self.lawful.add(ignore)
-                self.ignored = ignore if bool((index == ignore).all()) else self.ignored
+                if bool((index == ignore).all()):
+                    self.ignored = ignore
             wrong = ((index < low) | (index >= size)) & (index != ignore)
             if wrong.any():
                 what = "index" if ignore is None else "label"
-                self.wrong = tuple(f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist())
-                self.failed = replace(self._birth(func, _told(inputs)), samples=self._samples(index, wrong))
+                self.wrong = tuple(
+                    f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist()
+                )
+                birth = self._birth(func, _spans(inputs))
+                self.failed = replace(birth, samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
 
-    # Samples. A storage carries the batch dimension where it came from the batch through operations that keep it: then
-    # one step along the batch is a fixed number of bytes there, whatever the shape through which it is viewed.
+    # Samples. A storage carries the batch dimension where it came from the batch through operations
+    # that keep it: then one step along the batch is a fixed number of bytes there, whatever the
+    # shape through which it is viewed.
 
     def _carries(self, t: Tensor, d: int, inner: int) -> None:
         if t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
     def _dim(self, t: Tensor) -> tuple[int, int] | None:
-        """(the dimension of `t` that is the batch, elements of this dimension a sample), or None."""
-        step = self._rows.get(_storage(t), 0) // t.element_size() if t.layout is torch.strided else 0
+        """(the dimension of `t` that is the batch, its elements a sample), or None."""
+        strided = t.layout is torch.strided
+        step = self._rows.get(_storage(t), 0) // t.element_size() if strided else 0
         for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
-            if stride and n > 1 and step % stride == 0 and n % (self.size * (step // stride)) == 0:
+            whole = stride and n > 1 and step % stride == 0
+            if whole and n % (self.size * (step // stride)) == 0:
                 return d, step // stride
         return None
 
     def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
-        """The samples for which `wrong` is true, or without it those of which `t` has a bad number."""
+        """The samples for which `wrong` is true; without it, those with a bad number in `t`."""
         try:
             if (found := self._dim(t)) is None:
                 return ()
             wrong = _beyond(t) if wrong is None else wrong
-            wrong = wrong.unflatten(found[0], (-1, self.size, found[1])).movedim(found[0] + 1, 0)  # B, ...
+            d, inner = found
+            wrong = wrong.unflatten(d, (-1, self.size, inner)).movedim(d + 1, 0)  # B, ...
             return tuple(wrong.reshape(self.size, -1).any(1).nonzero().flatten().tolist())
         except Exception:
             return ()
 
-    def _carry(self, rule: SimpleNamespace, given: Any, inputs: list[Tensor], outs: list[Tensor], before: set) -> None:
+    def _carry(
+        self, rule: SimpleNamespace, given: Any, inputs: list, outs: list, before: set
+    ) -> None:
         """Mark the results that still have the batch dimension."""
-        found = [(k - len(inputs), t, found) for k, t in enumerate(inputs) if (found := self._dim(t))]
+        sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
+        sources = [entry for entry in sources if entry[2]]
         for number, t in enumerate(outs):
             if (storage := _storage(t)) in self._rows and storage in before:
                 continue  # a view
             self._rows.pop(storage, None)  # overwritten
-            for k, source, (d, inner) in found if t.layout is torch.strided else ():
+            for k, source, (d, inner) in sources if t.layout is torch.strided else ():
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
 
 
-STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # fewer or more dimensions, but the batch's is where it was
-LOST = re.compile("index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward")
+STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # other dimensions; the batch stays
+DROPS = re.compile(
+    "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
+)
+SUMS = re.compile("(b|add|badd)?b?mm|sum|mean|dot|linear|convolution|(add)?mv|(index|scatter)_add")
 CONSTANTS = ("fill", "masked_fill", "index_fill", "full", "full_like", "new_full", "scalar_tensor")
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
 @cache
 def _rule(func: Any) -> SimpleNamespace:
-    """What the dispatch needs to know of an operation, found once."""
-    schema, name = func._schema, func._schema.name.partition("::")[2].strip("_")
+    """What the dispatch needs to know of an operation, computed once."""
+    schema = func._schema
+    name = schema.name.partition("::")[2].strip("_")
     pointwise = torch.Tag.pointwise in func.tags or name == "copy"
-    writes = [key for k, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
-              for key in (k, a.name)]
+    writes = [
+        key
+        for k, a in enumerate(schema.arguments)
+        if a.alias_info and a.alias_info.is_write
+        for key in (k, a.name)
+    ]
     if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
         writes = [3, 4]  # the running statistics, of which the schema does not say so
-    over = next(((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None)
+    over = next(
+        ((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None
+    )
 
     def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
-        """The dimension of result `number` that is dimension `d` of the k-th last input, or None."""
+        """The dimension of result `number` that is dimension `d` of input k (from the end)."""
         size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
         elif re.fullmatch("(b|add|badd)?b?mm", name):
             if k < -2 or d == source.dim() - (1 if k == -2 else 2):
                 return None  # summed over
-        elif LOST.search(name) or (number and name.endswith("backward") and "attention" not in name):
+        elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
         elif over:
             dims = given.get(over[0], given.get(over[1]))
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
-            if name != "stack" and d in dims:
+            if name == "stack":
+                d += dims[0] <= d
+            elif d in dims:
                 return None
-            d += dims[0] <= d if name == "stack" else -sum(x < d for x in dims) * (t.dim() < source.dim())
+            elif t.dim() < source.dim():
+                d -= sum(x < d for x in dims)
         elif t.dim() != source.dim() and not STAYS.search(name):
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
-    return SimpleNamespace(writes=writes, follow=follow, index=INDEX.get(name), overwrites=name in OVERWRITES,
-                           constant=name in CONSTANTS)
+    return SimpleNamespace(
+        writes=writes,
+        follow=follow,
+        index=INDEX.get(name),
+        overwrites=name in OVERWRITES,
+        constant=name in CONSTANTS,
+        empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
+        sums=SUMS.fullmatch(name),
+        bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
+    )
 
 
-INDEX = {  # operation: (index, what it must be below, what it must not be below, ignore_index) of its arguments
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), lambda x, target, weight, reduction, ignore: [
-        (target, x.shape[min(x.dim() - 1, 1)], 0, ignore)]),
-    **dict.fromkeys(("gather", "index_select", "scatter", "scatter_add"), lambda x, dim, index, *more: [
-        (index, x.shape[dim], 0, None)] if x.dim() else []),
+INDEX = {  # operation: (index, what it must be below, the lowest, ignore_index) of its arguments
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        lambda x, target, weight, reduction, ignore: [
+            (target, x.shape[min(x.dim() - 1, 1)], 0, ignore)
+        ],
+    ),
+    **dict.fromkeys(
+        ("gather", "index_select", "scatter", "scatter_add"),
+        lambda x, dim, index, *more: [(index, x.shape[dim], 0, None)] if x.dim() else [],
+    ),
     "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
-    "index": lambda x, indices, *more: [(i, x.shape[k], -x.shape[k], None) for k, i in enumerate(indices)
-                                        if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)],
+    "index": lambda x, indices, *more: [
+        (i, x.shape[k], -x.shape[k], None)
+        for k, i in enumerate(indices)
+        if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)
+    ],
 }
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> str:
-    """The operation on the same inputs in fp32 and fp64: "finite in float32", "nan in float32, finite in float64"."""
-    told: list[str] = []
+    """The operation on the same inputs in fp32 and fp64: "nan in float32, finite in float64"."""
+    results: list[str] = []
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
@@ -745,31 +1086,41 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
         except Exception:  # a kernel that knows one dtype only
             break
         bad = next((_made(s) for s in spans if is_bad(s)), "finite")
-        told.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
+        results.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
         if bad == "finite":
             break
-    return ", ".join(told)
+    return ", ".join(results)
 
 
 # --- Cures, tried on the recorded step
 
-def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple[tuple[str, ...], tuple[str, str]]:
-    """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps, bf16, fp32."""
-    cures, tried, name = [], [], birth.module if precision else ""
+
+def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple:
+    """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps or
+    fp32 at that line, bf16, fp32."""
+    cures, tried = [], []
+    modules = dict(rerun.net.named_modules())
+    # a loss around the network is not part of it
+    name = birth.module if precision and birth.module in modules else ""
     while name:
-        module = rerun.net.get_submodule(name)
-        cures += [(f"{name} in fp32{kind.removeprefix('module')}", island(module, keep="result" in kind), (kind, name))
-                  for kind in kinds]
+        module = modules[name]
+        for kind in kinds:
+            what = f"{name} in fp32{kind.removeprefix('module')}"
+            cures.append((what, island(module, keep="result" in kind), (kind, name)))
         name = name.rpartition(".")[0]
     advice, mend = WEAK.get(birth.weak, ("", None))
     if mend:
         what = f"{advice.rpartition(': ')[2]} at {birth.line}"
         cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
+    if precision and birth.line:
+        cures.append((f"x.float() at {birth.line}", Calls(line=birth.line), ("line", birth.line)))
     if precision and birth.result.startswith("float16"):
         cures.append(("the whole step in bf16", InBf16(), ("precision", "bf16")))
     for what, context, cure in cures:
-        said, missed = rerun(context), isinstance(context, Calls) and not context.hits
-        went = "not tried, the call was not found" if missed else f"still bad ({said})" if said else "finite"
+        symptom = rerun(context)
+        missed = isinstance(context, Calls) and not context.hits
+        went = f"still bad ({symptom})" if symptom else "finite"
+        went = "not tried, the call was not seen" if missed else went
         tried.append(f"{what}: {went}")
         if went == "finite":
             return tuple(tried), cure
@@ -779,15 +1130,17 @@ def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple
 
 
 def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
-    """Inside, `module` computes in fp32. Its result goes back to half, or, with `keep`, stays fp32."""
+    """Inside, `module` computes in fp32. Its result goes back to half; with `keep` it stays."""
     inner = nn.Module()
-    inner.inner, inner.forward = module, module.forward  # functional_call exchanges the parameters under this module
+    # functional_call exchanges the parameters under this module
+    inner.inner, inner.forward = module, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
         device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
         back = floats[0].dtype if floats else torch.float32
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and torch.is_autocast_enabled(device):
+        casts = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        if casts and torch.is_autocast_enabled(device):
             back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
         with torch.autocast(device, enabled=False):
@@ -800,26 +1153,45 @@ def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
 
 
 class Calls(TorchFunctionMode):
-    """Sees torch's functions as the step calls them. It reads the number of which the backward is taken, divides its
-    gradient by `factor`, and changes the arguments of the weak operation at one line as WEAK says."""
+    """Sees torch's functions as the step calls them. It reads the number of which the backward is
+    taken, divides its gradient by `factor`, and at one line changes the arguments: of the weak
+    operation as WEAK says, or, where none is named, of every operation to fp32."""
 
     def __init__(self, factor: float = 1.0, weak: str = "", line: str = ""):
         super().__init__()
-        self.factor, self.weak, self.line, self.hits, self.root = factor, weak, line, 0, 0.0
+        self.factor, self.weak, self.line = factor, weak, line
+        self.hits, self.root = 0, 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
-        if func is Tensor.backward and args[0].numel() == 1 and len(args) == 1 and kwargs.get("gradient") is None:
-            self.root, gradient = float(args[0].detach()), torch.ones_like(args[0]) / self.factor
-            if self.weak and not any(kwargs.values()):
-                with self:  # a checkpoint repeats its forward in there; func itself would switch this mode off
+        backward = func is Tensor.backward and args[0].numel() == 1 and len(args) == 1
+        if backward and kwargs.get("gradient") is None:
+            self.root = float(args[0].detach())
+            gradient = torch.ones_like(args[0]) / self.factor
+            if self.line and not any(kwargs.values()):
+                with self:  # a checkpoint repeats its forward in there; func would switch this off
                     return torch.autograd.graph._engine_run_backward(
-                        args, (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                        args,
+                        (gradient,),
+                        False,
+                        False,
+                        (),
+                        allow_unreachable=True,
+                        accumulate_grad=True,
+                    )
             kwargs = kwargs | {"gradient": gradient} if self.factor > 1 else kwargs
-        if self.weak and SAME.get(name, name) == self.weak and _line(traceback.format_stack()) == self.line:
+        here = self.line and (SAME.get(name, name) == self.weak or not (self.weak or name == "get"))
+        if not here or _line(traceback.format_stack()) != self.line:
+            return func(*args, **kwargs)
+        if self.weak:
             self.hits += 1
             args, kwargs = WEAK[self.weak][1](*args, **kwargs)
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
+        self.hits += bool(floats)
+        with torch.autocast(floats[0].device.type if floats else "cpu", enabled=False):
+            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
+            return func(*args, **kwargs)
 
 
 class InBf16(TorchDispatchMode):
@@ -832,18 +1204,23 @@ class InBf16(TorchDispatchMode):
 
 
 def _stance(stance: str) -> AbstractContextManager:
-    """How compiled code runs. Importing the compiler takes seconds; where it is not loaded, nothing is compiled."""
-    return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
+    """How compiled code runs. Where the compiler is not loaded, nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance(stance)
 
 
-# --- Looking at tensors, and naming what is found
+# --- Reading tensors, and naming them
+
 
 def _values(t: Tensor) -> Tensor:
-    """The numbers of a sparse or nested tensor, this rank's part of a sharded one, or the tensor."""
+    """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
     t = t.to_local() if hasattr(t, "to_local") else t
     if t.layout is torch.strided:
         return t.values() if t.is_nested else t
-    return t._values() if t.layout is torch.sparse_coo else t.to_dense() if t.is_mkldnn else t.values()
+    if t.layout is torch.sparse_coo:
+        return t._values()
+    return t.to_dense() if t.is_mkldnn else t.values()
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage:
@@ -851,20 +1228,24 @@ def _storage(t: Tensor) -> torch.UntypedStorage:
     return _values(t).untyped_storage()
 
 
-def _told(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
+def _spans(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
     """(tensor, extent) of those with real numbers."""
     return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 @torch.no_grad()
 def extent(t: Tensor) -> tuple[float, float]:
-    """(lowest, highest) as Python floats; NaN in both if there is one; (0, 0) for what holds no real numbers."""
+    """(lowest, highest) as floats; NaN in both if there is one; (0, 0) without real numbers."""
     t = _values(t)
     if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
-    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t if t.element_size() > 1 else t.float()
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    elif t.element_size() == 1:
+        t = t.float()
     low, high = torch.aminmax(t)
-    return float(low), float(high)
+    number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
+    return float(number(low)), float(number(high))
 
 
 def is_bad(span: tuple[float, float]) -> bool:
@@ -889,17 +1270,23 @@ def _beyond(t: Tensor) -> Tensor:
     return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
-def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
+def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples, dataclasses, and in
+    the variables of plain objects (a batch of PyG or detectron2)."""
     if isinstance(tree, Tensor):
         yield prefix, tree
         return
     if is_dataclass(tree) and not isinstance(tree, type):
         tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
-    if isinstance(tree, Mapping | list | tuple):
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
-            yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    elif not isinstance(tree, Mapping):
+        closed = isinstance(tree, nn.Module | type | ModuleType) or callable(tree) or depth < 6
+        tree = {} if closed else getattr(tree, "__dict__", {})
+    for key, value in tree.items() if depth else ():
+        # optimizer.state is keyed by the parameters themselves
+        key = "" if isinstance(key, Tensor) or str(key).startswith("_") else str(key)
+        yield from inner_tensors(value, ".".join(filter(None, (prefix, key))), depth - 1)
 
 
 def _flat(tree: Any) -> list[Tensor]:
@@ -909,10 +1296,12 @@ def _flat(tree: Any) -> list[Tensor]:
 
 def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
     """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
+
     def one(v: Any) -> Any:
         if isinstance(v, Tensor):
             return v.to(to, copy=True) if v.dtype in of else v
         return to if isinstance(v, torch.dtype) and v in of else v
+
     return tree_map(one, tree)
 
 
@@ -921,22 +1310,24 @@ def _statistics(net: nn.Module) -> dict[str, Tensor]:
     return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
 
 
-def _few(items: Iterable[Any], n: int = 8) -> str:
+def _few(items: Iterable[Any], n: int = 8, between: str = ", ") -> str:
     items = list(items)
-    return ", ".join(map(str, items[:n])) + (f" and {len(items) - n} more" if len(items) > n else "")
+    more = f" and {len(items) - n} more" if len(items) > n else ""
+    return between.join(map(str, items[:n])) + more
 
 
 def _line(stack: Iterable[str]) -> str:
-    """file:line of the innermost frame outside torch. `stack` as format_stack() and anomaly mode write it."""
+    """file:line of the innermost frame outside torch. `stack` is as format_stack() writes it."""
     inner = ""
     for entry in reversed(list(stack)):
         frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        own = frame and frame[1] == __file__ and frame[3] not in ("demo", "run_step")
-        if not frame or own or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
+        if not frame or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
+            continue
+        if frame[1] == __file__ and frame[3] not in ("demo", "run_step"):
             continue
         at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
         if not frame[1].startswith(LIBRARY) and "-packages" not in frame[1]:
@@ -947,11 +1338,13 @@ def _line(stack: Iterable[str]) -> str:
 
 # --- python autopsy.py
 
+
 def demo() -> None:
-    """A Linear whose fp16 result passes 65504: found, named, and finite in fp32."""
+    """A Linear whose fp16 result passes 65504: named, and finite in fp32."""
     torch.manual_seed(0)
-    layers = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4)
-    net = nn.Sequential(OrderedDict(zip(("0", "1", "wide", "3", "4"), layers, strict=True)))
+    net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
+    net.add_module("wide", nn.Linear(64, 64))
+    net.add_module("head", nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 4)))
     net.wide.weight.data *= 3e5  # the fault
     batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
     record.keep(*batch)
@@ -966,49 +1359,135 @@ def demo() -> None:
     print(f"loss {run_step(batch, False).item():.4f}")
     print(report := examine(run_step, record, net, precision="fp16"))
     with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
-        print(f"healed: {report.module} is an fp32 island\nloss {run_step(batch, False).item():.4f}")
+        print(f"healed: {report.module} is an fp32 island")
+        print(f"loss {run_step(batch, False).item():.4f}")
 
 
 # --- python autopsy.py YOUR_SCRIPT.py
 
-USAGE = """python autopsy.py [--from-step N] [--report FILE] YOUR_SCRIPT.py ARGS...   (or: -m package.module ARGS...)
-Runs the script as it is and looks at losses, gradients, weights and evaluation outputs. It draws no random number.
-At the first bad step the script ends. Then it runs again from the start, quietly (files that it writes are written
-again), and every operation of the bad step is watched. --from-step N watches every operation from optimizer step N on,
-in the first run: for scripts that take hours. Exit code 3: found; the report is printed and written to FILE
-(autopsy.txt). Exit code 0: no such was non-finite. Any other exit code is the script's."""
-RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:file for the report"
+USAGE = """python autopsy.py [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
+(or: -m package.module ARGS...)
+Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
+that the script reads. It draws no random number. At the first bad step the calls of modules since
+the last step are made again, here and now, with every operation watched: the report names the
+operation, and the script ends. Where the bad number was made outside of modules, the bad step is
+skipped, and the script goes on for at most 200 steps with every operation watched. Only if the
+fault does not come again, the script runs once more from its start, quietly (files that it writes
+are written again). --one-run refuses that. --from-step N watches every operation from optimizer
+step N on. Exit code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that
+was read was NaN. Any other exit code is the script's."""
+RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:folder"
+PATIENCE = 200  # steps with every operation watched, before the second run
+ROOM = 1 << 28  # bytes of inputs, and of gradients at outputs, kept beyond the last backward pass
+WAIT = 60  # seconds for the reports of other ranks
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an outermost module: what is needed to make it once more. By reference, no copy."""
+
+    module: nn.Module
+    args: tuple
+    passes: int  # backward passes before it
+    rng: dict
+    carried: list  # hidden states: (module, name, value)
+    modes: list  # (module, training)
+    autocast: list  # (device, dtype)
+    grad: bool
+    kwargs: dict = field(default_factory=dict)
+    largest: Tensor | None = None  # of its outputs; None: it raised
+    slopes: dict = field(default_factory=dict)  # gradients that arrived at its outputs
+    outside: bool = False  # an input was computed outside of modules
+
+    def repeat(self, batch: tuple, fp32: bool) -> tuple[Tensor, dict]:
+        """For examine(): the call, and its backward from the gradients that arrived."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device in ("cpu", "cuda"):
+                dtype = dict(self.autocast).get(device)
+                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            if fp32:
+                stack.enter_context(island(self.module, keep=True))
+            out = self.module(*batch[:-1], **batch[-1])
+            outs = [t for _, t in inner_tensors(out) if t.is_floating_point()]
+            pairs = [(outs[k], g) for k, g in self.slopes.items() if outs[k].requires_grad]
+            if pairs and not any(is_bad(extent(g)) for _, g in pairs):  # else made later
+                torch.autograd.backward(*zip(*((t, g.to(t.dtype)) for t, g in pairs), strict=True))
+        inputs = [t.grad for _, t in inner_tensors(batch) if t.is_leaf and t.grad is not None]
+        slopes = {n: p.grad for n, p in self.module.named_parameters()}
+        slopes |= {f"input {k}": g for k, g in enumerate(inputs)}
+        peaks = [t.detach().amax().float() for t in outs if t.numel()]
+        return torch.stack(peaks).amax() if peaks else torch.zeros(()), slopes
+
+    def size(self) -> int:
+        kept = (*_flat((self.args, self.kwargs)), *self.slopes.values())
+        return sum(t.numel() * t.element_size() for t in kept)
+
+
+@dataclass
+class Root:
+    """An outermost module, while it lives."""
+
+    statistics: list  # (buffer, its copy from the last good step)
+    states: list = field(default_factory=list)  # (module, name) of hidden states
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for statistic, copy in self.statistics:
+            statistic.copy_(copy)
 
 
 class Watch:
-    """The hooks around a script. Every operation is watched from optimizer step `begin` on, if that is not None.
+    """The hooks around a script. Every operation is watched from optimizer step `begin` on.
 
-    In the second run (`again`), `begin` counts backward passes, and everything noted is looked at at once.
+    In the second run (`again`), `begin` counts backward passes, and everything noted is judged at
+    once.
     """
 
-    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool):
-        self.argv, self.path, self.begin, self.again = argv, os.path.abspath(path), begin, again
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.home, self.environment, self.started = os.getcwd(), dict(os.environ), time.monotonic()
-        self.thread, self.on, self.busy, self.depth, self.undo = threading.get_ident(), True, False, 0, ExitStack()
-        self.passes = self.fired = self.skips = self.skipped = self.bad_losses = 0
-        self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, backward passes at the end of the last one
-        self.pending: list[tuple[str, str, int, Tensor, Any]] = []  # kind, name, passes before it, value, evidence
-        self.roots = WeakKeyDictionary()  # the outermost modules: (statistic, its copy from the last good step), ...
-        self.gradient = self.activation = 0.0  # the largest
-        self.optimizer, self.stepping, self.locator, self.read, self.scale = None, None, None, [], 1.0
-        self.symptom, self.at, self.step, self.report = "", 0, 0, ""
+    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool, one_run: bool):
+        self.argv, self.path, self.begin = argv, os.path.abspath(path), begin
+        self.again, self.one_run = again, one_run
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.home, self.environment = os.getcwd(), dict(os.environ)
+        self.started, self.rng = time.monotonic(), rng_states("cpu")
+        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
+        self.undo = ExitStack()
+        self.passes = self.fired = self.skips = self.skipped = 0
+        self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, passes at its last one
+        # Read at the next transfer: kind, value (0-dim, on the device), evidence.
+        self.pending: list[tuple[str, Tensor, Any]] = []
+        self.roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
+        self.calls: list[Call] = []  # since the last step
+        self.over, self.evaluation, self.trained = False, None, None
+        self.gradient = 0.0  # the largest
+        self.still: dict[int, tuple] = {}  # parameter: type, first checksum, samples; gone if moved
+        self.rates: set[float] = set()
+        self.optimizer, self.stepping, self.locator = None, None, None
+        self.scale, self.read, self.reads, self.outsiders = 1.0, [], Counter(), set()
+        self.symptom, self.at, self.step, self.until, self.report = "", 0, 0, inf, ""
+        self.rejected, self.missed = -1, 0  # the last step that was skipped; causes not seen
+        self.later: list[str] = []  # reports of what does not end the script by itself
 
     def __enter__(self) -> Watch:
-        warnings.filterwarnings("ignore", message=".*there are global hooks")  # fired twice when compiled: harmless
-        for handle in (hooks.register_module_forward_pre_hook(self._enter),
-                       hooks.register_module_forward_hook(self._leave, always_call=True),
-                       register_optimizer_step_pre_hook(self._before_step),
-                       register_optimizer_step_post_hook(partial(self._safely, self._after_step))):
+        # hooks that fire twice when compiled: harmless
+        warnings.filterwarnings("ignore", message=".*there are global hooks")
+        for handle in (
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(partial(self._safely, self._after_step)),
+        ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
-        self._wrap(Tensor, "item", self._item)
+        for name in ("item", "tolist", "numpy", "__float__", "__repr__", "__format__"):
+            self._wrap(Tensor, name, self._reads)
+        for owner in (torch, Tensor):
+            for name in ("isnan", "isinf", "isfinite"):
+                self._wrap(owner, name, self._asks)
+        spawn = sys.modules["torch.multiprocessing.spawn"]  # a function of that name hides it
+        self._wrap(spawn, "start_processes", self._children)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
             torch.compiler.set_stance("force_eager")
@@ -1022,74 +1501,149 @@ class Watch:
     def _watch_operations(self) -> None:
         """Begin to watch every operation, if the time has come."""
         now = self.passes if self.again else self.steps
-        if self.on and not self.locator and self.begin is not None and now >= self.begin:
-            self.undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        due = self.begin is not None and now >= self.begin
+        if self.on and not self.locator and due:
             self.locator = self.undo.enter_context(Locator())
 
     def _mine(self) -> bool:
-        # is_compiling() first: the compiler then sees a constant, and traces a graph without any of this
-        return not torch.compiler.is_compiling() and self.on and threading.get_ident() == self.thread
+        # is_compiling() first: the compiler then sees a constant, and traces nothing of this
+        if torch.compiler.is_compiling() or not self.on or self.busy:
+            return False
+        return threading.get_ident() == self.thread
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
         original = getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs) if self._mine() else original(*args, **kwargs)
+            if self._mine():
+                return around(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
         self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
     def _safely(self, hook: Callable, *args: Any) -> None:
-        """Calls the hook. An error of the hook is told in one line and ends the watch, never the script."""
-        if self.busy or not self._mine():
+        """Calls the hook. An error of it is one line and ends the watch, never the script."""
+        if not self._mine():
             return
-        self.busy, self.training, locator = True, torch.is_grad_enabled(), self.locator or SimpleNamespace()
+        self.busy, self.training = True, torch.is_grad_enabled()
+        locator = self.locator or SimpleNamespace()
         locator.paused = True
         try:
             with torch.no_grad():
                 hook(*args)
         except Exception as error:
-            self._say(f"the watcher failed ({_said(error)}) and is switched off; the script goes on")
+            self._say(
+                f"the watcher failed ({_said(error)}) and is switched off; the script goes on",
+                every=True,
+            )
             self.__exit__()
         finally:
             self.busy = locator.paused = False
 
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"autopsy: {text}", file=sys.stderr, flush=True)
+    def _say(self, text: str, every: bool = False) -> None:
+        if self.rank == 0 or every:
+            sys.stderr.write(f"autopsy: {text}\n")  # a script may replace print
+            sys.stderr.flush()
 
     # What the script does: modules, backward passes, steps
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._mine():
             self.depth += 1
-            if self.depth == 1 and (self.locator or module not in self.roots):
-                self._safely(self._outermost, module, args)
+            if self.depth == 1:
+                self._safely(self._begins, module, args)
+        elif not torch.compiler.is_compiling() and threading.get_ident() != self.thread:
+            self.outsiders.add("modules ran in another thread, which is not watched")
 
-    def _outermost(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module: nn.Module, args: Any) -> None:
         if module not in self.roots:
-            self.roots[module] = [(b, b.clone()) for b in _statistics(module).values()]
+            self.roots[module] = Root([(b, b.clone()) for b in _statistics(module).values()])
+        if self.over:  # an optimizer has stepped since
+            self.calls, self.over = [], False
+        elif sum(call.size() for call in self.calls) > ROOM:
+            self.calls = [call for call in self.calls if call.passes == self.passes][-8:]
+        device = next((t.device for t in _flat(args)), "cpu")
+        casts = [
+            (d, torch.get_autocast_dtype(d))
+            for d in ("cpu", "cuda")
+            if torch.is_autocast_enabled(d)
+        ]
+        states = [(m, name, vars(m).get(name)) for m, name in self.roots[module].states]
+        modes = [(m, m.training) for m in module.modules()] if self.sampled else []
+        self.call = Call(
+            module,
+            self._apart(args),
+            self.passes,
+            rng_states(device),
+            states,
+            modes,
+            casts,
+            self.training,
+        )
+        self.call.outside = any(t.grad_fn is not None for t in _flat(args))
         if self.locator:
             self.locator.take(args)
 
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+    @staticmethod
+    def _apart(tree: Any) -> Any:
+        """The same tensors without their history."""
+        return tree_map(
+            lambda t: (
+                t.detach().requires_grad_(t.requires_grad)
+                if isinstance(t, Tensor) and t.grad_fn is not None
+                else t
+            ),
+            tree,
+        )
+
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
         if self._mine():
             self.depth -= 1
-            sampled = self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...: every activation is read
-            if sampled or not self.depth:
-                self._safely(self._outputs, module, out, sampled)
+            if not self.depth:
+                self._safely(self._ends, module, kwargs, out)
 
-    def _outputs(self, module: nn.Module, out: Any, sampled: bool) -> None:
-        evaluation = not self.training and next(module.parameters(), None) is not None
-        name = f"the output of {type(module).__name__}" + " under no_grad" * evaluation
-        for t in (t for _, t in named_tensors(out) if t.is_floating_point() and t.numel()):
-            if sampled:
-                self._note("activation", "", torch.linalg.vector_norm(t, inf), None)
-            if not self.depth:  # its largest number, because -inf alone is a mask
-                self._note("evaluation" if evaluation else "output", name, t.amax(), [t])
+    def _ends(self, module: nn.Module, kwargs: Any, out: Any) -> None:
+        outs = [t for _, t in inner_tensors(out) if t.is_floating_point()]
+        call, self.call = self.call, None
+        call.kwargs = self._apart(kwargs)
+        if out is not None:  # else it raised. The largest number, because -inf alone is a mask
+            peaks = [t.detach().amax().float() for t in outs if t.numel()]
+            call.largest = torch.stack(peaks).amax() if peaks else torch.zeros(())
+        for k, t in enumerate(outs if self.training else ()):
+            if t.requires_grad:
+                t.register_hook(partial(call.slopes.__setitem__, k))
+        if self.sampled:
+            self.roots[module].states = [
+                (m, name) for m in module.modules() for name, _ in _attributes(m)
+            ]
+        if self.training:
+            self.calls.append(call)
+            self.trained = module  # so that it lives until the end of the script
+        elif next(module.parameters(), None) is not None:
+            self._evaluated()  # the one before: its number has come from the device by now
+            self.evaluation = call
+
+    def _evaluated(self) -> None:
+        """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
+        call, self.evaluation = self.evaluation, None
+        largest = _host([call.largest])[0] if call and call.largest is not None else 0.0
+        if largest <= LIMIT:
+            return
+        symptom = f"the output of {type(call.module).__name__} under no_grad is {largest:.3g}"
+        if call.passes:
+            self._later(symptom, [call])
+        else:  # a count of operations, or of memory: its input may be what torch.empty holds
+            self._say(f"{symptom}, before any backward pass: passed over")
 
     @property
     def steps(self) -> int:
         return max((n for n, _ in self.last.values()), default=self.passes)
+
+    @property
+    def sampled(self) -> bool:
+        return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
     def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._safely(self._losses, tensors)
@@ -1098,201 +1652,493 @@ class Watch:
         self._safely(self._after_backward)
 
     def _losses(self, tensors: Any) -> None:
-        for t in (t.detach() for _, t in named_tensors(tensors)):
-            self._note("loss", "loss", t.abs().amax(), [t])
+        for t in (t.detach() for _, t in inner_tensors(tensors)):
+            self._note("loss", t.abs().amax(), [t])
 
     def _after_backward(self) -> None:
         if self.stepping:
             self._check(self.stepping)
         if self.locator and self.again:
-            self._judge([p for p in self._named().values() if p.grad is not None])
-        if not self.last:  # a script without an optimizer, or before its first step; else the watch begins after a step
+            self._judge(self._named().values())
+        if not self.last:  # without an optimizer, or before its first step
             self._watch_operations()
-            if self.passes % 16 == 0:
-                self._ask()
+            self._transfer()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        self.stepping = optimizer if callable(closure) else None  # then backward passes are still to come
+        self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self._safely(self._check, optimizer)
 
     def _check(self, optimizer: Any) -> None:
-        """Before an optimizer step: one read of the gradients, one transfer of everything noted since the last one."""
+        """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
+        if id(optimizer) not in self.last:
+            self._moments(optimizer)
         self.fired, self.optimizer = self.fired + 1, optimizer
-        scales = [t for t in [getattr(optimizer, "grad_scale", None)] if t is not None]  # a fused step unscales itself
-        values = self._ask([*_norms(p.grad for p in _moved(optimizer)), *scales], calm=bool(scales))
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
+        scales = [] if scale is None else [scale]
+        grads = [p.grad for p in _moved(optimizer)]
+        norms = _norms(grads)
+        if self.world > 1 and any(hasattr(g, "to_local") for g in grads):  # norms of shards
+            total = torch.stack(norms).square().sum()
+            bad = (total <= LIMIT**2).logical_not().float()
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+            norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
+        values = self._transfer([*norms, *scales], calm=bool(scales))
         self.scale = values.pop() if scales else 1.0
         norm = sum(v * v for v in values) ** 0.5 / self.scale
         if norm <= LIMIT:
-            self.gradient, self.skips, self.bad_losses, self.read = max(self.gradient, norm), 0, 0, []
+            self.gradient, self.skips = max(self.gradient, norm), 0
         elif scales:
             self._skip(optimizer, self.scale, 0.5)
         else:
             self._judge(_moved(optimizer))
+        if self.steps > self.until:
+            self._end()
+
+    def _moments(self, optimizer: Any) -> None:
+        """Before the first step: what a checkpoint brought."""
+        held = [(p, key, t) for _, p, key, t in _held(optimizer) if key]
+        for (p, key, t), norm in zip(held, _host(_norms(t for *_, t in held)), strict=True):
+            if not norm <= LIMIT:
+                symptom = f"{key} of {self._called(p)} is {_made(extent(t))} before the first step"
+                self.report = (
+                    f"{symptom} -> weights\n  {type(optimizer).__name__} was given it: "
+                    "a checkpoint that was loaded\n  try: reset the optimizer's state, "
+                    "or load a checkpoint that is finite"
+                )
+                self._finding(symptom)
 
     def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """Its weights and moments are read now, on the device, and asked with the next step's gradients."""
-        self.stepping = None
+        """Its weights and moments are read now, and judged with the next gradients."""
+        self.stepping, self.over = None, True
+        if self.sampled:
+            self._checksums(optimizer)
         self._count(optimizer)
-        for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
-            self._note("update", "", value, optimizer)
-        if pairs := [*chain(*self.roots.values())]:
-            torch._foreach_copy_([copy for _, copy in pairs], [statistic for statistic, _ in pairs])
+        held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
+        for value in _norms(held):
+            self._note("update", value, ref(optimizer))
+        pairs = [pair for root in self.roots.values() for pair in root.statistics]
+        if pairs:
+            torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
+
+    def _checksums(self, optimizer: Any) -> None:
+        """Weights that have a gradient and never change: half weights and a small update."""
+        for group in optimizer.param_groups:
+            self.rates.add(float(group.get("lr", 1.0)))
+        for p in _moved(optimizer):
+            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(p.element_size())
+            if whole and bool(_values(p.grad).any()):
+                total = int(_values(p.detach()).contiguous().view(whole).sum())
+                kind, first, samples = self.still.get(id(p), (p.dtype, total, 0))
+                samples = samples + 1 if total == first else -inf  # it has moved
+                self.still[id(p)] = kind, first, samples
 
     def _count(self, optimizer: Any) -> None:
         self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
         self._watch_operations()
 
-    def _scaler_step(self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaler_step(
+        self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         fired = self.fired
         out = original(scaler, optimizer, *args, **kwargs)
         if self.fired == fired:
-            self._safely(self._skip, optimizer, scaler.get_scale(), scaler.get_backoff_factor())
+            backoff = scaler.get_backoff_factor()
+            self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
     def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
         """The loss scaler skipped a step: calibration, unless it goes on."""
-        self.optimizer, self.scale, losses = optimizer, scale, self.bad_losses
+        self.optimizer, self.scale = optimizer, scale
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
-        self._ask(calm=True)
-        self.bad_losses *= self.bad_losses > losses
-        why = (f"{self.skips} skipped steps in a row" if self.skips > 20 else "the loss scale falls under 1"
-               if scale * backoff < 1 else "the third non-finite loss in a row" if self.bad_losses > 2 else "")
+        self._transfer(calm=True)
+        why = ""
+        if self.skips > 20:
+            why = f"{self.skips} skipped steps in a row"
+        elif scale * backoff < 1:
+            why = "the loss scale falls under 1"
         if why or (self.locator and self.again):
             self._judge(_moved(optimizer), why)
+        self.reads, self.over = Counter(), True  # what was read of this step was the loss scale's
         self._count(optimizer)
 
-    def _item(self, original: Callable, t: Tensor) -> Any:
-        value = original(t)
-        if type(value) is float and not abs(value) <= LIMIT:
-            self.read = [t.detach()]  # a script that ends soon ends because of this number
-        return value
+    # What the script reads
 
-    # What is found
+    def _reads(self, original: Callable, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._safely(self._read_by, t)
+        return original(t, *args, **kwargs)
 
-    def _note(self, kind: str, name: str, value: Tensor, evidence: Any) -> None:
-        """This value is asked at the next transfer; in the second run at once."""
-        self.pending.append((kind, name, self.passes, value, evidence if self.locator or kind == "update" else None))
-        if len(self.pending) > 9999 or (self.locator and (kind == "update" or self.again)):
-            self._ask()
+    def _asks(self, original: Callable, t: Any, *args: Any, **kwargs: Any) -> Any:
+        """isfinite(loss): a script that passes over bad batches asks so."""
+        if isinstance(t, Tensor) and t.numel() == 1 and t.requires_grad:
+            self._safely(self._read_by, t)
+        return original(t, *args, **kwargs)
 
-    def _ask(self, more: Iterable[Tensor] = (), calm: bool = False, end: bool = False) -> list[float]:
-        """The values of `more`. What is pending is judged; `calm`: the loss scaler judges the losses."""
+    def _read_by(self, t: Tensor) -> None:
+        plain = type(t) in (Tensor, nn.Parameter)  # a compiler's stand-in has no numbers
+        if plain and t.is_floating_point() and t.numel() <= 1 << 16 and is_bad(extent(t)):
+            self._bad_read(t)
+
+    def _bad_read(self, t: Tensor) -> None:
+        self.read = [t.detach()]  # a script that ends soon ends because of this number
+        line, made = _line(traceback.format_stack()), _made(extent(t))
+        self.reads[f"{made} at {line}" + (" (an array)" if t.numel() > 1 else "")] += 1
+        if t.numel() == 1 and t.requires_grad:
+            self._later(f"the script read {made} at {line}", self.calls)
+
+    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.outsiders.add(
+            "the script started processes, which are not watched "
+            "(torchrun --nproc_per_node=N autopsy.py SCRIPT is)"
+        )
+        return original(*args, **kwargs)
+
+    # What is wrong
+
+    def _note(self, kind: str, value: Tensor, evidence: Any) -> None:
+        """This value is read at the next transfer; in the second run at once."""
+        kept = evidence if self.locator or kind == "update" else None
+        self.pending.append((kind, value, kept))
+        at_once = self.locator and (kind == "update" or self.again)
+        if len(self.pending) > 9999 or at_once:
+            self._transfer()
+
+    def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
+        """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
         pending, self.pending = self.pending, []
-        values = _host([*(entry[3] for entry in pending), *more])
-        for (kind, name, passes, _, evidence), value in zip(pending, values, strict=False):
-            if kind == "activation":
-                self.activation = max(self.activation, value) if value <= LIMIT else self.activation
-            elif abs(value) <= LIMIT or (kind == "output" and not end) or (kind != "loss" and value < 0):
+        values = _host([*(entry[1] for entry in pending), *more])
+        for (kind, _, evidence), value in zip(pending, values, strict=False):
+            if abs(value) <= LIMIT:
                 continue
-            elif kind == "update":
-                self._blame_update(evidence)
-            elif kind == "loss" and calm:
-                self.bad_losses += 1
-            elif self.world == 1:  # else a bad loss makes the gradients of all ranks bad, and they decide together
-                self._found(f"{name} is {value:.3g}", evidence, passes - (kind == "loss" and not self.last))
-            elif kind == "evaluation":
-                self._say(f"{name} is {value:.3g} on rank {self.rank}: run on one process to have it examined")
-        return values[len(pending):]
+            if kind == "update":
+                self._blame_update(evidence())
+            elif not calm and self.world == 1:  # else all ranks decide by the gradients
+                self._finding(f"loss is {value:.3g}", evidence or ())
+        self._evaluated()
+        return values[len(pending) :]
 
-    def _judge(self, params: list[Tensor], why: str = "") -> None:
+    def _judge(self, params: Iterable[Tensor], why: str = "") -> None:
         """A finding if any of these gradients is bad."""
+        params = [p for p in params if p.grad is not None]
         norms = _host(_norms(p.grad for p in params))
-        if bad := [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]:
-            more = f" and {len(bad) - 1} more" * (len(bad) > 1)
-            made = _made(extent(bad[0].grad)) + (why and f", {why}")
-            symptom = f"the gradient of {self._called(bad[0])}{more} is {made}"
-            self._found(symptom, [p.grad for p in bad], self.passes - 1)
+        bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
+        if bad or self.world > 1:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            name = self._called(bad[0]) if bad else "a shard of another rank"
+            made = _made(extent(bad[0].grad)) if bad else "nan"
+            symptom = f"the gradient of {name}{more} is {made}" + (why and f", {why}")
+            self._finding(symptom, [p.grad for p in bad])
 
     def _blame_update(self, optimizer: Any) -> None:
-        """Good gradients and bad weights or moments: the optimizer made them. That needs no second run."""
-        for group, p, key, t in _held(optimizer):
+        """Good gradients, bad weights or moments: the optimizer made them."""
+        for group, p, key, t in _held(optimizer) if optimizer else ():
             if not _host(_norms([t]))[0] <= LIMIT:
-                lr, eps, beta2 = float(group["lr"]), group.get("eps", 1.0), float(group.get("betas", (0, 0))[1])
-                why = refusal(p.dtype, eps, beta2) or f"lr={lr:g}; the gradient norm was up to {self.gradient:.3g}"
-                symptom = f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))}"
-                self.report = (f"{symptom} after step {self.steps - 1}, whose gradients were finite -> optimizer\n"
-                               f"  made by {type(optimizer).__name__} (lr={lr:g}, eps={eps:g}) on {_type(p)}\n  {why}\n"
-                               "  try: weights and moments in fp32 (autocast for the forward), eps=1e-8, a lower lr")
-                self._found(symptom, (), 0)
+                name = type(optimizer).__name__
+                hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
+                has = ", ".join(
+                    f"{k}={float(v):g}" if k in ("lr", "eps") else f"{k}={v}"
+                    for k, v in hyper.items()
+                )
+                symptom = (
+                    f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))} after "
+                    f"step {self.steps - 1}, whose gradients were finite"
+                )
+                why = f"the gradient norm was up to {self.gradient:.3g}"
+                advice = "a lower lr, and weights and moments in fp32"
+                if "eps" in hyper and "betas" in hyper:
+                    beta2 = float(group["betas"][1])
+                    why = refusal(p.dtype, float(group["eps"]), beta2) or why
+                    advice = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+                birth = self.locator and self.locator.blame([t])
+                inside = f"\n  {birth}" if birth else ""
+                if torch.optim.__name__ in type(optimizer).__module__ or birth:
+                    self.report = (
+                        f"{symptom} -> optimizer\n  made by {name} ({has}) on {_type(p)}"
+                        f"{inside}\n  {why}\n  try: {advice}"
+                    )
+                steps, passes = self.last[id(optimizer)]
+                self._remember(symptom, passes - -(-passes // steps))
+                self.optimizer = None
+                self._end()
 
-    def _found(self, symptom: str, evidence: Any, passes: int) -> None:
-        ended = self.last.get(id(self.optimizer), (0, 0))[1] if self.optimizer else passes  # where this step began
-        self.symptom, self.at = symptom, max(0, min(passes, ended))
-        self.step = self.steps if self.last else self.at
-        if not self.report and self.begin is not None:
+    def _explain(self, evidence: Iterable[Tensor], calls: list[Call]) -> Report | None:
+        """Name the cause here and now: by what was watched, or by the calls, made once more."""
+        if self.locator:
+            birth = self.locator.blame(evidence)
+            if birth or self.again:
+                return self._of_birth(birth or Birth())
+        values = _host(
+            [torch.full((), torch.nan) if c.largest is None else c.largest for c in calls]
+        )
+        suspects = [c for c, v in zip(calls, values, strict=True) if not v <= LIMIT][:1]
+        if not suspects:  # a birth in the backward: good gradients arrived, and bad ones left
+            suspects = [
+                c
+                for c in reversed(calls)
+                if c.slopes and not any(is_bad(extent(g)) for g in c.slopes.values())
+            ][:8]
+        for call in suspects:
+            report = self._repeat(call)
+            if report.verdict not in ("not reproducible", "calibration", "error"):
+                return report
+        return None
+
+    def _repeat(self, call: Call) -> Report | None:
+        """examine() one call, and leave no trace."""
+        net = call.module
+        if isinstance(net, nn.parallel.DistributedDataParallel):
+            net = call.module = net.module
+        params = list(net.parameters())
+        grads = [p.grad for p in params]
+        record = StepRecord(self.step, net, rank=self.rank)
+        now, modes = (
+            (dict(record.buffers), list(record.carried)),
+            [(m, m.training) for m in net.modules()],
+        )
+        for root in self.roots.values():
+            root.put_back()
+        for name, b in net.named_buffers():
+            record.buffers[name] = b.detach().clone()
+        record.rng, record.carried = call.rng, call.carried
+        record.keep(*call.args, call.kwargs)
+        for module, mode in call.modes:
+            module.training = mode
+        dtypes = [dtype for _, dtype in call.autocast] or [p.dtype for p in params[:1]]
+        precision = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+        try:
+            with torch.enable_grad():
+                report = examine(call.repeat, record, net, precision=precision)
+        finally:
+            record.buffers, record.carried = now
+            rng, record.rng = rng_states(record.device), rng_states(record.device)
+            record.restore()
+            set_rng_states(rng, record.device)
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            for module, mode in modes:
+                module.training = mode
+        if report.origin == "data" and call.outside and not report.written:
+            return replace(report, verdict="not reproducible")  # the script made that input
+        return report
+
+    def _of_birth(self, birth: Birth) -> Report:
+        """The report on a birth that was seen while every operation was watched."""
+        if "aten.set_." in birth.op:
+            birth = replace(birth, source="the batch that a worker sent", again="")
+        ignored = self.locator.ignored is not None and birth.weak.startswith("nll")
+        half = "float16" in birth.result
+        if not birth.op:
+            verdict = "not reproducible"
+        elif birth.origin or birth.source or ignored:
+            verdict = birth.origin or ("divergence" if birth.source == OPAQUE else "data")
+        else:
+            finite = birth.again == "finite in float32" or (half and not birth.again)
+            verdict = "precision" if finite else "divergence"
+        return Report(
+            verdict=verdict,
+            step=self.step,
+            rank=self.rank,
+            scale=self.scale,
+            precision=birth.result.partition("[")[0],
+            repeated=False,
+            **asdict(birth),
+        )
+
+    def _later(self, symptom: str, calls: list[Call]) -> None:
+        """Explain it now, and say it at the end."""
+        if self.later or (self.missed > 2 and not self.locator):
+            return
+        self.step = self.steps
+        report = self._explain(self.read, calls)
+        if report and report.op:
+            self.later.append(str(replace(report, symptom=symptom)))
+            if self.again:
+                self._end()
+        else:
+            self.missed += 1
+            self._remember(f"{symptom} at step {self.step}")
+
+    def _remember(self, symptom: str, at: float = inf) -> None:
+        """The first finding without a cause: every operation is watched from here on. A second run
+        would watch after `at` backward passes."""
+        if not self.symptom:
+            self.symptom = symptom
+            last = self.last.get(id(self.optimizer), (0, inf))[1]
+            self.at = max(0, min(self.passes - 1, last, at))
+            self.until = self.steps + PATIENCE
+            if self.begin is None:
+                self.begin = 0
+                torch.compiler.set_stance("force_eager")
+                self._watch_operations()
+
+    def _finding(self, symptom: str, evidence: Iterable[Tensor] = (), go_on: bool = True) -> None:
+        """A bad number would reach the weights: the report, and the end; or the step is skipped."""
+        if self.rejected == self.steps and go_on and not self.again:
+            return  # this step is skipped already
+        self.step = self.rejected = self.steps
+        report = None
+        if not self.report:
             try:
-                self.report = self._tell(evidence or ())
+                report = self._explain(evidence, self.calls)
             except Exception as error:
-                self.report = f"{symptom} at step {self.step}; the report failed ({_said(error)})"
+                self._say(f"the step could not be made again ({_said(error)})", every=True)
+        text = self.report or (report and str(replace(report, symptom=symptom, scale=self.scale)))
+        text = self._agree(report, text) if self.world > 1 else text
+        self.report = text or ""
+        self._remember(f"{symptom} at step {self.step}")
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
-        for statistic, copy in chain(*self.roots.values()):
-            statistic.copy_(copy)
+        for p in () if self.last else self._named().values():
+            if p.grad is not None:
+                p.grad.zero_()  # an update by hand
+        for root in self.roots.values():
+            root.put_back()
+        if self.report or self.again or not go_on:
+            self._end()
+        if self.symptom == f"{symptom} at step {self.step}":
+            self._say(
+                f"{self.symptom}, made outside of any module. The step is "
+                "skipped, and the script goes on with every operation watched."
+            )
+
+    def _end(self) -> None:
         self.__exit__()
         raise SystemExit(3)
 
-    def _tell(self, evidence: Any) -> str:
-        birth = (self.locator.blame(evidence) if self.locator else None) or Birth()
-        if "aten.set_." in birth.op:
-            birth = replace(birth, source="the batch that a worker sent", again="")
-        ignored = self.locator and self.locator.ignored is not None and birth.weak.startswith("nll")
-        verdict = ("not reproducible" if not birth.op else birth.origin if birth.origin else
-                   "data" if birth.source or ignored else
-                   "precision" if birth.again == "finite in float32" else "divergence")
-        received = not birth.op or "c10d" in birth.op or birth.source == CONSTANT  # from the guilty rank
-        report = agree(Report(verdict=verdict, step=self.step, rank=self.rank, scale=self.scale, symptom=self.symptom,
-                              precision=birth.result.partition("[")[0], **asdict(birth)), received)
-        lines = [line for line in str(report).split("\n") if "the same batch in fp32" not in line]  # not tried
-        return "\n".join(lines) + f"\n  guilty: rank {report.rank} of {self.world}" * (self.world > 1)
+    def _agree(self, report: Report | None, text: str | None) -> str | None:
+        """The text of the guilty rank. No collective: a rank that has left is waited for WAIT s."""
+        received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
+        grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
+        store = dist.distributed_c10d._get_default_store()
+        self.agreed = getattr(self, "agreed", 0) + 1
+        key, until = f"autopsy/{self.agreed}/", time.monotonic() + WAIT
+        store.set(f"{key}{self.rank}", json.dumps([received, grave, self.rank, text]))
+        every = []
+        for rank in range(self.world):
+            with suppress(Exception):
+                left = timedelta(seconds=max(0.1, until - time.monotonic()))
+                store.wait([f"{key}{rank}"], left)
+                every.append(json.loads(store.get(f"{key}{rank}")))
+        received, _, rank, text = min(every, key=lambda entry: entry[:3])
+        self.guilty = rank
+        return text and f"{text}\n  guilty: rank {rank} of {self.world}"
 
     def _named(self) -> dict[str, Tensor]:
         return {n: p for root in list(self.roots) for n, p in root.named_parameters()}
 
     def _called(self, p: Tensor) -> str:
-        return next((n for n, other in self._named().items() if other is p), f"a parameter {_type(p)}")
+        names = (n for n, other in self._named().items() if other is p)
+        return next(names, f"a parameter {_type(p)}")
 
     # From start to end
 
     def run(self) -> int:
-        """The exit code: 3 for a finding, else 0; the script's own exit code and exceptions pass through."""
+        """The exit code: 3 for a finding, else 0; the script's exit code and exceptions pass."""
         failure: BaseException | None = None
+        self.guilty = 0
         with suppress(SystemExit), self:
             try:
                 run_script(self.argv)
             except BaseException as error:
                 failure = error
-            if not self.symptom:
-                self._safely(self._last_look, isinstance(failure, Exception) or getattr(failure, "code", None))
-        if failure and not self.symptom:
+            if not self.report:
+                self._safely(self._last_look, failure)
+        bad = self.report or self.symptom or self.later
+        if isinstance(failure, Exception) and bad:
+            sys.excepthook(type(failure), failure, failure.__traceback__)
+        elif failure and not bad:
             raise failure
-        if not self.symptom:
-            skipped = f", {self.skipped} of them skipped by the loss scaler" * bool(self.skipped)
-            norm = f", largest gradient norm {self.gradient:.3g}" * bool(self.last)
-            self._say(f"{self.steps} steps{skipped}, nothing non-finite{norm}, "
-                      f"largest activation {self.activation:.3g} = {self.activation / 65504:.2%} of fp16's range "
-                      "(outputs of modules, not of each operation)")
-            return 0
-        if isinstance(failure, Exception):
-            traceback.print_exception(failure)
-        self.report = self.report or (self._second_run() if self.begin is None else self.symptom)
-        if self.rank == 0:
+        if self.symptom and not self.report and not self.later:
+            unseen = f"{self.symptom} -> not reproducible"
+            self.report = unseen if self.again else self._second_run()
+        text = "\n".join(filter(None, [self.report, *self.later]))
+        if not text:
+            self._clean()
+            return (
+                3
+                if any(read.startswith("nan") and "array" not in read for read in self.reads)
+                else 0
+            )
+        if self.rank == self.guilty or self.again:
             with open(self.path, "w") as file:
-                file.write(self.report + "\n")
-        if not self.again:
-            self._say(self.report)
-        time.sleep(3 * (self.rank > 0))  # torchrun ends every rank as soon as one has ended
+                file.write(text + "\n")
+            if not self.again:
+                self._say(text, every=True)
+        time.sleep(3 * (self.rank != self.guilty))  # torchrun ends all ranks as soon as one has
         return 3
 
-    def _last_look(self, failed: Any) -> None:
-        self._ask(end=bool(failed))
-        if failed and self.read:
-            self._found("the last number that the script read is not finite", self.read, self.passes)
+    def _last_look(self, failure: BaseException | None) -> None:
+        """At the end of the script: what is still pending, and all that it leaves."""
+        crashed = isinstance(failure, Exception)
+        failed = crashed or getattr(failure, "code", None)
+        self._transfer()
+        if crashed:
+            self._raised(failure)
+        elif failed and self.read:
+            self._finding("the last number that the script read is not finite", self.read, False)
+        for root in list(self.roots):
+            named = {f"parameter {n}": p for n, p in root.named_parameters()} | _statistics(root)
+            bad = [n for n, t in named.items() if is_bad(extent(t))]
+            if bad and not self.report and not failed:
+                more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+                self.calls = []
+                self._finding(f"{bad[0]}{more} is bad at the end", [named[bad[0]]], False)
+
+    def _raised(self, failure: BaseException) -> None:
+        """A step that raises: bad numbers stand in the frames' variables and in the calls."""
+        symptom, frames = _said(failure), [f for f, _ in traceback.walk_tb(failure.__traceback__)]
+        local = [
+            (frame, name, t)
+            for frame in reversed(frames)
+            if not frame.f_code.co_filename.startswith((TORCH, __file__))
+            for name, t in frame.f_locals.items()
+            if isinstance(t, Tensor) and is_bad(extent(t)) and not is_mask(extent(t))
+        ]
+        self.step = self.steps
+        report = self._explain([t for *_, t in local], self.calls)
+        if local or (report and report.op):
+            if local:
+                frame, name, _ = local[0]
+                at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                symptom += f" (`{name}` holds {_made(extent(local[0][2]))} at {at})"
+            self.report = str(replace(report, symptom=symptom)) if report else ""
+            self._finding(symptom, [t for *_, t in local], False)
+
+    def _clean(self) -> None:
+        for text in self.outsiders:
+            self._say(text)
+        for text, n in self.reads.items():
+            self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
+        still = Counter(kind for kind, _, samples in self.still.values() if samples > 2)
+        for kind, n in still.items():
+            rates = ", ".join(f"{rate:g}" for rate in sorted(self.rates)[:4])
+            self._say(
+                f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
+                f"read and never changed (lr {rates})"
+            )
+        if min(self.rates, default=1.0) < 0:
+            self._say(f"a learning rate is negative: {min(self.rates):g}")
+        if not self.passes:
+            self._say("I saw no training (no backward pass in this thread and process)")
+            return
+        skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
+        norm = f", largest gradient norm {self.gradient:.3g}" if self.last else ""
+        nothing = "no gradient or weight non-finite" if self.reads else "nothing non-finite"
+        self._say(f"{self.steps} steps{skipped}, {nothing}{norm}")
 
     def _second_run(self) -> str:
         spent = time.monotonic() - self.started
-        self._say(f"{self.symptom} at step {self.step}, after {spent:.0f} s. The script runs "
-                  "again, quietly, in eager mode, for about as long. Then every operation of that step is watched.")
+        if self.one_run:
+            return (
+                f"{self.symptom} -> not reproducible\n"
+                "  it was made outside of any module, and did not come again\n"
+                f"  try: --from-step {max(0, self.step - 1)}, or without --one-run"
+            )
+        self._say(
+            f"{self.symptom}, after {spent:.0f} s. Last resort: the "
+            "script runs again, quietly, in eager mode, for about as long "
+            "(--one-run refuses this). Then every operation of that step is watched."
+        )
         if torch.cuda.is_initialized():
             vars(sys.modules["__main__"]).clear()  # the second run needs the memory
             gc.collect()
@@ -1302,26 +2148,42 @@ class Watch:
             port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryDirectory() as folder:
-            environment[RERUN] = f"{self.at}:{(path := os.path.join(folder, 'report'))}"
-            done = subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment, cwd=self.home, text=True,
-                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            torch.save(self.rng, os.path.join(folder, "rng"))
+            environment[RERUN] = f"{self.at}:{folder}"
+            done = subprocess.run(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=environment,
+                cwd=self.home,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            path = os.path.join(folder, "report")
             if os.path.exists(path):
                 with open(path) as file:
-                    return file.read().rstrip()
+                    return file.read().rstrip() + "\n  (seen in a second run)"
         last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
-        return (f"{self.symptom} at step {self.step} -> not reproducible\n"
-                f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
-                f"  try: seeds and a fixed order of the data, or --from-step {max(0, self.step - 1)}")
+        return (
+            f"{self.symptom} -> not reproducible\n"
+            f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
+            f"  try: seeds and a fixed order, or --from-step {max(0, self.step - 1)}"
+        )
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
-    """Why AdamW must not keep its state in dtype with this eps and beta2, in one sentence; "": it may."""
-    unit = torch.finfo(dtype).eps  # distance from 1 to the next number; rounding moves by half of it at most
+    """Why AdamW must not keep its state in dtype with this eps and beta2; "": it may."""
     if torch.tensor(eps).to(dtype) == 0:
-        return f"eps={eps:g} is exactly 0 in {dtype}, so AdamW divides 0 by 0 wherever a gradient is 0"
-    # v = 1 + unit is the hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
-    if 1 - beta2 < (least := unit / (2 + 2 * unit)):
-        return f"a {dtype} second moment never decays with beta2={beta2:g} (beta2 <= {1 - least:.4f} does)"
+        return f"eps={eps:g} is exactly 0 in {dtype}: AdamW divides 0 by 0 where a gradient is 0"
+    # Distance from 1 to the next number; rounding moves by half of it at most. v = 1 + unit is the
+    # hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
+    unit = torch.finfo(dtype).eps
+    least = unit / (2 + 2 * unit)
+    if 1 - beta2 < least:
+        return (
+            f"a {dtype} second moment never decays with beta2={beta2:g} "
+            f"(beta2 <= {1 - least:.4f} does)"
+        )
     return ""
 
 
@@ -1350,7 +2212,8 @@ def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _host(values: list[Tensor]) -> list[float]:
     """0-dim tensors as Python floats, in one transfer."""
     device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
-    return torch.stack([v.detach().float().reshape(()).to(device) for v in values]).tolist() if values else []
+    flat = [v.detach().float().reshape(()).to(device) for v in values]
+    return torch.stack(flat).tolist() if flat else []
 
 
 def run_script(argv: list[str]) -> None:
@@ -1366,18 +2229,41 @@ def run_script(argv: list[str]) -> None:
         exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), vars(main))
 
 
+def without_our_frames(original: Callable, kind: type, error: BaseException, tb: Any) -> None:
+    """For sys.excepthook: the traceback that the script has without the watch."""
+    frames = [tb]
+    while frames[-1]:
+        frames.append(frames[-1].tb_next)
+    inner = None
+    for frame in reversed(frames[:-1]):
+        file = frame.tb_frame.f_code.co_filename
+        if file not in (__file__, runpy.__file__) and "frozen runpy" not in file:
+            inner = TracebackType(inner, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    original(kind, error.with_traceback(inner), inner)
+
+
 def main() -> int:
-    argv, told = sys.argv[1:], {"--report": "autopsy.txt", "--from-step": None}
-    first, _, report = os.environ.pop(RERUN, "").partition(":")
-    while len(argv) > 1 and argv[0] in told:
-        told[argv[0]], argv = argv[1], argv[2:]
+    argv, options = sys.argv[1:], {"--report": "autopsy.txt", "--from-step": None}
+    first, _, folder = os.environ.pop(RERUN, "").partition(":")
+    one_run = False
+    while len(argv) > 1 and argv[0] in (*options, "--one-run"):
+        if argv[0] == "--one-run":
+            one_run, argv = True, argv[1:]
+        else:
+            options[argv[0]], argv = argv[1], argv[2:]
     if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
         print(USAGE, end="\n\n")
         return demo() or 0
     if argv[0] != "-m" and not os.path.isfile(argv[0]):
         sys.exit(f"autopsy: {argv[0]} is no file")
-    begin = first if report else told["--from-step"]
-    return Watch(argv, report or told["--report"], None if begin is None else int(begin), bool(report)).run()
+    begin, path = options["--from-step"], options["--report"]
+    if folder:
+        begin, path = first, os.path.join(folder, "report")
+        states = torch.load(os.path.join(folder, "rng"), weights_only=False)
+        set_rng_states(states, "cpu")
+    sys.excepthook = partial(without_our_frames, sys.excepthook)
+    begin = None if begin is None else int(begin)
+    return Watch(argv, path, begin, bool(folder), one_run).run()
 
 
 if __name__ == "__main__":

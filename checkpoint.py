@@ -1,30 +1,52 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
 Checkpoints: kill the run anywhere, find a whole file, go on bit for bit.
 
-`torch.save(state, "last.pt")` truncates the old file before it writes the new one. A process that dies in between (by
-SIGKILL, by a full disk) leaves neither. torch.save writes a NaN as readily as a number, and auto-resume then loads the
-same NaN again and again. And torch.load loads a file with a flipped bit without a word. Here every file is
+`torch.save(state, "last.pt")` truncates the old file before it writes the new one. A process that
+dies in between (by SIGKILL, by a full disk) leaves neither. torch.save writes a NaN as readily as a
+number, and auto-resume then loads the same NaN again and again. And torch.load loads a file with a
+flipped bit without a word. Here every file is
 
-  whole      The bytes go to a folder beside the old file, are fsynced, and are renamed over the old file. A reader sees
-             the old file or the new one. A full disk leaves the old file as it was.
-  checked    A torch file is a zip archive and holds the CRC-32 of each record. torch.load does not compare it; `load`
-             does. (The CRC finds damage. Against malice there is weights_only=True.)
-  finite     A state with a non-finite number (NaN, inf, a magnitude above LIMIT) is neither written nor "repaired":
-             `save` returns the names of the tensors, for the guard. `non_finite` says which masks of -inf are lawful.
-  exact      Adam's moments lose their small values in half precision: v below 2**-25 becomes 0 in fp16. Such optimizer
-             state is refused. So is every object that torch.load(weights_only=True) would not read back.
-  cheap      The training loop waits for the finite check and a copy to host memory. A thread does the rest.
-             A save waits while the same file is still written: no save is dropped, and memory holds one copy a file.
+  whole      The bytes go to a folder beside the old file, are fsynced, and are renamed over the old
+             file. A reader sees the old file or the new one. A full disk leaves the old file.
+  checked    A torch file is a zip archive and holds the CRC-32 of each record. torch.load does not
+             compare it; `load` does. (The CRC finds damage. Against malice: weights_only=True.)
+  finite     A state with a non-finite number (NaN, inf, a magnitude above LIMIT) is neither written
+             nor "repaired": `save` returns the names of the tensors. `non_finite` says which masks
+             of -inf are lawful. A file with such numbers is refused by `load_run`.
+  exact      Adam's moments lose their small values in half precision: v below 2**-25 becomes 0 in
+             fp16. Such optimizer state is refused. So is every object that
+             torch.load(weights_only=True) would not read back.
+  cheap      The training loop waits for the finite check and a copy to host memory. A thread does
+             the rest. A save waits while the same file is still written: no save is dropped, and
+             memory holds one copy a file.
+  one run's  `lock` refuses a folder in which another process writes, for as long as that lives.
 
-A folder holds `last.pt` (resume from this one), `last-1.pt` (the one before), `last_good.pt` (the last one that the
-caller called good: a hard link, not a second write) and `best.pt` (a plain fp32 state_dict). One process writes to the
-folder (rank 0); every rank may read. Sharded tensors (DTensor) are refused. Copy this file alone: it needs torch.
+A folder holds `last.pt` (resume from this one), `last-1.pt` (the one before), `last_good.pt` (the
+last one that the caller called good: a hard link, not a second write) and `best.pt` (a plain fp32
+state_dict). One process writes to the folder (rank 0); every rank may read. Sharded tensors
+(DTensor) are refused. Copy this file alone: it needs torch.
+
+Paste::
+
+    import torch
+    from checkpoint import Checkpoints, StopSignals, rng_state, set_rng_state
+
+    net, step = torch.nn.Linear(4, 2), 0
+    with StopSignals() as stop, Checkpoints("run") as checkpoints:
+        if found := checkpoints.newest():
+            net.load_state_dict(found[1]["model"])
+            set_rng_state(found[1]["rng"])
+            step = found[1]["step"]
+        while step < 10 and not stop.number:  # train here
+            step += 1
+            checkpoints.save({"model": net.state_dict(), "rng": rng_state()}, step, good=True)
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -35,119 +57,156 @@ import signal
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as infinite
+# Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
+LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
-OPTIMIZER_STATE = re.compile(r"\boptimizer\b|exp_avg|momentum_buffer")
+OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|exp_avg|momentum_buffer")
 NEVER_A_MASK = re.compile(OPTIMIZER_STATE.pattern + r"|\b(weight|bias|running_mean|running_var)$")
 # What torch.load(weights_only=True) reads back, besides tensors, dicts, lists and tuples.
-PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.Size, torch.device, torch.dtype, torch.layout)
+PLAIN = (
+    str, int, float, bool, complex, bytes, type(None),
+    torch.Size, torch.device, torch.dtype, torch.layout,
+)  # fmt: skip
+FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
 
 
 class CheckpointError(RuntimeError):
-    """A file cannot be read or written, or a state must not be written: one sentence with the name and the cause."""
+    """A file cannot be read or written, or a state must not be written: name and cause."""
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples and dataclasses."""
+    """(dotted name, tensor) for every tensor in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         yield prefix, tree
         return
-    if is_dataclass(tree) and not isinstance(tree, type):
-        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
-    if isinstance(tree, Mapping | list | tuple):
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            key = "" if isinstance(key, Tensor) else str(key)  # optimizer.state is keyed by the parameters themselves
-            yield from named_tensors(value, ".".join(filter(None, (prefix, key))))
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    for key, value in items:
+        # optimizer.state is keyed by the parameters themselves
+        word = "" if isinstance(key, Tensor) else str(key)
+        yield from named_tensors(value, ".".join(filter(None, (prefix, word))))
 
 
 @torch.no_grad()
 def non_finite(state: Any) -> list[str]:
-    """Names of the tensors in `state` that hold NaN, inf or a magnitude above LIMIT. One host sync for each device.
+    """Names of the tensors with NaN, inf or a magnitude above LIMIT. One host sync.
 
-    A mask may hold -inf: a tensor is a mask when every element is 0 or below -LIMIT, and its name is not that of a
-    weight, a running statistic or optimizer state. Other masks are refused: register them with persistent=False.
+    A mask may hold -inf: a tensor is a mask when every element is 0 or below -LIMIT, and its name
+    is not that of a weight, a running statistic or optimizer state. Other masks are refused:
+    register them with persistent=False.
     """
-    found: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
+    tensors, extremes = [], []
     for name, t in named_tensors(state):
-        t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+        if t.is_complex():
+            t = torch.view_as_real(t.resolve_conj())
         if t.is_floating_point() and t.numel():
-            t = t.float() if t.itemsize == 1 else t  # fp8 has no aminmax
-            # Smallest and largest are NaN if any element is; isfinite().all() would take temporaries of t's size.
-            found.setdefault(t.device, []).append((name, t, torch.stack(t.aminmax()).float()))  # LIMIT is inf in fp16
+            if t.itemsize == 1:  # fp8 has no aminmax
+                t = t.float()
+            # Smallest and largest are NaN if any element is. isfinite().all() would take
+            # temporaries of t's size. In fp32, because LIMIT is inf in fp16.
+            extremes.append(torch.stack(t.aminmax()).float())
+            tensors.append((name, t))
+    device = next((pair.device for pair in extremes if pair.is_cuda), "cpu")
     bad = []
-    for tensors in found.values():
-        good = (torch.stack([extremes for _, _, extremes in tensors]).abs() <= LIMIT).all(dim=1).tolist()
-        bad += [(name, t) for (name, t, _), ok in zip(tensors, good, strict=True) if not ok]
-    return [name for name, t in bad if NEVER_A_MASK.search(name) or not bool(((t == 0) | (t < -LIMIT)).all())]
+    if tensors:
+        pairs = torch.stack([pair.to(device, non_blocking=True) for pair in extremes])
+        good = (pairs.abs() <= LIMIT).all(dim=1).tolist()  # False for NaN
+        bad = [tensor for tensor, finite in zip(tensors, good, strict=True) if not finite]
+    return [name for name, t in bad if NEVER_A_MASK.search(name) or not _is_mask(t)]
+
+
+def _is_mask(t: Tensor) -> bool:
+    return bool(((t == 0) | (t < -LIMIT)).all())
 
 
 def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
-    """A copy of `state` in host memory, complete once the returned events have passed; training may go on at once.
+    """A copy of `state` in host memory, complete once the returned events have passed.
 
-    CUDA tensors are copied to pinned memory on the current stream, in its order. Everything else is copied when this
-    returns. CheckpointError names what cannot be saved.
+    Training may go on at once: CUDA tensors are copied to pinned memory on the current stream, in
+    its order; everything else is copied when this returns. CheckpointError names what cannot be
+    saved.
     """
     devices = set()
 
     def copy(node: Any, name: str) -> Any:  # name: ".optimizer.state.0.exp_avg"
         if isinstance(node, Tensor):
-            if type(node) not in (Tensor, torch.nn.Parameter) or node.layout is not torch.strided or node.is_nested:
-                raise CheckpointError(f"not saved: {name[1:]} is {type(node)}, {node.layout}, not a plain dense tensor "
-                                      "(of a sharded DTensor save its full_tensor())")
-            if node.dtype.is_floating_point and node.itemsize < 4 and OPTIMIZER_STATE.search(name):
-                raise CheckpointError(f"not saved: optimizer state {name[1:]} is {node.dtype}, it must be fp32")
+            plain = type(node) in (Tensor, torch.nn.Parameter)
+            if not plain or node.layout is not torch.strided or node.is_nested:
+                raise CheckpointError(
+                    f"not saved: {name[1:]} is {type(node)}, {node.layout}, not a plain dense "
+                    "tensor (of a sharded DTensor save its full_tensor())"
+                )
+            narrow = node.is_floating_point() and node.itemsize < 4
+            if narrow and OPTIMIZER_STATE.search(name):
+                raise CheckpointError(
+                    f"not saved: optimizer state {name[1:]} is {node.dtype}, it must be fp32"
+                )
             node = node.detach()
             if not node.is_cuda:
                 return node.to("cpu", copy=True)  # a copy also sheds the rest of a view's storage
             devices.add(node.device)
-            return torch.empty_like(node, device="cpu", pin_memory=True).copy_(node, non_blocking=True)
+            host = torch.empty_like(node, device="cpu", pin_memory=True)
+            return host.copy_(node, non_blocking=True)
         if isinstance(node, Mapping):  # keys are checked too
-            return {copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}") for key, child in node.items()}
+            return {copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}")
+                    for key, child in node.items()}
         if type(node) in (list, tuple):
             return type(node)(copy(child, f"{name}.{i}") for i, child in enumerate(node))
         if type(node) in PLAIN:  # exact types: a numpy.float64 is a float too
             return node
-        raise CheckpointError(f"not saved: {name[1:]} is {type(node)}, which torch.load(weights_only=True) cannot read")
+        raise CheckpointError(
+            f"not saved: {name[1:]} is {type(node)}, which torch.load(weights_only=True) refuses"
+        )
 
     host = copy(state, "")
     return host, [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
-def _write(path: Path, host: Any, ready: list[torch.cuda.Event], previous: Path | None, good: Path | None) -> None:
-    """Write `path`; the old file becomes `previous`, and `good` a link to the new one. A kill leaves whole files."""
+def _write(
+    path: Path,
+    host: Any,
+    ready: list[torch.cuda.Event],
+    previous: Path | None = None,
+    good: Path | None = None,
+) -> None:
+    """Write `path`. The old file becomes `previous`, `good` a link to the new one."""
     for event in ready:
         event.synchronize()
-    data = io.BytesIO()  # not the file: of a full disk torch.save says "unexpected pos 64 vs 0"
-    torch.save(host, data)
+    content = io.BytesIO()  # not the file: of a full disk torch.save says "unexpected pos 64 vs 0"
+    torch.save(host, content)
     staging = path.with_name(path.name + ".tmp")
     new = staging / path.name
     try:
         # 1. Whatever takes space, in a folder of its own.
         shutil.rmtree(staging, ignore_errors=True)  # a killed save leaves it behind
         staging.mkdir(parents=True)
-        new.write_bytes(data.getbuffer())
+        new.write_bytes(content.getbuffer())
         _fsync(new)  # without it a power cut may keep the rename and lose the bytes
         if previous and path.exists():
             _link(path, staging / previous.name)
         if good:
             _link(new, staging / good.name)
-        # 2. Renames. `previous` goes last, when the new file is in place: the old one may turn out to be damaged.
+        # 2. Renames. `previous` goes last, when the new file is in place: the old one may turn out
+        #    to be damaged.
         for target in (path, good, previous):
             if target and (staging / target.name).exists():
                 os.replace(staging / target.name, target)
         with contextlib.suppress(OSError):  # some network file systems cannot; the files are whole
             _fsync(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{path} was not saved ({error.strerror or error}); the files before it stand") from error
+        why = error.strerror or error
+        raise CheckpointError(f"{path} was not saved ({why}); the files before it stand") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -169,55 +228,107 @@ def _fsync(path: Path) -> None:  # a file or a folder
 
 
 def load(path: str | Path) -> Any:
-    """What was saved, on the CPU. CheckpointError for a file missing, damaged or foreign; no code in it is run."""
+    """What was saved, on the CPU; no code in the file is run.
+
+    CheckpointError for a file missing, damaged or foreign.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip():  # the name of the first record that does not match its CRC-32
+            broken = archive.testzip()  # the first record that does not match its CRC-32
+            # torch.load takes a record with the bit of a folder for one, and leaves its tensor
+            # uninitialised.
+            if broken or any(record.external_attr for record in archive.infolist()):
                 raise zipfile.BadZipFile
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-    except pickle.UnpicklingError as error:  # the CRC is right: this is no damage, somebody made the file like this
+    except pickle.UnpicklingError as error:  # the CRC is right: somebody made the file like this
         code = re.findall(r"GLOBAL (\S+)", str(error)) or ["more than plain data"]
-        raise CheckpointError(f"{path} is refused: it asks for {code[0]}, which was not run") from error
-    except Exception as error:  # zipfile and torch.load raise many kinds where a header makes no sense
-        raise CheckpointError(f"{path} is damaged or truncated, or another program wrote it") from error
+        why = f"{path} is refused: it asks for {code[0]}, which was not run"
+        raise CheckpointError(why) from error
+    except Exception as error:  # zipfile and torch.load raise many kinds for a senseless header
+        raise CheckpointError(f"{path} is damaged or truncated, or of another program") from error
+
+
+def load_run(path: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """A state that `save` wrote and that a run can go on from: it has the keys, and is finite."""
+    state = load(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a run")
+    missing = [key for key in ("step", *needed) if key not in state]
+    if missing:
+        raise CheckpointError(f"{path} holds no run, it lacks {', '.join(missing)}: take a last.pt")
+    step = state["step"]
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path} is of step {step}, which cannot be")
+    if bad := non_finite(state):
+        raise CheckpointError(f"{path} is not finite in {', '.join(bad[:3])}")
+    return state
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The files in `folder`: create on every rank, save on rank 0. If a write fails, the next call or `wait` raises."""
+    """The files in `folder`: create on every rank, save on rank 0.
+
+    If a write fails, the next call or `wait` raises.
+    """
 
     def __init__(self, folder: str | Path):
-        self.last, self.previous, self.last_good, self.best = (
-            Path(folder) / f"{name}.pt" for name in ("last", "last-1", "last_good", "best"))
+        folder = Path(folder)
+        self.last = folder / "last.pt"
+        self.previous = folder / "last-1.pt"
+        self.last_good = folder / "last_good.pt"
+        self.best = folder / "best.pt"
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: dict[Path, Future] = {}
 
-    def save(self, state: Mapping[str, Any], step: int, good: bool = False) -> list[str]:
-        """Write {**state, "step": step} to last.pt; if `good`, link last_good.pt to it. Raises CheckpointError.
+    def lock(self) -> None:
+        """CheckpointError if another process has locked the folder and is alive."""
+        import fcntl  # not on Windows
 
-        Returns the names of the non-finite tensors. If there is one, nothing is written.
+        self._lock = os.open(self.last.with_name(".lock"), os.O_CREAT | os.O_WRONLY)
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # else: a file system without locks
+                folder = self.last.parent
+                raise CheckpointError(f"{folder} is in use: another run writes to it") from error
+
+    def save(self, state: Mapping[str, Any], step: int, good: bool = False) -> list[str]:
+        """Write {**state, "step": step} to last.pt; if `good`, link last_good.pt to it.
+
+        A stop by signal is no reason to call a state good: the run that goes on would turn back to
+        another state than the run that was never stopped.
+
+        Returns the names of the non-finite tensors. If there is one, nothing is written. Raises
+        CheckpointError.
         """
-        return self._start(self.last, {**state, "step": step}, self.previous, self.last_good if good else None)
+        good_path = self.last_good if good else None
+        return self._start(self.last, {**state, "step": step}, self.previous, good_path)
 
     def save_best(self, weights: Mapping[str, Any]) -> list[str]:
-        """Write a state_dict to best.pt, half precision widened to fp32 (exact). Returns and raises as `save`."""
-        wide = {name: w.float() if getattr(w, "dtype", None) in HALF else w for name, w in weights.items()}
+        """Write a state_dict to best.pt, half precision widened to fp32 (exact). As `save`."""
+        wide = {
+            name: w.float() if getattr(w, "dtype", None) in HALF else w
+            for name, w in weights.items()
+        }
         return self._start(self.best, wide)
 
-    def _start(self, path: Path, state: dict, previous: Path | None = None, good: Path | None = None) -> list[str]:
+    def _start(self, path: Path, state: dict, *links: Path | None) -> list[str]:
         self.poll(path)
         host, ready = snapshot(state)  # first, because it refuses what non_finite cannot look at
         if bad := non_finite(state):
-            warnings.warn(f"{path} is left alone: not finite in {', '.join(bad[:3])} ({len(bad)} in all)", stacklevel=3)
+            names = f"{', '.join(bad[:3])} ({len(bad)} in all)"
+            warnings.warn(f"{path} is left alone: not finite in {names}", stacklevel=3)
             return bad
-        self._pending[path] = self._writer.submit(_write, path, host, ready, previous, good)
+        self._pending[path] = self._writer.submit(_write, path, host, ready, *links)
         return []
 
     def poll(self, *wanted: Path) -> None:
-        """Raise the error of a save that has failed since the last call. Waits only for the files named."""
-        for path in [path for path, future in self._pending.items() if future.done() or path in wanted]:
-            self._pending.pop(path).result()
+        """Raise the error of a save that has failed since. Waits only for the files named."""
+        for path, future in [*self._pending.items()]:
+            if future.done() or path in wanted:
+                del self._pending[path]
+                future.result()
 
     def wait(self, *_: object) -> None:
         """Return when nothing is left to write. Call it before the process ends."""
@@ -225,10 +336,11 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     __exit__ = wait
 
-    def newest(self) -> tuple[Path, Any] | None:
-        """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt. None if there is no file.
+    def newest(self, needed: Iterable[str] = ()) -> tuple[Path, dict[str, Any]] | None:
+        """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt.
 
-        CheckpointError if there are files and none is whole: a fresh start would overwrite what may be rescued.
+        None if there is no file. CheckpointError if there are files and none is whole: a fresh
+        start would overwrite what may be rescued.
         """
         self.wait()
         files = [path for path in (self.last, self.previous, self.last_good) if path.exists()]
@@ -236,20 +348,22 @@ class Checkpoints(contextlib.AbstractContextManager):
             return None
         for path in files:
             try:
-                return path, load(path)
+                return path, load_run(path, needed)
             except CheckpointError as error:
                 warnings.warn(f"{error}; falling back to the file before it", stacklevel=2)
         raise CheckpointError(f"no whole checkpoint is left among {', '.join(map(str, files))}")
 
 
 def rng_state(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """This process's generators: Python's, torch's on the CPU and, for a CUDA device, torch's on it. (Not numpy's.)"""
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {}
-    return {"python": random.getstate(), "cpu": torch.get_rng_state(), **cuda}
+    """This process's generators: Python's, torch's on the CPU and on a CUDA device. (No numpy.)"""
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
-    """Put back what `rng_state` returned. CUDA's generator changes if `state` has one and `device` is a CUDA device."""
+    """Put back what `rng_state` returned; CUDA's if `state` has one and `device` is CUDA."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":
@@ -257,25 +371,42 @@ def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") 
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...]; CheckpointError for another run."""
-    changed = {key: f"{key}: {saved.get(key)} -> {current.get(key)}"
-               for key in {**saved, **current} if saved.get(key) != current.get(key)}
-    fixed = ("model", "dataset", "num_classes", "images", "pixels", "labels")
-    if refused := [changed[key] for key in fixed if key in changed]:
+    """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
+
+    CheckpointError for another run: one of FIXED differs.
+    """
+    changed = {
+        key: f"{key}: {saved.get(key)} -> {current.get(key)}"
+        for key in {**saved, **current}
+        if saved.get(key) != current.get(key)
+    }
+    if refused := [changed[key] for key in FIXED if key in changed]:
         raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
     return list(changed.values())
 
 
-class StopSignals:
-    """SIGTERM, SIGINT, SIGUSR1 set a number that the loop reads at its step boundaries: `with StopSignals() as stop`.
+class Stopped(BaseException):
+    """This signal came while `StopSignals.at_once` was set. No Exception: nobody swallows it."""
 
-    `stop.number` is 0 or the first signal, an int: ranks can agree on it (all-reduce MAX), save, and leave with 128 +
-    number. A second SIGINT ends the process at once. (torchrun passes on SIGTERM and SIGINT, not SIGUSR1.)
+
+class StopSignals:
+    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a number that the loop reads: `with StopSignals()`.
+
+    `stop.number` is 0 or the first signal, an int: ranks can agree on it (all-reduce MAX), save,
+    and leave with 128 + number. A second SIGINT ends the process at once. While at_once is True (in
+    a set-up, which has nothing to save) a signal raises Stopped instead. SIGHUP stays ignored under
+    nohup. (torchrun passes on SIGTERM and SIGINT only.)
     """
 
-    def __enter__(self) -> StopSignals:
+    def __init__(self, at_once: bool = False):
+        self.at_once = at_once
         self.number = 0
-        self._previous = {n: signal.signal(n, self._receive) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+
+    def __enter__(self) -> StopSignals:
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._previous = {n: signal.signal(n, self._receive) for n in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -284,29 +415,25 @@ class StopSignals:
 
     def _receive(self, number: int, _: object) -> None:
         self.number = self.number or number
-        if number == signal.SIGINT:  # the second time nothing is cleaned up: a half-written file has no final name yet
+        if self.at_once:
+            raise Stopped(number)
+        if number == signal.SIGINT:
+            # Nothing is cleaned up the second time: a half-written file has no final name yet.
             signal.signal(number, lambda *_: os._exit(128 + number))
 
 
 def main() -> None:
-    """A random walk of 50 steps; one bit of its last file flips; it goes on from the file before, and ends the same."""
+    """One bit of the last file flips: it is noticed, and the file before it is found."""
     warnings.showwarning = lambda message, *_: print(f"warning: {message}")
-    place = torch.zeros(1000)
     with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
-        for step in range(1, 51):
-            place += torch.randn(1000)
-            if step in (40, 50):
-                checkpoints.save({"place": place, "rng": rng_state()}, step)
+        for step in (40, 50):
+            checkpoints.save({"weight": torch.full((1000,), float(step))}, step)
         checkpoints.wait()
         raw = bytearray(checkpoints.last.read_bytes())
         raw[len(raw) // 2] ^= 1
         checkpoints.last.write_bytes(raw)
         path, state = checkpoints.newest()
-        print(f"resumed at step {state['step']} from {path.name}")
-        set_rng_state(state["rng"])
-        for _ in range(state["step"], 50):
-            state["place"] += torch.randn(1000)
-        print(f"bit-identical to the walk that never stopped: {torch.equal(place, state['place'])}")
+        print(f"resumed at step {state['step']} from {path.name}: {state['weight'].unique()}")
         checkpoints.save({"weight": torch.tensor([1.0, float("nan")])}, step=60)
 
 

@@ -1,22 +1,24 @@
 """
 Prepare: everything that is decided before the first step, each decision with its reason.
 
-train.py's setup() calls these functions in this order: process, data, network, length, training, folder, card. Each
-takes the record of the run (train.Run) and fills in its part of it. Two rules:
+train.py calls setup(), which calls the functions of this file in their order. Each takes the record
+of the run and fills in its part of it. Two rules:
 
-    Refuse early    What a user gave (flags, paths, files) is checked here, before a file is written and before the
-                    first step. A refusal is one sentence and exit code 2, or 4 for data.
-    Only that       A refusal wraps only what reads a user's input. An error in a model's own code is not wrapped:
-                    whoever forks this repository needs the traceback of that error.
-
-Like train.py this file is wiring: it knows the core files, and only train.py knows it.
+    Refuse early    What a user gave (flags, paths, files) is checked here, before a file is written
+                    and before the first step. A refusal is one sentence and exit code 2, or 4 for
+                    data. Every rank comes to every refusal, and all leave together.
+    Only that       A refusal wraps only what reads a user's input. An error in a model's own code
+                    is not wrapped: whoever forks this repository needs its traceback.
 """
 
+import contextlib
+import fnmatch
 import functools
 import os
 import random
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,274 +28,415 @@ from tqdm import tqdm
 import amp_policy
 import autopsy
 import checkpoint
+import flags
 import fp32
 import guards
 import optim
 import report
-from data import SCALE, batches, fingerprint, load
-from extras import ema, muon
+from data import WrongArgument, batches, fingerprint, imagefolder, load
+from extras import ema, graphs, muon
 from models import MODELS, DoesNotFit, set_drop_path, wrap
-from ranks import agreed, first_on_each_machine, join, parallel, quiet, refuse, refusing
-from rescue import heal, inject, probes
+from ranks import (
+    agreed,
+    first_on_each_machine,
+    hides_progress,
+    join,
+    must_agree,
+    out_of_memory,
+    parallel,
+    refuse,
+    refusing,
+)
+from record import Run
+from rescue import inject, probes, resume
+
+Saved = dict[str, Any] | None  # the content of the checkpoint to go on from, and its "path"
+CARRIED = ("micro_batches", "unsure_rank", "unsure_kind", "checksum", "negative_checksum")
+NEEDED = ("facts", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores")
+# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
+TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
 
 
-def process(run: Any) -> int:
+def setup(run: Run, train_step: Callable) -> tuple[list[str], list[str]]:
+    """Make `run` ready for its first step. Returns lines to print, and warnings."""
+    seconds = {"torch": time.process_time()}  # its import, before anything of ours ran
+
+    def timed(phase: Callable, *more: Any) -> Any:
+        began = time.perf_counter()
+        result = phase(run, *more)
+        seconds[phase.__name__] = time.perf_counter() - began
+        return result
+
+    local_rank = timed(process)
+    saved = timed(read_checkpoint)
+    unreadable = timed(data, local_rank)
+    timed(network)
+    step_seconds = timed(precision, saved)
+    torch.manual_seed(run.args.seed + run.rank)  # from here on ranks draw different noise
+    plan, warmup = length(run, saved, step_seconds)
+    timed(training, warmup)
+    observed = run.args.inject or run.args.detect_anomaly
+    alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
+    if run.args.cuda_graph and alone_on_a_gpu and not observed:
+        run.graph = graphs.StepGraph(functools.partial(train_step, run))
+    note = timed(folder, saved)
+    run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
+    spans = [f"{name} {span:.1f}" for name, span in seconds.items() if span >= 0.05]
+    start = f"{sum(seconds.values()):.1f} s: {', '.join(spans)}"
+    more = {"length": plan, "output": f"{run.folder}{note}", "start": start}
+    return [*start_lines(run, warmup, more)], [*unreadable, *run.policy.warnings]
+
+
+def process(run: Run) -> int:
     """Device, ranks, seeds and torch's own switches. Returns this process's rank on its machine."""
     args = run.args
     with refusing(ValueError):
         run.device, run.rank, local_rank, run.world_size = join(args.device)
-    cuda = run.device.type == "cuda"
-    run.hardware = torch.cuda.get_device_name(run.device) if cuda else f"{run.device.type}, {os.cpu_count()} cores"
+    must_agree(vars(args) | {"data_dir": None})  # it may have another name on another machine
     torch.manual_seed(args.seed)  # the same weights on every rank
     random.seed(args.seed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
-    torch.backends.cudnn.benchmark = cuda and not args.deterministic  # the fastest kernel may change from run to run
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return local_rank
 
 
-def find(run: Any) -> None:
-    """Read the checkpoint to go on from, before anything is decided: run.found is (path, state), or None."""
+def read_checkpoint(run: Run) -> Saved:
+    """The checkpoint to go on from, before anything is decided; None: a new run."""
     args = run.args
+    if args.resume == "none":
+        return None
     if args.resume == "auto" and not args.out_dir:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     with refusing(checkpoint.CheckpointError, OSError):
-        if args.resume == "auto":
-            run.found = checkpoint.Checkpoints(args.out_dir).newest()
-        elif args.resume != "none":
-            run.found = args.resume, checkpoint.load(args.resume)
+        if args.resume != "auto":
+            return checkpoint.load_run(args.resume, NEEDED) | {"path": args.resume}
+        newest = checkpoint.Checkpoints(args.out_dir).newest(NEEDED)
+        if newest is None and report.holds_a_run(args.out_dir):
+            raise checkpoint.CheckpointError(f"{args.out_dir} holds a run without its checkpoints")
+        return newest and newest[1] | {"path": newest[0]}
 
 
-def data(run: Any, local_rank: int) -> list[str]:
-    """Data and the stream of batches. Returns a sentence for each file that could not be read."""
-    args, left_out = run.args, []
-    with refusing(OSError, ValueError, code=4), first_on_each_machine(local_rank):
-        progress = functools.partial(tqdm, desc="decoding", unit="image", leave=False, disable=quiet())
-        cache = None if args.workers else ".cache"
-        run.train, run.val, classes, run.dataset = load(args.dataset, args.data_dir, progress, args.image_size,
-                                                        args.max_bad_share, cache, left_out.append)
-    run.classes = [str(name) for name in classes]
-    if run.dataset == "synthetic" != args.dataset and run.rank == 0:
-        print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images instead\n"
+def data(run: Run, local_rank: int) -> list[str]:
+    """Data and the stream of batches. Returns a sentence for each file that could not be read.
+
+    Here alone is decided what data's errors mean: a wrong argument leaves with 2, bad data with 4.
+    """
+    args = run.args
+    left_out = []
+    wrong_argument = (WrongArgument, FileNotFoundError, imagefolder.DiskFull)
+    bad_data = (OSError, ValueError)
+    with refusing(*bad_data, code=4), refusing(*wrong_argument), first_on_each_machine(local_rank):
+        run.data = load(
+            args.dataset,
+            args.data_dir,
+            functools.partial(
+                tqdm, desc="decoding", unit="image", leave=False, disable=hides_progress()
+            ),
+            args.image_size,
+            args.max_bad_share,
+            None if args.workers else ".cache",
+            warn=left_out.append,
+            say=print if run.rank == 0 else str,
+        )
+    dataset = run.data
+    if dataset.name == "synthetic" and args.dataset is None and run.rank == 0:
+        print("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images\n"
               "  (--data-dir DIR names a folder that has it; .cache is looked at too)", flush=True)
-    if args.num_classes not in (None, len(classes)):
-        refuse(2, f"--num-classes {args.num_classes}, but {run.dataset} has {len(classes)} classes: "
+    outputs = len(dataset.classes)
+    if args.num_classes not in (None, outputs):
+        refuse(2, f"--num-classes {args.num_classes}, but {dataset.name} has {outputs} classes: "
                   "leave the flag out")
     pieces = run.world_size * args.accum_steps
     if args.batch_size % pieces:
-        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} rank(s) and "
-                  f"--accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
+                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     run.accum = args.accum_steps
+    train_images, train_labels = dataset.train
+    val_images, val_labels = dataset.val
+    dataset.train = batches.place(train_images, run.device), train_labels
+    dataset.val = batches.place(val_images, run.device), val_labels
     with refusing(ValueError):
-        run.train, run.val = ((batches.place(x, run.device), labels) for x, labels in (run.train, run.val))
         run.stream = batches.TrainBatches(
-            *run.train, batch_size=args.batch_size, rank=run.rank, world_size=run.world_size, seed=args.seed,
-            device=run.device, scale=SCALE.get(run.dataset), size=run.val[0].shape[-1], cutout=args.cutout,
-            workers=args.workers, augment=MODELS[args.model][1]["augment"],
+            *dataset.train,
+            batch_size=args.batch_size,
+            rank=run.rank,
+            world_size=run.world_size,
+            seed=args.seed,
+            device=run.device,
+            normalize=batches.Normalize(dataset.mean, dataset.std),
+            scale=dataset.scale,
+            size=dataset.image_size,
+            cutout=args.cutout,
+            workers=args.workers,
+            augment=MODELS[args.model][1]["augment"],
         )
     return left_out
 
 
-def precision(run: Any, net: torch.nn.Module) -> None:
-    """The precision: what is timed is the network's own layers. Two ranks may measure two things, so rank 0 decides."""
-    args, wanted = run.args, run.args.precision
-    before = run.found and run.found[1].get("facts", {}).get("precision")
-    if before and wanted == "auto":  # nothing measured may change a run that goes on
-        wanted = before
-
-    def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
-        images = run.stream.normalize(run.val[0][:2]).to(run.device)
-        labels = torch.zeros(len(images), dtype=torch.long, device=run.device)
-        times = args.batch_size / run.world_size / run.accum / len(images)
-        layers = amp_policy.largest_layers(wrap(net), images, labels, times=times)
-        return amp_policy.stopwatch(device, dtypes, layers)
-
-    policy = None
-    if run.rank == 0:
-        policy = amp_policy.choose_policy(wanted, amp_policy.capabilities(run.device),
-                                          stopwatch=None if wanted == before else stopwatch)
-    run.policy = agreed(policy)
-    run.asked = run.policy.name
-
-
-def network(run: Any) -> None:
-    """The network: bare, with its loss, under DistributedDataParallel, compiled."""
+def network(run: Run) -> None:
+    """The network, bare and with its loss, on the device."""
     args, (build, recipe) = run.args, MODELS[run.args.model]
     with refusing(DoesNotFit):
-        net = build(run.classes, run.val[0].shape[-1])
+        net = build(run.data.classes, run.data.image_size)
         set_drop_path(net, args.drop_path)
+    names = [name for name, _ in net.named_parameters()]
+    for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                refuse(2, f"{flag} {pattern} names no parameter of {args.model}")
     if hasattr(net, "init_from_data"):
-        images, labels = run.train
+        images, labels = run.data.train
         net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
-    net = net.to(run.device, memory_format=torch.channels_last)
-    precision(run, net)
+    run.net = net.to(run.device, memory_format=torch.channels_last)
+    run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
+    margin = run.data.image_size // 16 if recipe["small"] else 0  # as the run begins
+    inner = slice(margin, run.data.image_size - margin)
+    micro_batch = args.batch_size // run.world_size // run.accum
+    try:
+        seconds_of(run, torch.float32, min(2, micro_batch), inner)
+    except (RuntimeError, ValueError) as error:
+        if TOO_SMALL.search(str(error)):
+            refuse(2, f"--image-size or --batch-size is too small for {args.model}: {error}")
+        raise
+
+
+def seconds_of(run: Run, dtype: torch.dtype, count: int, inner: slice = slice(None)) -> float:
+    """Of a forward and backward on `count` images. Weights, buffers and random numbers stay."""
+    kept = autopsy.StepRecord(0, run.net)
+    images, labels = run.stream.at(0)
+    began = time.perf_counter()
+    with torch.autocast(run.device.type, dtype, enabled=dtype is not torch.float32):
+        loss, _ = run.model(images[:count, :, inner, inner], torch.zeros_like(labels[:count]))
+    loss.backward()
+    loss.item()  # waits for the device
+    seconds = time.perf_counter() - began
+    kept.restore()
+    return seconds
+
+
+def precision(run: Run, saved: Saved) -> float | None:
+    """The precision. Returns the seconds of a step; None where nothing had to be timed.
+
+    Two ranks may measure two things, so rank 0 decides.
+    """
+    args, wanted = run.args, run.args.precision
+    caps = amp_policy.capabilities(run.device)
+    resumes = saved is not None and wanted == "auto"
+    if resumes:  # nothing measured may change a run that goes on
+        wanted = saved["facts"]["precision"]
+    images = args.batch_size // run.world_size
+    count = min(images // run.accum, 64)
+
+    @functools.cache
+    def step(dtype: torch.dtype) -> float:
+        size = count
+        while True:
+            try:
+                seconds_of(run, dtype, size)  # the first one warms up
+                return seconds_of(run, dtype, size) * images / size
+            except RuntimeError as error:  # what just fits in half precision may not fit in fp32
+                if size == 1 or not out_of_memory(error):
+                    raise
+                size //= 2
+
+    def stopwatch(_: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
+        return tuple(step(dtype) for dtype in dtypes)
+
+    policy = seconds = None
+    if run.rank == 0:
+        fast = caps.native_bf16 and run.device.type == "cuda"  # known to gain: nothing to measure
+        watch = None if fast or resumes else stopwatch
+        policy = amp_policy.choose_policy(wanted, caps, stopwatch=watch)
+        seconds = None if fast else step(policy.dtype)
+    run.policy, seconds = agreed((policy, seconds))
     with refusing(ValueError):
-        fp32.keep_fp32(net, args.keep_fp32)
-        net = run.policy.prepare(net)
-        run.injector = inject.Injector(net, inject.parse_inject(args.inject), run.rank, scales=run.policy.scales)
+        fp32.keep_fp32(run.net, args.keep_fp32)
+        run.net = run.policy.prepare(run.net)
+        faults = inject.parse_inject(args.inject)
+        run.injector = inject.Injector(run.net, faults, run.rank, scales=run.policy.scales)
     # Adam's state has the dtype of the weights, or of their fp32 masters.
     state = torch.float32 if run.policy.masters else run.policy.param_dtype
     if why := optim.refusal(state, args.adam_eps, args.betas[1]):
-        refuse(2, f"{why}: take --precision O2, which keeps fp32 masters" if state is torch.float16 else why)
-    run.net, run.model = net, wrap(net, recipe["label_smoothing"])
+        advice = ": take --precision O2, which keeps fp32 masters"
+        refuse(2, why + (advice if state is torch.float16 else ""))
     run.injector.attach(run.model)
+    return seconds
 
 
-LADDER = (10, 15, 20, 30, 40, 50, 77, 100, 150, 200, 300, 500, 700, 1000)  # steps; machines of a kind take the same
+LADDER = (10, 15, 20, 30, 40, 50, 77, 100, 150, 200, 300, 500, 700, 1000)  # for all machines
 
 
-def pace(run: Any) -> float:
-    """Seconds of a training step, by two timed pieces of one batch. Weights, buffers and RNG stay as they are."""
-    kept = autopsy.StepRecord(0, run.net)
-    images, labels = run.stream.at(0)
-    size = min(len(images), 256)
-    piece = images[:size], labels[:size].clamp(0, len(run.classes) - 1)
-    for _ in range(2):  # the first one warms up
-        began = time.perf_counter()
-        loss, *_ = heal.in_pieces(run, piece)
-        loss.item()  # waits for the device
-        seconds = (time.perf_counter() - began) * len(images) / size
-        kept.restore()
-    return agreed(seconds)
-
-
-def length(run: Any) -> tuple[str, int]:
+def length(run: Run, saved: Saved, seconds: float | None) -> tuple[str, int]:
     """The number of steps. Returns a sentence about it, and the updates of warm-up.
 
     A GPU gets the whole recipe, a CPU as much of it as two minutes hold.
     """
     args, (_, recipe) = run.args, MODELS[run.args.model]
     run.epoch_steps = run.stream.steps_per_epoch
-    args.verify_every = run.epoch_steps if args.verify_every is None else args.verify_every
-    whole, seconds = recipe["epochs"] * run.epoch_steps, pace(run) * (1 - recipe["small"] * (1 - (7 / 8) ** 2))
-    if args.epochs or args.max_steps:
-        run.total_steps, why = args.max_steps or max(1, round(args.epochs * run.epoch_steps)), "as asked"
-    elif run.found and "total_steps" in run.found[1].get("facts", {}):
-        run.total_steps, why = run.found[1]["facts"]["total_steps"], "as the checkpoint says"
+    if args.verify_every is None:
+        args.verify_every = run.epoch_steps
+    whole = recipe["epochs"] * run.epoch_steps
+    seconds = seconds and seconds * (1 - recipe["small"] * (1 - (7 / 8) ** 2))
+    why = "as asked"
+    if args.max_steps:
+        steps = args.max_steps
+    elif args.epochs:
+        steps = max(1, round(args.epochs * run.epoch_steps))
+    elif saved:
+        steps = saved["facts"]["total_steps"]
+        why = "as the checkpoint says"
     elif run.device.type == "cpu":
-        run.total_steps = min(whole, max((n for n in LADDER if n * seconds <= 120), default=LADDER[0]))
-        why = f"--epochs {recipe['epochs']} is the whole recipe, about {duration(whole * seconds)}"
+        steps = min(whole, max((n for n in LADDER if n * seconds <= 120), default=LADDER[0]))
+        epochs = recipe["epochs"]
+        why = f"--epochs {epochs} is the whole recipe, about {duration(whole * seconds)}"
     else:
-        run.total_steps, why = whole, "the whole recipe"
-    warmup = int(run.total_steps * recipe["warmup"]) if args.warmup_updates is None else args.warmup_updates
-    run.stream.small_until = round(run.total_steps * recipe["small"])
-    epochs = f"{run.total_steps} steps = {run.total_steps / run.epoch_steps:.1f} epochs"
-    return f"{epochs}, about {duration(run.total_steps * seconds)} of training here; {why}", warmup
+        steps = whole
+        why = "the whole recipe"
+    if steps >= flags.MANY:
+        refuse(2, f"--epochs {args.epochs:g} are {steps} steps: more than a run can have")
+    run.total_steps = steps
+    with refusing(ValueError):
+        run.stream.start_small(round(steps * recipe["small"]))
+    warmup = args.warmup_updates
+    if warmup is None:
+        warmup = int(steps * recipe["warmup"])
+    takes = f", about {duration(steps * seconds)} of training here" if seconds else ""
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}", warmup
 
 
 def duration(seconds: float) -> str:
     """Two hours and more in hours, two minutes and more in minutes, else in seconds."""
-    count, unit = (seconds / 3600, "hours") if seconds >= 7200 else (seconds / 60, "minutes")
-    return f"{count:.0f} {unit}" if seconds >= 100 else f"{max(1, seconds):.0f} seconds"
+    if seconds >= 7200:
+        return f"{seconds / 3600:.0f} hours"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 100 else f"{max(1, seconds):.0f} seconds"
 
 
-def training(run: Any, warmup: int) -> None:
-    """Optimizer, loss scale, guard and averaged weights: with the network, all that a checkpoint has to carry."""
+def training(run: Run, warmup: int) -> None:
+    """Optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
     args, (_, recipe) = run.args, MODELS[run.args.model]
-    run.optimizer = optim.ClippedAdamW(
-        optim.param_groups(run.net, args.weight_decay, args.no_decay, lr_scale=recipe["lr_scale"], muon=args.muon),
-        lr=args.lr, betas=args.betas, eps=args.adam_eps, amsgrad=args.amsgrad,
-        clip=args.clip_grad or None, zclip=args.zclip, matrix_step=muon.turn, muon_options=recipe["muon_options"],
-        schedule=optim.warmup_cosine(run.total_steps, warmup, kind=recipe["schedule"]),
-        masters=None if run.policy.param_dtype is torch.float32 else run.policy.masters,
+    masters = run.policy.masters if run.policy.param_dtype in amp_policy.HALF else None
+    matrices = muon.matrices(run.net, args.muon)
+    groups = optim.param_groups(
+        run.net, args.weight_decay, args.no_decay, recipe["lr_scale"], skip=matrices
     )
+    adamw = optim.ClippedAdamW(
+        groups, args.lr, args.betas, args.adam_eps, amsgrad=args.amsgrad, clip=None, masters=masters
+    )
+    run.optimizers = [adamw]
+    if matrices:
+        options = recipe["muon_options"]
+        run.optimizers.append(muon.Muon(matrices, args.lr, masters=masters, **options))
+    rates = optim.warmup_cosine(run.total_steps, warmup, kind=recipe["schedule"])
+    run.schedule = optim.Schedule(run.optimizers, rates)
+    run.clip = args.clip_grad or None
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
-    run.guard = guards.Guard(run.net, num_classes=len(run.classes), device=run.device, spikes=probes.SpikeDetector(),
-                             told=("micro-batches", "unsure", "checksum", "-checksum"))
-    run.average = ema.EMA(run.optimizer.params, args.ema) if args.ema else None
+    run.guard = guards.Guard(
+        run.net,
+        num_classes=None if run.data.regression else len(run.data.classes),
+        device=run.device,
+        spikes=probes.SpikeDetector(),
+        carries=CARRIED,
+    )
+    if args.ema:
+        run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)
     run.ddp = parallel(run.model, run.device)
     run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp
 
 
-def folder(run: Any) -> str:
-    """Where to write, and what to go on from. Returns what there is to say about the latter."""
+def folder(run: Run, saved: Saved) -> str:
+    """Go on from the checkpoint; the folder and its files. Returns what to say about both."""
     args = run.args
-    name = f"{args.model}-{run.dataset}-{run.policy.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run.folder = Path(agreed(str(args.out_dir or Path("runs") / name)))  # the clock may tick between two ranks
-    if args.resume == "none" and report.holds_a_run(run.folder):
-        refuse(2, f"--out-dir {run.folder} holds another run: name a new folder, or go on with --resume auto")
-    agreed(None)  # nobody writes before everybody has looked
     run.facts = {
-        "model": args.model, "dataset": run.dataset, "num_classes": len(run.classes), **fingerprint(*run.train),
-        "precision": run.policy.name, "world_size": run.world_size, "batch_size": args.batch_size,
+        "model": args.model, "dataset": run.data.name, "num_classes": len(run.data.classes),
+        **fingerprint(*run.data.train), "precision": run.policy.name,
+        "world_size": run.world_size, "batch_size": args.batch_size,
         "accum_steps": args.accum_steps, "lr": args.lr, "drop_path": args.drop_path,
-        "total_steps": run.total_steps, "ema": args.ema, "seed": args.seed, "torch": str(torch.__version__),
+        "total_steps": run.total_steps, "ema": args.ema, "seed": args.seed,
+        "torch": str(torch.__version__),
     }
+    must_agree(run.facts)
+    cuda = run.device.type == "cuda"
+    processor = f"{run.device.type}, {os.cpu_count()} cores"
+    run.facts["hardware"] = torch.cuda.get_device_name(run.device) if cuda else processor
     note = ""
-    with refusing(checkpoint.CheckpointError, OSError, ValueError, RuntimeError):
-        run.folder.mkdir(parents=True, exist_ok=True)
-        run.checkpoints = checkpoint.Checkpoints(run.folder)
-        if run.found:
-            changes = resume(run, *run.found)
-            note = "; ".join([f", resumed from {run.found[0]} after step {run.step}", *changes])
+    with refusing(checkpoint.CheckpointError, RuntimeError, ValueError):
+        if saved:
+            changes = checkpoint.describe_changes(saved["facts"], run.facts)
+            if args.resume == "auto" and run.rank == 0:
+                check_last_good(args.out_dir / "last_good.pt", run.facts)
+            changes += resume.load_whole_state(run, saved)
+            note = "; ".join([f", resumed from {saved['path']} after step {run.step}", *changes])
+    with refusing(checkpoint.CheckpointError, OSError):
+        if run.rank == 0:
+            run.folder = make_folder(run)
+    run.folder = agreed(run.folder)
+    run.checkpoints = checkpoint.Checkpoints(run.folder)
+    header = {"args": vars(args), **run.facts}
+    with refusing(checkpoint.CheckpointError):
+        if run.rank == 0:
+            run.checkpoints.lock()
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
-        header = {"args": vars(args), **run.facts, "hardware": run.hardware,
-                  "commit": report.commit() if run.rank == 0 else ""}
-        run.log = report.MetricsFile(run.folder, header, run.step, args.tensorboard, speaks=run.rank == 0)
-    run.log.figures = run.found[1].get("figures", {}) if run.found else {}
+        run.log = report.MetricsFile(run.folder, header, run.step, args.tensorboard, run.rank == 0)
+    if saved:
+        run.log.figures = saved.get("figures", {})
     return note
 
 
-def resume(run: Any, path: str | Path, state: dict) -> list[str]:
-    """Continue where a checkpoint ends. Returns what differs between that run and this one, as sentences."""
-    if "facts" not in state:
-        raise checkpoint.CheckpointError(f"{path} holds weights, not a run: resume from a last.pt")
-    changes = checkpoint.describe_changes(state["facts"], run.facts)
-    heal.load_state_dict(run, state["healer"])  # first: the modules that it pins have fp32 weights
-    changes += other_level(run, state)
-    run.net.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.guard.load_state_dict(state["guard"])
-    if run.average and state["average"] is not None:
-        run.average.load_state_dict(state["average"])
-    run.best = state["validator"]["best"]
-    run.step, run.losses, run.scores = state["step"], state["losses"], state["scores"]
-    if run.rank < len(state["rng"]):
-        checkpoint.set_rng_state(state["rng"][run.rank], run.device)
-    return changes
+def check_last_good(path: Path, facts: dict[str, Any]) -> None:
+    """What a cure would turn back to is of this run. A damaged one makes room for another."""
+    try:
+        good = checkpoint.load(path)
+    except checkpoint.CheckpointError:
+        if path.exists():
+            path.replace(path.with_suffix(".damaged"))
+        return
+    checkpoint.describe_changes(good["facts"], facts)
 
 
-def other_level(run: Any, state: dict) -> list[str]:
-    """Weights and masters of a run at another level, changed in `state` to what this level keeps. Returns a line."""
-    names = {p: name for name, p in run.net.named_parameters()}
-    order = [names[p] for p in run.optimizer.model_params]
-    model, optimizer = state["model"], state["optimizer"]
-    was_half = [name for name in order if model[name].dtype in (torch.float16, torch.bfloat16)]
-    is_half = [name for name, p in zip(order, run.optimizer.model_params, strict=True) if p.dtype is not torch.float32]
-    if was_half == is_half:
-        return []
-    state["model"] = model | dict(zip(was_half, optimizer["masters"], strict=False))  # O3 keeps none
-    optimizer["masters"] = [state["model"][name].float() for name in is_half] if run.policy.masters else []
-    if run.policy.masters:
-        return ["master weights are taken from the checkpoint's weights"]
-    return ["the checkpoint's master weights become the weights" if was_half and not is_half else "no master weights"]
+def make_folder(run: Run) -> Path:
+    """--out-dir, which must not hold another run, or a new folder under runs/."""
+    args = run.args
+    if args.out_dir:
+        if args.resume == "none" and report.holds_a_run(args.out_dir):
+            raise checkpoint.CheckpointError(f"--out-dir {args.out_dir} holds another run: name a "
+                                             "new folder, or go on with --resume auto")
+        args.out_dir.mkdir(parents=True, exist_ok=True)
+        return args.out_dir
+    now = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{args.model}-{run.data.name}-{run.policy.name}-{now}"
+    for ending in ("", *(f"-{n}" for n in range(2, 1000))):  # runs may start in the same second
+        path = Path("runs") / (name + ending)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return path
 
 
-def card(run: Any, why: str, warmup: int, note: str) -> Iterator[str]:
+def start_lines(run: Run, warmup: int, more: dict[str, str]) -> Iterator[str]:
     """A line for each decision."""
     args, (_, recipe) = run.args, MODELS[run.args.model]
-    pinned, rule = fp32.pinned(run.net), ""
-    if args.lr == recipe["lr"] and args.batch_size != recipe["batch_size"]:
-        _, rule = optim.scaled_lr(args.lr, args.batch_size, recipe["batch_size"], recipe["lr_rule"])
-        rule = f"; the lr is not scaled, the rule would be {rule}"
-    islands = f"; fp32 islands: {', '.join(pinned)}" if pinned else ""
-    pieces = f"{args.batch_size // (run.world_size * args.accum_steps)} a micro-batch x {args.accum_steps} x "
+    names = " and ".join(type(optimizer).__name__ for optimizer in run.optimizers)
+    micro_batch = args.batch_size // (run.world_size * args.accum_steps)
     small = run.stream.small_until
-    inner = f"; the first {small} steps see the inner 7/8 of each side" if small else ""
-    for name, decision in {
-        "device": f"{run.hardware}, torch {torch.__version__}",
-        "precision": f"{run.policy}{islands}",
-        "evaluation": "fp32, whatever the training precision" if args.eval_precision == "fp32" else "as in training",
-        "data": f"{run.dataset}: {len(run.train[1]):,} training and {len(run.val[1]):,} validation images, "
-                f"{len(run.classes)} classes",
-        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()) / 1e6:.2f} million parameters",
-        "optimizer": f"{run.optimizer.description}; lr {args.lr:g} after {warmup} updates of warm-up, "
-                     f"then {recipe['schedule']}",
-        "batch": f"{args.batch_size} images = {pieces}{run.world_size} rank(s){inner}{rule}",
+    batch = f"{args.batch_size} images = {micro_batch} a micro-batch x {args.accum_steps}"
+    batch += f" x {run.world_size} rank(s)"
+    if small:
+        batch += f"; the first {small} steps see the inner 7/8 of each side"
+    islands = ", ".join(fp32.pinned(run.net))
+    lines = {
+        "device": f"{run.facts['hardware']}, torch {torch.__version__}",
+        "precision": f"{run.policy}{'; fp32 islands: ' if islands else ''}{islands}",
+        "evaluation": "in fp32" if args.eval_precision == "fp32" else "as in training",
+        "data": f"{run.data.name}: {len(run.data.train[1]):,} training and "
+                f"{len(run.data.val[1]):,} validation images, {len(run.data.classes)} classes",
+        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
+        "optimizer": f"{names}, {args.lr_reason}; {warmup} updates of warm-up, then "
+                     f"{recipe['schedule']}",
+        "batch": batch,
         "step": "one CUDA graph, guards included" if run.graph else "kernel by kernel",
-        "length": why,
-        "output": f"{run.folder}{note}",
-    }.items():
+        **more,
+    }
+    for name, decision in lines.items():
         yield f"{name:<11} {decision}"

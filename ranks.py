@@ -1,16 +1,31 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
-Ranks: one program, many processes. Which device is mine, who prints, and how do all processes leave.
+Ranks: one program, many processes. Which device is mine, who prints, how do all leave.
 
-Four things go wrong between ranks. One rank sees a NaN and `continue`s: the others hang in the next all-reduce, or they
-average gradients of different steps. So facts travel as flags, and all ranks decide together (guards.py). One rank
-raises: the others hang until a time-out of 30 minutes. So what can be refused is refused before the first step, by
-every rank, for the same reason. Each rank's BatchNorm keeps its own statistics: the evaluation depends on the rank that
-evaluates. So buffers are made equal when they are used. One rank dies: torchrun restarts all ranks but keeps the store
-where they met, and the new ranks find the addresses of the dead ones there (pytorch issue 135712). So every start meets
-under a name of its own.
+Five things go wrong between ranks. One rank sees a NaN and `continue`s: the others hang in the
+next all-reduce, or they average gradients of different steps. So facts travel as flags, and all
+ranks decide together (guards.py). One rank refuses a file: the others wait for it until a
+time-out. So `refusing` asks all ranks, and all of them leave. One rank was started with another
+seed or reads other data: the average of the gradients is finite, and wrong. So `must_agree`
+compares before the first step. Each rank's BatchNorm keeps its own statistics: the evaluation
+depends on the rank that evaluates. So buffers are made equal when they are used. One rank dies:
+torchrun restarts all ranks but keeps the store where they met, and the new ranks find the
+addresses of the dead ones there (pytorch issue 135712). So every start meets under its own name.
 
-Copy this file alone: it needs torch and nothing else.
+Copy this file alone: it needs torch and nothing else. `torchrun --nproc_per_node=2 THIS.py`:
+
+Paste::
+
+    import torch
+    from ranks import agreed, all_values, backward, is_main_process, join, must_agree, parallel
+
+    ranks = join("cpu")
+    must_agree({"seed": 0})
+    net = torch.nn.Linear(4, 2)
+    ddp = parallel(net, ranks.device)
+    backward(ddp(torch.ones(3, 4)).sum(), ddp, lambda: print("the others shall skip this step"))
+    if is_main_process():
+        print(agreed("the same word on every rank"), all_values(ranks.rank))
 """
 
 from __future__ import annotations
@@ -19,17 +34,23 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+# All ranks wait while one decodes the images, validates, or examines a step. NCCL's own limit
+# of 10 minutes ends the run then. A rank that dies is noticed by torchrun, not by this limit.
+BARRIER_TIMEOUT = timedelta(hours=2)
+NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA and NCCL, cuBLAS, CPU
+
 
 class Ranks(NamedTuple):
-    """This process among the others, as torchrun's environment variables say. Without them it is alone."""
+    """This process among the others, by torchrun's environment variables. Without them: alone."""
 
     device: torch.device
     rank: int
@@ -38,111 +59,167 @@ class Ranks(NamedTuple):
 
 
 def join(kind: str = "auto") -> Ranks:
-    """Choose this rank's device; join the process group (nccl on CUDA, else gloo). ValueError for an absent device."""
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    """Choose this rank's device; join the process group (nccl on CUDA, else gloo).
+
+    ValueError for an absent device.
+    """
+    rank = from_torchrun("RANK")
+    local_rank = from_torchrun("LOCAL_RANK")
+    world_size = from_torchrun("WORLD_SIZE", 1)
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if kind not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"--device {kind} is unknown: choose auto, cpu, cuda or mps")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no GPU here: leave the flag out to train on the CPU")
-    if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ValueError(f"{local_rank + 1} ranks on this machine, but only {torch.cuda.device_count()} GPUs")
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        fallback = "mps" if torch.backends.mps.is_available() else "cpu"
+        kind = "cuda" if torch.cuda.is_available() else fallback
+    device = torch.device(kind)
+    backend = "gloo"
+    bound = None  # NCCL would have to guess the device of a barrier
     if kind == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ValueError("--device cuda, but torch sees no GPU here: leave the flag out")
+        if local_rank >= count:
+            raise ValueError(f"{local_rank + 1} ranks on this machine, but only {count} GPUs")
+        device = torch.device(kind, local_rank)
         torch.cuda.set_device(device)
+        backend = "nccl"
+        bound = device
     if world_size > 1 and not dist.is_initialized():
         store, rank, world_size = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # The number of this start. Only on one machine: the counts of several machines may differ.
+            # The number of this start. Only on one machine: the counts of several may differ.
             store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, None, BARRIER_TIMEOUT, world_size, rank, store, device_id=bound
+        )
     return Ranks(device, rank, local_rank, world_size)
 
 
-def speaks() -> bool:
+def from_torchrun(name: str, alone: int = 0) -> int:
+    """RANK, LOCAL_RANK or WORLD_SIZE."""
+    return int(os.environ.get(name, alone))
+
+
+def is_main_process() -> bool:
     """Rank 0 alone prints."""
-    return os.environ.get("RANK", "0") == "0"
+    return from_torchrun("RANK") == 0
 
 
-def quiet() -> bool:
-    """Whether to hide progress bars: they are shown on rank 0's terminal only, and not in a log file."""
-    return not (speaks() and sys.stderr.isatty())
+def hides_progress() -> bool:
+    """Progress bars are shown on rank 0's terminal only, and not in a log file."""
+    return not (is_main_process() and sys.stderr.isatty())
 
 
 def refuse(code: int, sentence: object) -> NoReturn:
-    """Leave with one sentence on standard error instead of a traceback."""
-    if speaks():
-        print(f"train.py: {sentence}", file=sys.stderr)
+    """Leave with one sentence on this rank's standard error instead of a traceback."""
+    print(f"train.py: {sentence}", file=sys.stderr)
     raise SystemExit(code)
 
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Iterator[None]:
-    """Around what reads a user's input, and nothing else: one of `errors` ends the run with its text and `advice`."""
+    """Around what reads a user's input, and nothing else: one of `errors` ends the run.
+
+    Every rank has to come here: where one of them meets an error, all leave with its `code`. The
+    sentence is the error's text and `advice`, once for all ranks that have the same to say.
+    """
+    mine = None
     try:
         yield
     except errors as error:
-        refuse(code, f"{error}{advice}")
+        mine = code, f"{error}{advice}"
+    answers = all_values(mine)
+    refused = [answer for answer in answers if answer]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if mine and answers.index(mine) == rank:
+        refuse(*mine)
+    if refused:
+        raise SystemExit(refused[0][0])
+
+
+def must_agree(facts: Mapping[str, Any]) -> None:
+    """Leave with code 2 where a rank's facts are not those of rank 0. That rank says why."""
+    first = agreed(facts)
+    others = [f"{key} {first[key]} there, {facts[key]} here"
+              for key in first if facts[key] != first[key]]
+    with refusing(ValueError):
+        if others:
+            raise ValueError(f"rank {dist.get_rank()} is not like rank 0: {'; '.join(others)}")
 
 
 @contextlib.contextmanager
 def first_on_each_machine(local_rank: int) -> Iterator[None]:
-    """The first rank of each machine runs the block first (it downloads); the other ranks follow."""
+    """The first rank of each machine runs the block first (it downloads); the others follow."""
     if dist.is_initialized() and local_rank:
         dist.barrier()
-    yield
-    if dist.is_initialized() and not local_rank:
-        dist.barrier()
+    try:
+        yield
+    finally:  # after an error too: the others are waiting
+        if dist.is_initialized() and not local_rank:
+            dist.barrier()
 
 
-def agreed(value: object) -> object:
-    """Rank 0's value, on every rank. Also a barrier: no rank goes on before every rank has called this."""
+def all_values(value: Any) -> list[Any]:
+    """Every rank's value, by rank. Also a barrier: no rank goes on before all have called this."""
     if not dist.is_initialized():
-        return value
-    dist.barrier()
-    holder = [value]
-    dist.broadcast_object_list(holder, 0)
-    return holder[0]
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank. Also a barrier."""
+    return all_values(value)[0]
 
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DistributedDataParallel (which does not touch its buffers), or itself in a single process."""
+    """The model under DistributedDataParallel, which does not touch its buffers; alone: itself."""
     if not dist.is_initialized():
         return model
-    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name for it
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, [device] if device.type == "cuda" else None, **{sync: False})
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, devices, **{sync: False})
 
 
-def backward(loss: Tensor, ddp: nn.Module, out_of_memory: Callable[[], None]) -> None:
-    """loss.backward(). Where this rank runs out of memory after DDP's average has begun, the average is finished.
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ended: torch's own error, or one of cuBLAS, NCCL, the driver or the host."""
+    known = isinstance(error, torch.OutOfMemoryError)
+    return known or any(words in str(error) for words in NO_MEMORY)
 
-    The other ranks wait for this rank's share of the gradients. It gives zeros for what it has not computed, calls
-    out_of_memory(), which has to see to it that no rank uses the average, and returns. Anywhere else
-    torch.OutOfMemoryError goes to the caller, and no collective has begun.
+
+def backward(loss: Tensor, ddp: nn.Module, veto: Callable[[], None]) -> None:
+    """loss.backward(). Where memory ends on this rank after DDP's average began, it is finished.
+
+    The other ranks wait for this rank's share of the gradients. It gives zeros for what it has
+    not computed, calls veto(), which has to see to it that no rank uses the average, and returns.
+    Anywhere else the error goes to the caller, and no collective has begun.
     """
     if not getattr(ddp, "require_backward_grad_sync", False):  # no DDP, or inside no_sync()
         loss.backward()
         return
     parameters = [p for p in ddp.parameters() if p.requires_grad]
-    before = [None if p.grad is None else p.grad._version for p in parameters]
+    before = _versions(parameters)
     try:
         loss.backward()
         return
-    except torch.OutOfMemoryError:
-        out_of_memory()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        veto()
     # Out of the except clause, which holds the memory of the failed backward.
-    now = [None if p.grad is None else p.grad._version for p in parameters]
-    missing = [p.sum().float() * 0 for p, old, new in zip(parameters, before, now, strict=True) if old == new]
+    changes = zip(parameters, before, _versions(parameters), strict=True)
+    missing = [p.sum().float() * 0 for p, old, new in changes if old == new]
     if missing:
         torch.stack(missing).sum().backward()
 
 
+def _versions(parameters: list[Tensor]) -> list[int | None]:
+    """A number for each gradient that rises when it is written; None where there is none."""
+    return [getattr(p.grad, "_version", None) for p in parameters]
+
+
 def share_buffers(net: nn.Module) -> None:
-    """Copy rank 0's buffers to every rank: BatchNorm's statistics differ, and one set is evaluated and saved."""
+    """Copy rank 0's buffers to every rank: BatchNorm's differ, and one set is evaluated."""
     if dist.is_initialized():
         for buffer in net.buffers():
             dist.broadcast(buffer, 0)

@@ -50,6 +50,7 @@ class Trend:
     high: int = 0  # steps in a row far above all that was usual
     unlearnt: int = 0  # steps in a row near the start again
     dead: int = 0  # steps in a row without a gradient
+    chance_since: int = 0  # the step from which on all validations were at chance
     epoch_sum: float = 0.0  # since the last validation
     epoch_count: int = 0
 
@@ -85,7 +86,7 @@ class Run:
     args: argparse.Namespace = field(default_factory=argparse.Namespace)  # recipe filled in
     began: float = field(default_factory=time.time)
     # Where it runs
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     world_size: int = 1
     # The data

@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# bash run.sh [ARGUMENTS]   sets up what is missing and trains: the arguments are train.py's (bash run.sh --help)
-# bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests: the arguments are pytest's
+# bash run.sh [ARGUMENTS]   sets up what is missing and trains; the arguments are train.py's
+# bash run.sh test [ARGS]   sets up what is missing, then ruff and all tests; ARGS are pytest's
 #                           -m quick: no test that starts a process or trains through train.py
 # bash run.sh failures      the published failures: as they happened, guarded, cured
-# bash run.sh bench         what safety costs and what it buys, 23 minutes on two cores; raw files go to bench/results
-# bash run.sh gpu           the tests that need CUDA, and the benches, on a GPU: nine minutes
+# bash run.sh bench         what safety costs and what it buys, half an hour on two cores
+# bash run.sh gpu [STAGE]   correctness, figures, decisions: at most nine minutes each on a GPU;
+#                           a stage that was cut short goes on where it was
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# can PYTHON MODULES: is it 3.10 or newer, with a torch that is new enough, and do the modules import?
+die() {
+  echo "run.sh: $1" >&2
+  exit 2
+}
+
+# can PYTHON MODULES: is it 3.10 or newer, is its torch new enough, do the modules import?
 # Leaves in $gpus how many GPUs torch sees.
 can() {
   gpus=$("$1" -c "
@@ -18,20 +24,25 @@ assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 9)
 print(torch.cuda.device_count())" 2>/dev/null)
 }
 
-# set_up MODULES REQUIREMENTS: leaves in $python the first Python that has all modules; makes .venv when none has
+# set_up MODULES REQUIREMENTS: leaves in $python the first Python that has all modules; makes
+# .venv when none has.
 set_up() {
-  for python in "${PYTHON:-python3}" "$here/.venv/bin/python"; do can "$python" "$1" && return; done
+  for python in "${PYTHON:-python3}" "$here/.venv/bin/python"; do
+    can "$python" "$1" && return
+  done
   local base=${PYTHON:-python3}
   "$base" -c 'import sys; assert sys.version_info >= (3, 10)' 2>/dev/null ||
-    { echo "run.sh: needs Python 3.10 or newer; '$base' is not (set PYTHON=/path/to/python3.10)" >&2; exit 2; }
-  echo "run.sh: setting up $here/.venv (once; torch is a download of 1 GB, with CUDA 3 GB and 5 GB on disk;" \
-    "without a GPU this is smaller: pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu)" >&2
+    die "needs Python 3.10 or newer; '$base' is not (set PYTHON=/path/to/python3.10)"
+  echo "run.sh: setting up $here/.venv (once; torch is a download of 1 GB, with CUDA 3 GB and" \
+    "5 GB on disk; without a GPU this is smaller: pip install torch torchvision" \
+    "--index-url https://download.pytorch.org/whl/cpu)" >&2
   # --system-site-packages: a torch that is already there is used, not downloaded again
   [[ -x $here/.venv/bin/python ]] || "$base" -m venv --system-site-packages "$here/.venv" ||
-    { echo "run.sh: '$base -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+    die "'$base -m venv' failed; on Debian and Ubuntu: apt install python3-venv"
   python=$here/.venv/bin/python
   "$python" -m pip install --quiet --disable-pip-version-check -r "$here/$2"
-  can "$python" "$1" || { echo "run.sh: $2 is installed but does not import; delete $here/.venv and try again" >&2; exit 2; }
+  can "$python" "$1" ||
+    die "$2 is installed but does not import; delete $here/.venv and try again"
 }
 
 case ${1:-} in
@@ -40,8 +51,10 @@ case ${1:-} in
     set_up "pytest, xdist, ruff, matplotlib" requirements-dev.txt
     cd "$here"
     "$python" -m ruff check .
-    # a process of one thread on each core; with -n 0 at the end all runs in this one, as a debugger needs it
-    exec env OMP_NUM_THREADS=1 "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadgroup "$@"
+    # a process of one thread on each core; with -n 0 at the end all runs in this one, as a
+    # debugger needs it
+    export OMP_NUM_THREADS=1
+    exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadgroup "$@"
     ;;
   failures)
     set_up tqdm requirements.txt
@@ -49,27 +62,22 @@ case ${1:-} in
     ;;
   bench)
     set_up tqdm requirements.txt
-    for bench in guard_cost precision_ladder scaling compile_models optim_step adam_in_half save_stall scan died_and_healed; do
+    for bench in guard_cost precision_ladder optim_step adam_in_half save_stall scan odd_runs; do
       "$python" "$here/bench/$bench.py"
     done
     "$python" "$here/bench/kill_resume.py" --kills 25  # a hundred without the number
     ;;
   gpu)
+    shift
     set_up "pytest, matplotlib" requirements-dev.txt
-    cd "$here"
-    ((gpus)) || { echo "run.sh: gpu needs a CUDA device, and torch sees none here" >&2; exit 2; }
-    status=0  # what fails does not keep the rest from being measured
-    "$python" -m pytest -q -k cuda || status=1
-    run() { "$python" "bench/$1.py" "${@:2}" || status=1; }
-    run guard_cost --no-compile
-    run compile_models --seconds 40
-    for bench in precision_ladder scaling optim_step save_stall scan; do run "$bench"; done
-    exit $status
+    ((gpus)) || die "gpu needs a CUDA device, and torch sees none here"
+    exec "$python" "$here/bench/gpu.py" "$@"
     ;;
   *)
     set_up tqdm requirements.txt
     if ((gpus > 1)); then
-      exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" "$here/train.py" "$@"
+      exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" \
+        "$here/train.py" "$@"
     fi
     exec "$python" "$here/train.py" "$@"
     ;;

@@ -1,20 +1,25 @@
 """
-How often is the diagnosis right? The autopsy on faulty steps rebuilt from other people's published bug reports.
+How often is the diagnosis right? The autopsy on faulty steps rebuilt from other people's published
+bug reports.
 
     python bench/diagnosis.py                  # seconds on two CPU cores
     python bench/diagnosis.py --fresh          # ten cases that were held out until the end
 
-The cases (diagnosis_cases.py, diagnosis_more.py) cite their reports and say what a right diagnosis is: verdict, module,
-operation, source line, samples, and what the advice must speak of. A case is wholly right when all that it asks is
-right. A tool that crashes is wrong on all of it. Two other tools run beside the autopsy on the same steps:
+The cases (diagnosis_cases.py, diagnosis_more.py) cite their reports and say what a right diagnosis
+is: verdict, module, operation, source line, samples, and what the advice must speak of. A case is
+wholly right when all that it asks is right. A tool that crashes is wrong on all of it. Two other
+tools run beside the autopsy on the same steps:
 
-    anomaly     torch.autograd.set_detect_anomaly(True): does its error name the function, does its traceback the line?
-    hooks       forward hooks that look for NaN and inf in weights, inputs and outputs of each module, the way of
-                transformers' DebugUnderflowOverflow, written anew: is the first module that they name the guilty one?
+    anomaly     torch.autograd.set_detect_anomaly(True): does its error name the function, does its
+                traceback the line?
+    hooks       forward hooks that look for NaN and inf in weights, inputs and outputs of each
+                module, the way of transformers' DebugUnderflowOverflow, written anew: is the first
+                module that they name the guilty one?
 
-Both are asked only what they can say. A step is handled as in a run: the record is made, the step is run and goes bad
-(and writes into buffers what it writes), then the tool is called. Where the advice is an fp32 island, the bench follows
-it to the letter on a fresh copy of the step and says whether that is finite.
+Both are asked only what they can say. A step is handled as in a run: the record is made, the step
+is run and goes bad (and writes into buffers what it writes), then the tool is called. Where the
+advice is an fp32 island, the bench follows it to the letter on a fresh copy of the step and says
+whether that is finite.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import sys
 import warnings
 from collections import Counter
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +48,18 @@ from bench.record import header, write  # noqa: E402
 
 ASKED = ("verdict", "module", "op", "line", "samples", "names", "fix")
 FIXES = {  # what the advice must speak of
-    "guard": r"\beps\b|clamp|where|mask|before the|inside|xlogy|nan_to_num|maximum|minimum",  # keep the number out
+    # keep the number out
+    "guard": r"\beps\b|clamp|where|mask|before the|inside|xlogy|nan_to_num|maximum|minimum",
     "mask": r"mask",
     "count": r"max\(1|count|number of|no label|empty|every label|ignored",  # a mean over nothing
     "ctc": r"zero_infinity|length|longer|short",
-    "spread": r"one value|one number|single|n - 1|unbiased|correction|two",  # a standard deviation of one number
+    # a standard deviation of one number
+    "spread": r"one value|one number|single|n - 1|unbiased|correction|two",
     "eigen": r"eigen|degenerate|jitter|diagonal|noise|\beps\b",
     "fp32": r"float\(\)|fp32|float32|bf16",
     "samples": r"sample|label|target|input|batch|leave",
-    "state": r"^(?!.*--lr).*(last_good|initiali|checkpoint|reset|restore)",  # with a lower rate it is another advice
+    # with a lower rate it is another advice
+    "state": r"^(?!.*--lr).*(last_good|initiali|checkpoint|reset|restore)",
     "statistics": r"running_var|variance|statistics",
     "rate": r"--lr|learning rate|clip",
     "nothing": r"nothing|scale",
@@ -62,20 +71,28 @@ FIXES = {  # what the advice must speak of
 # --- What is right
 
 def score(case: Case, report: Any) -> dict[str, bool | None]:
-    """{what is asked: right?}; None where the case does not ask. A verdict on data or state needs no operation."""
+    """{what is asked: right?}; None where the case does not ask.
+
+    A verdict on data or state needs no operation.
+    """
     told = report is not None
-    no_op = told and report.verdict in ("data", "weights") and report.verdict in case.verdict and not report.op
-    right: dict[str, bool | None] = {"verdict": told and report.verdict in case.verdict}
-    right["module"] = None if case.module is None or no_op else told and report.module in case.module
-    right["op"] = None if case.op is None or no_op else told and named(case.op, f"{report.op} {report.node}")
-    right["line"] = None if not case.lines or no_op else told and on_line(case, report.line)
-    if case.samples is None and case.micro_batch is None:
-        right["samples"] = None
-    else:
+    verdict = told and report.verdict in case.verdict
+    no_op = verdict and report.verdict in ("data", "weights") and not report.op
+    right: dict[str, bool | None] = dict.fromkeys(ASKED)
+    right["verdict"] = verdict
+    if case.module is not None and not no_op:
+        right["module"] = told and report.module in case.module
+    if case.op is not None and not no_op:
+        right["op"] = told and named(case.op, f"{report.op} {report.node}")
+    if case.lines and not no_op:
+        right["line"] = told and on_line(case, report.line)
+    if case.samples is not None or case.micro_batch is not None:
         same = told and case.samples in (None, tuple(report.samples))
         right["samples"] = same and case.micro_batch in (None, report.micro_batch)
-    right["names"] = None if case.names is None else told and any(case.names in name for name in report.names)
-    right["fix"] = None if case.fix is None else told and any(advises(fix, report.suggestion) for fix in case.fix)
+    if case.names is not None:
+        right["names"] = told and any(case.names in name for name in report.names)
+    if case.fix is not None:
+        right["fix"] = told and any(advises(fix, report.suggestion) for fix in case.fix)
     return right
 
 
@@ -86,12 +103,15 @@ def named(words: tuple[str, ...], text: str) -> bool:
 def on_line(case: Case, line: str) -> bool:
     """`line` as the autopsy writes it: "file.py:123 in function"."""
     file, _, number = line.partition(" ")[0].rpartition(":")
-    return Path(file).name == Path(case.file).name and number.isdigit() and int(number) in case.lines
+    if Path(file).name != Path(case.file).name:
+        return False
+    return number.isdigit() and int(number) in case.lines
 
 
 def islands(suggestion: str) -> list[str]:
     """The modules that a suggestion puts into fp32, as flags or as code."""
-    return re.findall(r"--keep-fp32 '?([\w.*]+)'?", suggestion) or re.findall(r"^([\w.]+) in fp32:", suggestion)
+    flags = re.findall(r"--keep-fp32 '?([\w.*]+)'?", suggestion)
+    return flags or re.findall(r"^([\w.]+) in fp32:", suggestion)
 
 
 def advises(fix: str, suggestion: str) -> bool:
@@ -112,7 +132,9 @@ def build(case: Case) -> Step:
 
 
 def is_bad(step: Step) -> bool:
-    """Run the step plainly, as a loop would; is the loss, a gradient or the optimizer's state bad, or does it raise?"""
+    """Run the step plainly, as a loop would; is the loss, a gradient or the optimizer's state bad,
+    or does it raise?
+    """
     bad = any(beyond(t) for t in tree_leaves(step.state))
     for batch in step.batches:
         try:
@@ -139,8 +161,9 @@ def by_autopsy(case: Case) -> Any:
         record.keep(*batch)
     is_bad(step)
     try:
-        return autopsy.examine(step.run, record, step.net, state=step.state, num_classes=step.num_classes,
-                               precision=step.precision, scale=step.scale)
+        return autopsy.examine(step.run, record, step.net, state=step.state,
+                               num_classes=step.num_classes, precision=step.precision,
+                               scale=step.scale)
     except Exception as error:
         return error
 
@@ -158,19 +181,27 @@ def by_anomaly_mode(case: Case) -> tuple[str, str]:
                 text = "\n".join(str(w.message) for w in caught)
                 frames = [frame for frame in re.findall(r'File "(.+)", line (\d+), in (\S+)', text)
                           if "site-packages" not in frame[0] and not frame[0].startswith("<")]
-                line = f"{Path(frames[-1][0]).name}:{frames[-1][1]} in {frames[-1][2]}" if frames else ""
+                line = ""
+                if frames:
+                    file, number, place = frames[-1]
+                    line = f"{Path(file).name}:{number} in {place}"
                 return (function[1], line) if function else ("", "")
     return "", ""
 
 
 def by_hooks(case: Case) -> str | None:
-    """Name of the first module with a NaN or inf in its weights, inputs or output; None if there is none."""
+    """Name of the first module with a NaN or inf in its weights, inputs or output; None if there is
+    none.
+    """
     step, found = build(case), []
+
+    def is_not_finite(t: Any) -> bool:
+        dense = isinstance(t, Tensor) and t.is_floating_point() and not t.is_sparse
+        return dense and not t.isfinite().all()
 
     def look(name: str, module: nn.Module, args: Any, out: Any) -> None:
         tensors = [*module.parameters(recurse=False), *tree_leaves((args, out))]
-        if any(isinstance(t, Tensor) and t.is_floating_point() and not t.is_sparse and not t.isfinite().all()
-               for t in tensors):
+        if any(is_not_finite(t) for t in tensors):
             found.append(name)
 
     for name, module in step.net.named_modules():
@@ -182,13 +213,19 @@ def by_hooks(case: Case) -> str | None:
 
 
 def mends(case: Case, patterns: list[str]) -> bool:
-    """Follow the advice to the letter on a fresh step: these modules get fp32 inputs, and their result stays fp32."""
+    """Follow the advice to the letter on a fresh step: these modules get fp32 inputs, and their
+    result stays fp32.
+    """
     step = build(case)
+
+    def in_fp32(forward: Any, *args: Any) -> Any:
+        wide = [t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for t in args]
+        with torch.autocast("cpu", enabled=False):
+            return forward(*wide)
+
     for name, module in list(step.net.named_modules()):
         if any(fnmatch(name, pattern) for pattern in patterns):
-            forward = module.float().forward
-            module.forward = lambda *args, forward=forward: torch.autocast("cpu", enabled=False)(forward)(
-                *(t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for t in args))
+            module.forward = partial(in_fp32, module.float().forward)
     return not is_bad(step)
 
 
@@ -201,19 +238,24 @@ def row(name: str, case: Case) -> dict[str, Any]:
     right = score(case, None if crash else report)
     function, line = by_anomaly_mode(case)
     hooked = by_hooks(case)
-    out = {"kind": case.kind, "cite": case.cite, "right": right, "whole": all(r is not False for r in right.values()),
+    out = {"kind": case.kind, "cite": case.cite, "right": right,
+           "whole": False not in right.values(),
            "crash": crash[:200], "anomaly": function, "anomaly line": line, "hooks": hooked,
            "anomaly op right": None if case.op is None else named(case.op, function),
            "anomaly line right": None if not case.lines else on_line(case, line),
            "hooks right": None if case.module is None else hooked in case.module}
     if not crash:
-        said = {what: getattr(report, what) for what in ("verdict", "module", "op", "node", "line", "samples", "names")}
+        parts = ("verdict", "module", "op", "node", "line", "samples", "names", "suggestion")
         patterns = islands(report.suggestion)
-        out["said"] = said | {"suggestion": report.suggestion, "tried": str(getattr(report, "tried", ""))}
+        out["said"] = {what: getattr(report, what) for what in parts}
+        out["said"]["tried"] = str(getattr(report, "tried", ""))
         out["island mends"] = mends(case, patterns) if patterns else None
     signs = "  ".join({True: "+", False: "-", None: "."}[right[what]] for what in ASKED)
-    said = crash or " | ".join(str(out["said"][what]) for what in ("verdict", "module", "op", "line", "samples"))
-    print(f"{name:50} {signs}  {'right' if out['whole'] else 'wrong':6} {said if not out['whole'] else ''}"[:200])
+    said = ""
+    if not out["whole"]:
+        parts = ("verdict", "module", "op", "line", "samples")
+        said = crash or " | ".join(str(out["said"][what]) for what in parts)
+    print(f"{name:50} {signs}  {'right' if out['whole'] else 'wrong':6} {said}"[:200])
     return out
 
 
@@ -235,17 +277,20 @@ def totals(rows: dict[str, dict]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="the ten cases that were held out")
     parser.add_argument("--only", default="*", help="pattern of case names")
-    parser.add_argument("--name", default="", help="of the raw file; default: diagnosis, or diagnosis_fresh")
+    parser.add_argument("--name", default="",
+                        help="of the raw file; default: diagnosis, or diagnosis_fresh")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     cases = diagnosis_cases.CASES
     if args.fresh:
         from bench.diagnosis_fresh import FRESH as cases  # nobody looks at them by accident
     warnings.simplefilter("ignore")
-    print(f"{'':50} {'  '.join(what[0] for what in ASKED)}  whole   ({', '.join(ASKED)}; . = not asked)")
+    initials = "  ".join(what[0] for what in ASKED)
+    print(f"{'':50} {initials}  whole   ({', '.join(ASKED)}; . = not asked)")
     rows = {name: row(name, case) for name, case in cases.items() if fnmatch(name, args.only)}
     summary = totals(rows)
     print()
@@ -253,7 +298,8 @@ def main() -> None:
         print(f"{what:20} {value}")
     name = args.name or ("diagnosis_fresh" if args.fresh else "diagnosis")
     device = torch.device("cpu")
-    write(header(name, vars(args), device) | {"totals": summary, "cases": rows}, args.results, device, ("cases",))
+    result = header(name, vars(args), device) | {"totals": summary, "cases": rows}
+    write(result, args.results, device, ("cases",))
 
 
 if __name__ == "__main__":

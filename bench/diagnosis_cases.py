@@ -1,19 +1,24 @@
 """
-Faulty training steps rebuilt from other people's published bug reports, with the right diagnosis of each.
+Faulty training steps rebuilt from other people's published bug reports, with the right diagnosis of
+each.
 
-A tool that is tried only on faults of its own author's making is tried on nothing. Each case here was distilled from a
-public issue thread (`cite`): small, on the CPU, the guilty operation and the guilty numbers as reported. What a right
-diagnosis says was written down from the report before any tool ran on the case:
+A tool that is tried only on faults of its own author's making is tried on nothing. Each case here
+was distilled from a public issue thread (`cite`): small, on the CPU, the guilty operation and the
+guilty numbers as reported. What a right diagnosis says was written down from the report before any
+tool ran on the case:
 
     verdict     one of the tool's words; more than one only where two are right
-    module      the innermost module that the operation belongs to; "" is the network itself or the loss
+    module      the innermost module that the operation belongs to; "" is the network itself or the
+                loss
     op          a part of the operation's aten name, or of the autograd node's name
     line        the line marked `# <- guilty` in the case's source
     samples     which samples of the micro-batch; () = none may be accused; None = not asked
     names       a part of the name of the tensor that was bad before the step
-    fix         what the advice must speak of: a key of FIXES in bench/diagnosis.py, or "island:MODULE"
+    fix         what the advice must speak of: a key of FIXES in bench/diagnosis.py, or
+                "island:MODULE"
 
-What is not given is not asked. diagnosis_more.py holds the second half. Run them with `python bench/diagnosis.py`.
+What is not given is not asked. diagnosis_more.py holds the second half. Run them with `python
+bench/diagnosis.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ INF, NAN = math.inf, math.nan
 
 @dataclass
 class Step:
-    """One training step: `loss(net, *batch)` of every micro-batch, under autocast to `half` if that is given."""
+    """One training step: `loss(net, *batch)` of every micro-batch, under autocast to `half` if that
+    is given.
+    """
 
     net: nn.Module
     batches: list[tuple]
@@ -58,7 +65,8 @@ class Step:
             loss = self.loss(net, *(x.float() for x in batch))
             loss.backward()
             return loss, {name: p.grad for name, p in net.named_parameters()}
-        with torch.autocast("cpu", self.half, enabled=self.half is not None and not fp32 and not self.pure):
+        with torch.autocast("cpu", self.half,
+                            enabled=self.half is not None and not fp32 and not self.pure):
             loss = self.loss(self.net, *batch).float()
         (loss * (1.0 if fp32 else self.scale)).backward()
         return loss
@@ -82,7 +90,10 @@ class Case:
 
 def case(kind: str, cite: str, *, verdict: Any, module: Any = None, op: Any = None, fix: Any = None,
          cases: dict[str, Case] = CASES, **more: Any) -> Callable:
-    """Enter the decorated builder under its name. The guilty lines are found by their marker, never by number."""
+    """Enter the decorated builder under its name.
+
+    The guilty lines are found by their marker, never by number.
+    """
     def several(words: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
         return (words,) if isinstance(words, str) else words
 
@@ -90,8 +101,8 @@ def case(kind: str, cite: str, *, verdict: Any, module: Any = None, op: Any = No
         source, first = inspect.getsourcelines(build)
         lines = tuple(first + i for i, line in enumerate(source) if "# <- guilty" in line)
         file = inspect.getsourcefile(build) or ""
-        cases[build.__name__] = Case(build, kind, cite, several(verdict), several(module), several(op),
-                                     fix=several(fix), lines=lines, file=file, **more)
+        cases[build.__name__] = Case(build, kind, cite, several(verdict), several(module),
+                                     several(op), fix=several(fix), lines=lines, file=file, **more)
         return build
     return enter
 
@@ -148,10 +159,11 @@ def weighted(net: nn.Module, *batch: Any) -> Tensor:
 
 # --- A finite loss and a bad backward
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/187297", verdict="divergence", module="", op="sqrt",
-      samples=(1,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/187297", verdict="divergence",
+      module="", op="sqrt", samples=(1,), fix="guard")
 def where_does_not_stop_sqrt():
-    """The branch that `where` did not take has a backward all the same: 0 / (2 * sqrt(-1)) is NaN."""
+    """The branch that `where` did not take has a backward all the same: 0 / (2 * sqrt(-1)) is NaN.
+    """
     def forward(net, x):
         h = net.fc(x)
         root = torch.sqrt(h)  # <- guilty
@@ -162,8 +174,8 @@ def where_does_not_stop_sqrt():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/68425", verdict="divergence", module="", op="exp",
-      samples=(2,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/68425", verdict="divergence",
+      module="", op="exp", samples=(2,), fix="guard")
 def where_does_not_stop_exp():
     """exp(100) is inf in the branch not taken; its backward is 0 * inf."""
     def forward(net, x):
@@ -175,10 +187,11 @@ def where_does_not_stop_exp():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pyg-team/pytorch_geometric/pull/2917", verdict="divergence", module="norm",
-      op="sqrt", samples=(2,), fix="guard")
+@case("backward", "https://github.com/pyg-team/pytorch_geometric/pull/2917", verdict="divergence",
+      module="norm", op="sqrt", samples=(2,), fix="guard")
 def layer_norm_of_a_constant_row():
-    """The eps stands outside the root: a constant row has variance 0, and sqrt has no slope there."""
+    """The eps stands outside the root: a constant row has variance 0, and sqrt has no slope there.
+    """
     def normed(net, x):
         x = x - x.mean(-1, keepdim=True)
         std = x.pow(2).mean(-1, keepdim=True).sqrt()  # <- guilty
@@ -186,11 +199,12 @@ def layer_norm_of_a_constant_row():
 
     x = numbers(4, 6)
     x[2] = 1
-    return Step(Net(lambda net, x: net.norm(net.fc(x)), fc=identity(6), norm=Net(normed)), [(x,)], weighted)
+    return Step(Net(lambda net, x: net.norm(net.fc(x)), fc=identity(6), norm=Net(normed)), [(x,)],
+                weighted)
 
 
-@case("backward", "https://github.com/papagina/RotationContinuity/issues/11", verdict="divergence", module="",
-      op="acos", samples=(0,), fix="guard")
+@case("backward", "https://github.com/papagina/RotationContinuity/issues/11", verdict="divergence",
+      module="", op="acos", samples=(0,), fix="guard")
 def geodesic_distance_of_equal_rotations():
     """acos has no slope at 1; limiting the cosine to 1, not to 0.9999, does not help."""
     def loss(net, x, target):
@@ -205,10 +219,12 @@ def geodesic_distance_of_equal_rotations():
     return Step(identity(4), [(x, target)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/22820", verdict="divergence", module="", op="div",
-      samples=(3,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/22820", verdict="divergence",
+      module="", op="div", samples=(3,), fix="guard")
 def smape_masked_after_the_division():
-    """0 / 0 where prediction and target are 0; the NaN is masked out of the loss but not out of the backward."""
+    """0 / 0 where prediction and target are 0; the NaN is masked out of the loss but not out of the
+    backward.
+    """
     def loss(net, x, y):
         out = net(x)
         smape = (out - y).abs() / (out.abs() + y.abs())  # <- guilty
@@ -219,8 +235,8 @@ def smape_masked_after_the_division():
     return Step(identity(6), [(x, y)], loss)
 
 
-@case("backward", "https://github.com/ultralytics/yolov5/issues/13416", verdict="divergence", module="", op="div",
-      samples=(2,), fix="guard")
+@case("backward", "https://github.com/ultralytics/yolov5/issues/13416", verdict="divergence",
+      module="", op="div", samples=(2,), fix="guard")
 def ciou_of_a_flat_box():
     """Height 0: w / h is inf, atan(inf) is finite, and the backward of the division is 0 / 0."""
     def loss(net, x, target):
@@ -234,10 +250,11 @@ def ciou_of_a_flat_box():
     return Step(identity(2), [(x, numbers(4, 2, seed=1).abs() + 0.5)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/31829", verdict="divergence", module="", op="logsumexp",
-      samples=(1,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/31829", verdict="divergence",
+      module="", op="logsumexp", samples=(1,), fix="guard")
 def logsumexp_over_nothing():
-    """A state that no path reaches: logsumexp of -inf only is -inf, its slope is exp(-inf - -inf)."""
+    """A state that no path reaches: logsumexp of -inf only is -inf, its slope is exp(-inf - -inf).
+    """
     def loss(net, x, reached):
         alpha = net(x) + torch.where(reached, 0.0, -INF)
         total = alpha.logsumexp(-1)  # <- guilty
@@ -248,21 +265,24 @@ def logsumexp_over_nothing():
     return Step(identity(6), [(numbers(4, 6), reached)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/49886", verdict="divergence", module="whiten", op="eigh",
-      samples=(), fix="eigen")
+@case("backward", "https://github.com/pytorch/pytorch/issues/49886", verdict="divergence",
+      module="whiten", op="eigh", samples=(), fix="eigen")
 def whitening_with_equal_eigenvalues():
-    """The slope of the eigenvectors divides by the difference of two eigenvalues; a low rank has two zeros."""
+    """The slope of the eigenvectors divides by the difference of two eigenvalues; a low rank has
+    two zeros.
+    """
     def whiten(net, h):
         values, vectors = torch.linalg.eigh(h.T @ h)  # <- guilty
         return h @ vectors / (values.clamp(min=0) + 1.0).sqrt()
 
     x = torch.zeros(4, 6)
     x[range(4), range(4)] = torch.tensor([1.0, 2, 3, 4])
-    return Step(Net(lambda net, x: net.whiten(net.fc(x)), fc=identity(6), whiten=Net(whiten)), [(x,)], weighted)
+    return Step(Net(lambda net, x: net.whiten(net.fc(x)), fc=identity(6), whiten=Net(whiten)),
+                [(x,)], weighted)
 
 
-@case("backward", "https://github.com/KinWaiCheuk/nnAudio/issues/138", verdict="divergence", module="spec", op="sqrt",
-      samples=(1,), fix="guard")
+@case("backward", "https://github.com/KinWaiCheuk/nnAudio/issues/138", verdict="divergence",
+      module="spec", op="sqrt", samples=(1,), fix="guard")
 def magnitude_of_silence():
     """A silent clip: real and imaginary part are 0, and so is what sqrt gets."""
     def spectrum(net, x):
@@ -274,8 +294,8 @@ def magnitude_of_silence():
     return Step(Net(lambda net, x: net.spec(net.fc(x)), fc=identity(6), spec=spec), [(x,)], mean)
 
 
-@case("backward", "https://github.com/filipradenovic/cnnimageretrieval-pytorch/issues/73", verdict="divergence",
-      module="pool", op="pow", samples=(3,), fix="guard")
+@case("backward", "https://github.com/filipradenovic/cnnimageretrieval-pytorch/issues/73",
+      verdict="divergence", module="pool", op="pow", samples=(3,), fix="guard")
 def gem_pooling_of_dead_features():
     """Generalised-mean pooling without clamp(min=eps): 0 ** (1/3) has no finite slope."""
     def pool(net, x):
@@ -284,11 +304,12 @@ def gem_pooling_of_dead_features():
 
     x = numbers(4, 3, 5).abs()
     x[3] = 0
-    return Step(Net(lambda net, x: net.pool(net.fc(x)), fc=identity(5), pool=Net(pool)), [(x,)], mean)
+    return Step(Net(lambda net, x: net.pool(net.fc(x)), fc=identity(5), pool=Net(pool)), [(x,)],
+                mean)
 
 
-@case("backward", "https://github.com/pyro-ppl/numpyro/issues/1696", verdict="divergence", module="", op="xlogy",
-      samples=(1,), fix="guard")
+@case("backward", "https://github.com/pyro-ppl/numpyro/issues/1696", verdict="divergence",
+      module="", op="xlogy", samples=(1,), fix="guard")
 def entropy_by_xlogy():
     """xlogy(0, 0) is 0, as wanted, and its slope is 0 / 0."""
     def loss(net, x):
@@ -301,8 +322,8 @@ def entropy_by_xlogy():
     return Step(identity(6), [(x,)], loss)
 
 
-@case("backward", "https://github.com/FlyingGiraffe/vnn/pull/4", verdict="divergence", module="bn", op="sqrt",
-      samples=(2,), fix="guard")
+@case("backward", "https://github.com/FlyingGiraffe/vnn/pull/4", verdict="divergence", module="bn",
+      op="sqrt", samples=(2,), fix="guard")
 def length_of_a_zero_vector():
     """The length of a vector neuron by sqrt of a sum; the vector [0, 0, 0] has no direction."""
     def batch_norm(net, v):
@@ -315,8 +336,8 @@ def length_of_a_zero_vector():
     return Step(Net(lambda net, v: net.bn(net.fc(v)), fc=identity(3), bn=bn), [(v,)], weighted)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/17455", verdict="divergence", module="", op=("exp", "log"),
-      samples=(1,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/17455", verdict="divergence",
+      module="", op=("exp", "log"), samples=(1,), fix="guard")
 def overwriting_does_not_stop_the_gradient():
     """log(exp(100) + 1) is inf; writing 0 over it leaves 0 * inf in the backward."""
     def forward(net, x):
@@ -330,10 +351,13 @@ def overwriting_does_not_stop_the_gradient():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/64305", verdict=("data", "divergence"), samples=(1,),
-      fix=("guard", "samples"))
+@case("backward", "https://github.com/pytorch/pytorch/issues/64305", verdict=("data", "divergence"),
+      samples=(1,), fix=("guard", "samples"))
 def targets_masked_too_late():
-    """A missing target is NaN. Masked after the square, its gradient is 0 * NaN; masked before, all is well."""
+    """A missing target is NaN.
+
+    Masked after the square, its gradient is 0 * NaN; masked before, all is well.
+    """
     def loss(net, x, y):
         return torch.square(net(x) - y)[~y.isnan()].sum()
 
@@ -342,10 +366,12 @@ def targets_masked_too_late():
     return Step(identity(6), [(numbers(4, 6), y)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/2534", verdict="divergence", module="", op="sqrt",
-      samples=(2,), fix="guard")
+@case("backward", "https://github.com/pytorch/pytorch/issues/2534", verdict="divergence", module="",
+      op="sqrt", samples=(2,), fix="guard")
 def gradient_penalty_at_a_dead_critic():
-    """WGAN-GP: the critic's gradient is 0 for one sample, and the penalty differentiates the root of its square."""
+    """WGAN-GP: the critic's gradient is 0 for one sample, and the penalty differentiates the root
+    of its square.
+    """
     def loss(net, x):
         x = x.clone().requires_grad_()
         grad, = torch.autograd.grad(net(x).sum(), x, create_graph=True)
@@ -354,15 +380,18 @@ def gradient_penalty_at_a_dead_critic():
 
     x = numbers(4, 6).abs()
     x[2] *= -1
-    return Step(Net(lambda net, x: net.out(net.fc(x).relu()), fc=identity(6), out=nn.Linear(6, 1)), [(x,)], loss)
+    return Step(Net(lambda net, x: net.out(net.fc(x).relu()), fc=identity(6), out=nn.Linear(6, 1)),
+                [(x,)], loss)
 
 
 # --- fp16 and bf16: overflow and underflow
 
-@case("half", "https://github.com/huggingface/transformers/issues/5651", verdict="precision", module="ff.wo",
-      op=("mm", "linear"), samples=(2,), fix=("island:ff.wo", "island:ff"))
+@case("half", "https://github.com/huggingface/transformers/issues/5651", verdict="precision",
+      module="ff.wo", op=("mm", "linear"), samples=(2,), fix=("island:ff.wo", "island:ff"))
 def t5_feed_forward():
-    """T5's second projection makes 66246 (here 102400) out of ordinary hidden values: inf in fp16, fine in fp32."""
+    """T5's second projection makes 66246 (here 102400) out of ordinary hidden values: inf in fp16,
+    fine in fp32.
+    """
     def feed_forward(net, x):
         h = net.wi(x).relu()
         return x + net.wo(h)  # <- guilty
@@ -370,12 +399,13 @@ def t5_feed_forward():
     x = numbers(4, 8).abs()
     x[2] = 200
     ff = Net(feed_forward, wi=filled(8, 64, 1.0), wo=filled(64, 8, 1.0))
-    net = Net(lambda net, x: net.head(net.norm(net.ff(x))), ff=ff, norm=nn.LayerNorm(8), head=nn.Linear(8, 3))
+    net = Net(lambda net, x: net.head(net.norm(net.ff(x))), ff=ff, norm=nn.LayerNorm(8),
+              head=nn.Linear(8, 3))
     return Step(net, [(x, labels())], cross, torch.float16)
 
 
-@case("half", "https://github.com/ultralytics/ultralytics/pull/24990", verdict="precision", module="attn",
-      op=("mm", "matmul"), samples=(1,), fix="island:attn")
+@case("half", "https://github.com/ultralytics/ultralytics/pull/24990", verdict="precision",
+      module="attn", op=("mm", "matmul"), samples=(1,), fix="island:attn")
 def attention_scaled_too_late():
     """q @ k passes 65504 before the scale makes it small; softmax of inf is NaN."""
     def attention(net, x):
@@ -389,8 +419,8 @@ def attention_scaled_too_late():
     return Step(Net(lambda net, x: net.attn(x), attn=attn), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/qubvel-org/segmentation_models.pytorch/issues/463", verdict="precision", module="",
-      op="sum", samples=(), fix="fp32")
+@case("half", "https://github.com/qubvel-org/segmentation_models.pytorch/issues/463",
+      verdict="precision", module="", op="sum", samples=(), fix="fp32")
 def dice_over_a_large_image():
     """The intersection counts pixels: 90000 of them do not fit into fp16. The loss is inf / inf."""
     def loss(net, x, y):
@@ -401,11 +431,12 @@ def dice_over_a_large_image():
 
     conv = nn.Conv2d(1, 1, 1)
     conv.weight.data.fill_(20)
-    return Step(conv, [(torch.ones(4, 1, 150, 150), torch.ones(4, 1, 150, 150))], loss, torch.float16)
+    return Step(conv, [(torch.ones(4, 1, 150, 150), torch.ones(4, 1, 150, 150))], loss,
+                torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/32137", verdict="precision", module="", op="div", samples=(0,),
-      fix=("guard", "fp32"))
+@case("half", "https://github.com/pytorch/pytorch/issues/32137", verdict="precision", module="",
+      op="div", samples=(0,), fix=("guard", "fp32"))
 def normalize_with_an_eps_that_is_zero():
     """F.normalize's eps of 1e-12 is 0 in fp16: a zero vector is divided by 0."""
     def forward(net, x):
@@ -416,10 +447,12 @@ def normalize_with_an_eps_that_is_zero():
     return Step(Net(forward, fc=identity(6)), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/88474", verdict="precision", module="conv", op="conv",
-      samples=(3,), fix="island:conv")
+@case("half", "https://github.com/pytorch/pytorch/issues/88474", verdict="precision", module="conv",
+      op="conv", samples=(3,), fix="island:conv")
 def overflow_that_soils_batch_norm():
-    """The convolution overflows; the batch norm after it writes NaN into its running statistics in the same step."""
+    """The convolution overflows; the batch norm after it writes NaN into its running statistics in
+    the same step.
+    """
     def forward(net, x):
         h = net.conv(x)  # <- guilty
         return net.bn(h.relu())
@@ -431,8 +464,8 @@ def overflow_that_soils_batch_norm():
     return Step(Net(forward, conv=conv, bn=nn.BatchNorm1d(16)), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/40497", verdict="precision", module="", op="log", samples=(2,),
-      fix=("guard", "fp32"))
+@case("half", "https://github.com/pytorch/pytorch/issues/40497", verdict="precision", module="",
+      op="log", samples=(2,), fix=("guard", "fp32"))
 def focal_loss_of_a_vanished_probability():
     """sigmoid(-20) is 2e-9, 0 in fp16, and log(0) follows."""
     def loss(net, x, y):
@@ -445,8 +478,8 @@ def focal_loss_of_a_vanished_probability():
     return Step(identity(6), [(x, torch.ones(4, 6))], loss, torch.float16)
 
 
-@case("half", "https://github.com/zylo117/Yet-Another-EfficientDet-Pytorch/issues/502", verdict="precision", module="",
-      op="log", samples=(1,), fix=("guard", "fp32"))
+@case("half", "https://github.com/zylo117/Yet-Another-EfficientDet-Pytorch/issues/502",
+      verdict="precision", module="", op="log", samples=(1,), fix=("guard", "fp32"))
 def clamp_that_rounds_to_one():
     """1 - 1e-4 is 1 in fp16, so the clamp lets a probability of 1 pass to log(1 - p)."""
     def loss(net, x):
@@ -458,10 +491,13 @@ def clamp_that_rounds_to_one():
     return Step(identity(6), [(x,)], loss, torch.float16)
 
 
-@case("half", "https://github.com/huggingface/transformers/pull/17306", verdict="precision", module="attn",
-      op=("add", "softmax"), samples=(0,), fix=("island:attn", "guard", "fp32"))
+@case("half", "https://github.com/huggingface/transformers/pull/17306", verdict="precision",
+      module="attn", op=("add", "softmax"), samples=(0,), fix=("island:attn", "guard", "fp32"))
 def smallest_number_plus_a_score():
-    """finfo(fp16).min - 40 is -inf. A padding row sees padding only: softmax over nothing but -inf is 0 / 0."""
+    """finfo(fp16).min - 40 is -inf.
+
+    A padding row sees padding only: softmax over nothing but -inf is 0 / 0.
+    """
     def attention(net, x, see):
         scores = net.q(x) @ net.k(x).transpose(1, 2)
         mask = (1 - see.to(scores.dtype)) * torch.finfo(scores.dtype).min
@@ -473,11 +509,12 @@ def smallest_number_plus_a_score():
     see[0, :, 0] = 0  # causal, and padded on the left: the first row of sample 0 sees nothing
     x = 3 + 0.1 * numbers(4, 3, 8)
     attn = Net(attention, q=identity(8), k=identity(8, -1.0))
-    return Step(Net(lambda net, *batch: net.attn(*batch), attn=attn), [(x, see)], weighted, torch.float16)
+    return Step(Net(lambda net, *batch: net.attn(*batch), attn=attn), [(x, see)], weighted,
+                torch.float16)
 
 
-@case("half", "https://github.com/mit-han-lab/efficientvit/issues/110", verdict="precision", module="att",
-      op=("mm", "matmul"), samples=(1,), fix="island:att")
+@case("half", "https://github.com/mit-han-lab/efficientvit/issues/110", verdict="precision",
+      module="att", op=("mm", "matmul"), samples=(1,), fix="island:att")
 def linear_attention_sums_the_tokens():
     """k^T v adds up over 100 tokens before anything divides by their number."""
     def attention(net, x):
@@ -487,24 +524,27 @@ def linear_attention_sums_the_tokens():
 
     x = numbers(4, 100, 4)
     x[1] = 30
-    return Step(Net(lambda net, x: net.att(x), att=Net(attention, qkv=identity(4))), [(x,)], weighted, torch.float16)
+    return Step(Net(lambda net, x: net.att(x), att=Net(attention, qkv=identity(4))), [(x,)],
+                weighted, torch.float16)
 
 
-@case("half", "https://github.com/open-mmlab/mmdetection/issues/1606", verdict="precision", module="head", op="exp",
-      samples=(0,), fix=("island:head", "fp32", "guard"))
+@case("half", "https://github.com/open-mmlab/mmdetection/issues/1606", verdict="precision",
+      module="head", op="exp", samples=(0,), fix=("island:head", "fp32", "guard"))
 def box_decoded_by_exp():
-    """FCOS: the distance to a side is exp of the regression, and exp(12) = 162755 is inf in fp16."""
+    """FCOS: the distance to a side is exp of the regression, and exp(12) = 162755 is inf in fp16.
+    """
     def head(net, x):
         return net.reg(x).exp()  # <- guilty
 
     x = numbers(4, 4)
     x[0, 3] = 12
     net = Net(lambda net, x: net.head(x), head=Net(head, reg=identity(4)))
-    return Step(net, [(x, torch.ones(4, 4))], lambda net, x, y: F.smooth_l1_loss(net(x).float(), y), torch.float16)
+    return Step(net, [(x, torch.ones(4, 4))], lambda net, x, y: F.smooth_l1_loss(net(x).float(), y),
+                torch.float16)
 
 
-@case("half", "https://github.com/google-ai-edge/LiteRT/issues/9249", verdict="precision", module="se", op="sum",
-      samples=(2,), fix="island:se")
+@case("half", "https://github.com/google-ai-edge/LiteRT/issues/9249", verdict="precision",
+      module="se", op="sum", samples=(2,), fix="island:se")
 def squeeze_and_excite_by_a_sum():
     """The sum over 256 positions passes 65504 before the division by 256."""
     def excite(net, x):
@@ -521,10 +561,12 @@ def squeeze_and_excite_by_a_sum():
     return Step(net, [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/cumulo-autumn/StreamDiffusion/issues/114", verdict="precision", module="decoder.up",
-      op="conv", samples=(1,), fix=("island:decoder", "fp32"))
+@case("half", "https://github.com/cumulo-autumn/StreamDiffusion/issues/114", verdict="precision",
+      module="decoder.up", op="conv", samples=(1,), fix=("island:decoder", "fp32"))
 def vae_with_half_weights():
-    """The whole decoder in fp16, weights too: its activations grow beyond 65504 and the picture is black."""
+    """The whole decoder in fp16, weights too: its activations grow beyond 65504 and the picture is
+    black.
+    """
     def decoder(net, x):
         h = net.inp(x)
         h = net.up(h)  # <- guilty
@@ -537,17 +579,20 @@ def vae_with_half_weights():
     parts = dict(inp=inp, up=up, norm=nn.GroupNorm(2, 8), out=nn.Conv1d(8, 3, 1))
     x = numbers(4, 4, 6).abs().half()
     x[1] = 100
-    return Step(Net(lambda net, x: net.decoder(x), decoder=Net(decoder, **parts)).half(), [(x,)], weighted,
-                torch.float16, pure=True)
+    return Step(Net(lambda net, x: net.decoder(x), decoder=Net(decoder, **parts)).half(), [(x,)],
+                weighted, torch.float16, pure=True)
 
 
-@case("half", "https://github.com/fastino-ai/GLiNER2/pull/155", verdict="precision", module="", op="log1p",
-      samples=(2,), fix=("guard", "fp32"))
+@case("half", "https://github.com/fastino-ai/GLiNER2/pull/155", verdict="precision", module="",
+      op="log1p", samples=(2,), fix=("guard", "fp32"))
 def survival_in_bf16():
-    """1 - 1e-6 is 1 in bf16. log1p(-1) = -inf is swallowed by exp, so the loss is finite and the backward 0 * inf."""
+    """1 - 1e-6 is 1 in bf16. log1p(-1) = -inf is swallowed by exp, so the loss is finite and the
+    backward 0 * inf.
+    """
     def loss(net, x):
         p = net(x).sigmoid()
-        p = torch.minimum(p, p.new_tensor(1.0 - 1e-6))  # the clamp of the report; clamp itself has slope 0 at its limit
+        # the clamp of the report; clamp itself has slope 0 at its limit
+        p = torch.minimum(p, p.new_tensor(1.0 - 1e-6))
         log_survival = torch.log1p(-p)  # <- guilty
         return (1 - log_survival.sum(-1).exp()).mean()
 
@@ -556,8 +601,8 @@ def survival_in_bf16():
     return Step(identity(6), [(x,)], loss, torch.bfloat16)
 
 
-@case("half", "https://github.com/Lightning-AI/torchmetrics/issues/1380", verdict="precision", module="", op="sum",
-      samples=(3,), fix="fp32")
+@case("half", "https://github.com/Lightning-AI/torchmetrics/issues/1380", verdict="precision",
+      module="", op="sum", samples=(3,), fix="fp32")
 def manhattan_distance_of_long_vectors():
     """The sum of 1024 absolute differences of 100 does not fit into fp16."""
     def loss(net, x):
@@ -571,13 +616,18 @@ def manhattan_distance_of_long_vectors():
 
 @case("half", "https://github.com/NVIDIA/apex/issues/318", verdict="calibration", fix="nothing")
 def loss_scale_too_large():
-    """Nothing is wrong: at a scale of 2**20 the gradient of the logits passes 65504, at scale 1 it does not."""
+    """Nothing is wrong: at a scale of 2**20 the gradient of the logits passes 65504, at scale 1 it
+    does not.
+    """
     return Step(nn.Linear(6, 3), [(numbers(4, 6), labels())], cross, torch.float16, scale=2.0**20)
 
 
-@case("half", "https://github.com/deepspeedai/DeepSpeed/issues/931", verdict="calibration", micro_batch=1,
-      fix="nothing")
+@case("half", "https://github.com/deepspeedai/DeepSpeed/issues/931", verdict="calibration",
+      micro_batch=1, fix="nothing")
 def loss_scale_too_large_for_one_micro_batch():
-    """The first steps of a run at the usual 65536: inputs of 100 make the scaled gradient of the weight overflow."""
+    """The first steps of a run at the usual 65536: inputs of 100 make the scaled gradient of the
+    weight overflow.
+    """
     batches = [(numbers(4, 6), labels()), (100 * numbers(4, 6, seed=1).abs(), labels())]
-    return Step(nn.Linear(6, 3), batches, lambda net, x, y: 4 * cross(net, x, y), torch.float16, scale=2.0**16)
+    return Step(nn.Linear(6, 3), batches, lambda net, x, y: 4 * cross(net, x, y), torch.float16,
+                scale=2.0**16)

@@ -1,21 +1,18 @@
 """
-The README's first picture: a run that dies, and the same run healed.
+A Swin that overflows in fp16: the stock loop dies of it, train.py heals it. And what it costs.
 
-    python bench/died_and_healed.py [CIFAR10_FOLDER]           # about 3 minutes on 2 cores
+    python bench/died_and_healed.py --data-dir CIFAR10_FOLDER      3 minutes on two cores
+    python bench/died_and_healed.py --data-dir CIFAR10_FOLDER --whole    8 more: whole runs
 
-Swin V1 with its attention as published, logits in half precision, in fp16. Its first block starts with queries and
-keys that have grown, so that the largest logit is some way below 65504; training itself then pushes it across. `died`
-is the loop of PyTorch's AMP tutorial: autocast, GradScaler, unscale_, clip_grad_norm_, AdamW. `healed` is train.py with
-default flags. Same start, same batches, same learning rates; every loss of both goes into bench/results.
+Swin V1 with its attention as published, logits in half precision. Its first block starts with
+queries and keys that have grown, so that the largest logit is some way below 65504; training
+itself then pushes it across. `died` is the loop of PyTorch's AMP tutorial: autocast, GradScaler,
+unscale_, clip_grad_norm_, AdamW. `healed` is train.py with default flags. Same start, same
+batches, same learning rates. --whole: two epochs by train.py, in fp16 and in fp32, two seeds; the
+noise is what two seeds in fp32 differ by.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import platform
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -25,33 +22,34 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
 import optim  # noqa: E402
-import report  # noqa: E402
-import train  # noqa: E402
+from bench import record  # noqa: E402
 from data.batches import TrainBatches  # noqa: E402
-from models import RECIPE, swin, wrap  # noqa: E402
+from models import MODELS, RECIPE, swin, wrap  # noqa: E402
 
-BATCH, LR = 64, 6e-3
+BATCH, LR, STEPS, GROWN = 64, 6e-3, 300, 142.0
+KEPT = ("epoch", "train_loss", "val_loss", "val_acc1")
 
 
-def build(names, size, grown):
-    net = train.MODELS["swin-test"][0](names, size)
+def build(names, size, grown=GROWN):
+    net = MODELS["swin-test"][0](names, size)
     attentions = [m for m in net.modules() if isinstance(m, swin.WindowAttention)]
     for attention in attentions:
         attention.fp32_logits = False
-    for projection in (attentions[0].k.weight.data, attentions[0].qv.weight.data.chunk(2)[0]):
+    queries = attentions[0].qv.weight.data.chunk(2)[0]
+    for projection in (attentions[0].k.weight.data, queries):
         projection.mul_(grown)
     return net
 
 
-def stock(model, stream, steps):
+def stock(model, stream, steps, device):
     """(losses, loss scales) of the tutorial's loop; a NaN is written as None."""
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99), weight_decay=0.05)
     factors = optim.warmup_cosine(steps, steps // 5, kind="linear").tolist()
-    scaler, losses, scales = torch.amp.GradScaler("cpu"), [], []
+    scaler, losses, scales = torch.amp.GradScaler(device.type), [], []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LR * factors[step]
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(device.type, torch.float16):
             loss, _ = model(*stream.at(step))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -64,38 +62,65 @@ def stock(model, stream, steps):
     return losses, scales
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--grown", type=float, default=142.0)
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    args = parser.parse_args()
-    (x, y), val, names, dataset = data.load(None, args.folder, iter)
-    data.cifar10.load = lambda *_: ((x, y), (val[0][:500], val[1][:500]), names)
-    train.MODELS["swin-published"] = lambda names, size: build(names, size, args.grown), RECIPE | {"lr": LR}
+def events(lines, *kinds):
+    return [line for line in lines if line.get("event") in kinds]
 
+
+def died_and_healed(args, device, flags):
+    images, labels = data.load("cifar10", args.data_dir, iter).train
     torch.manual_seed(0)
-    model = wrap(build(names, 32, args.grown))
-    died, scales = stock(model, TrainBatches(x, y, batch_size=BATCH), args.steps)
-    with tempfile.TemporaryDirectory() as folder:
-        train.main(["--model", "swin-published", "--dataset", "cifar10", "--precision", "fp16", "--device", "cpu",
-                    "--batch-size", str(BATCH), "--max-steps", str(args.steps), "--log-every", "1",
-                    "--out-dir", folder])
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    net = build([str(i) for i in range(10)], 32, args.grown).to(device)
+    stream = TrainBatches(images, labels, batch_size=BATCH, device=device)
+    died, scales = stock(wrap(net), stream, args.steps, device)
+    flags |= {"precision": "fp16", "max-steps": args.steps, "log-every": 1}
+    _, end, lines = record.train_run(flags)
     logged = {line["step"]: line for line in lines if "grad_norm" in line and "event" not in line}
-    healed = [logged[step]["loss"] if isinstance(logged[step]["loss"], float) else None for step in sorted(logged)]
-    events = [line for line in lines if line.get("event") in ("skip", "cure")]
-    record = {"bench": "died_and_healed", "dataset": dataset, "steps": args.steps, "grown": args.grown, "lr": LR,
-              "batch_size": BATCH, "commit": report.commit(), "torch": str(torch.__version__),
-              "hardware": f"{platform.machine()}, CPU", "died": died, "died_scales": scales, "healed": healed,
-              "healed_scales": [logged[step]["scale"] for step in sorted(logged)], "events": events, "end": lines[-1]}
-    other = "" if dataset == "cifar10" else f"-{dataset}"  # the picture is drawn from CIFAR-10's
-    (args.results / f"died_and_healed{other}-cpu.json").write_text(json.dumps(record) + "\n")
-    first = next((i + 1 for i, loss in enumerate(died) if loss is None), None)
-    print(json.dumps({"bench": "died_and_healed", "died at": first, "never finite again": all(
-        loss is None for loss in died[first - 1 :]) if first else False, "scale at its end": scales[-1],
-        "healed": lines[-1]["healed"], "skipped": lines[-1]["skipped"], "val_acc1": lines[-1]["val_acc1"]}))
+    losses = [logged[step]["loss"] for step in sorted(logged)]
+    first = next((step for step, loss in enumerate(died, 1) if loss is None), None)
+    print(f"stock loop: first non-finite loss at step {first}, {died.count(None)} of {args.steps}, "
+          f"scale {scales[-1]:g}; train.py: {end['skipped']} skipped, healed {end['healed']}")
+    return {
+        "died": died, "died_scales": scales, "end": end,
+        "healed": [loss if isinstance(loss, float) else None for loss in losses],
+        "healed_scales": [logged[step]["scale"] for step in sorted(logged)],
+        "events": events(lines, "skip", "cure"),
+    }
+
+
+def whole(args, flags):
+    for seed in range(args.seeds):
+        for precision in ("fp32", "fp16"):
+            flags |= {"precision": precision, "seed": seed, "epochs": args.epochs}
+            _, end, lines = record.train_run(flags)
+            print(f"{precision}  seed {seed}  accuracy {end['val_acc1']:.2f} %  skipped "
+                  f"{end['skipped']}  healed {end['healed']}", flush=True)
+            epochs = [{key: line[key] for key in KEPT} for line in lines if "train_loss" in line]
+            yield {"precision": precision, "seed": seed, "end": end, "epochs": epochs,
+                   "events": events(lines, "skip", "cure", "spike")}
+
+
+def main(argv=None):
+    parser = record.arguments(__doc__)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--whole", action="store_true", help="whole runs instead, fp16 and fp32")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--epochs", type=float, default=2.0, help="of --whole")
+    parser.add_argument("--seeds", type=int, default=2, help="of --whole")
+    parser.add_argument("--grown", type=float, default=GROWN)
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    MODELS["swin-published"] = (lambda names, size: build(names, size, args.grown),
+                                RECIPE | {"lr": LR})  # fmt: skip
+    flags = {"model": "swin-published", "dataset": "cifar10", "data-dir": args.data_dir,
+             "device": args.device, "batch-size": BATCH}
+    name = "healed_whole_run" if args.whole else "died_and_healed"
+    head = record.header(name, vars(args), device) | {"lr": LR, "batch_size": BATCH}
+    if args.whole:
+        head["runs"] = list(whole(args, flags))
+    else:
+        head |= died_and_healed(args, device, flags)
+    long = ("runs", "died", "died_scales", "healed", "healed_scales", "events")
+    record.write(head, args.results, device, samples=long)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """
-A bit flips in the weights or moments of one rank of three: is it seen, is the rank named, are the replicas equal again?
+A bit flips in the weights or moments of one rank of three: is it seen, named, repaired?
 
-    torchrun --standalone --nproc_per_node=3 bench/flips.py            100 flips in 25 runs, half a minute
+    torchrun --standalone --nproc_per_node=3 bench/flips.py     100 flips in 25 runs, half a minute
 
-Each run takes ten steps and meets four flips, each in a random tensor on a random rank. The fifth would end the run.
-All numbers stay finite. Every second step is verified.
+Each run takes ten steps and meets four flips, each in a random tensor on a random rank. The fifth
+would end the run. All numbers stay finite. Every second step is verified.
 """
 
-import contextlib
-import io
-import json
 import os
 import random
 import shutil
@@ -23,8 +20,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
-from bench.record import header, write  # noqa: E402
-from data import cifar10, synthetic  # noqa: E402
+from bench import record  # noqa: E402
 from models import MODELS  # noqa: E402
 
 RUNS, STEPS, MODEL = 25, (2, 4, 6, 8), "vit-test"
@@ -37,37 +33,38 @@ def one(folder: Path, chance: random.Random, names: list[str]) -> list[dict]:
         place = chance.choice(("param", "optstate"))
         name = chance.choice(names if place == "param" else ("exp_avg", "exp_avg_sq"))
         flips.append({"step": step, "place": place, "name": name, "rank": chance.randrange(3)})
-    spec = ";".join(f"flip:{f['place']}:{f['name']}@step={f['step']},rank={f['rank']}" for f in flips)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        code = train.main(["--model", MODEL, "--dataset", "cifar10", "--precision", "fp32", "--device", "cpu",
-                           "--batch-size", "48", "--max-steps", "10", "--verify-every", "2", "--inject", spec,
-                           "--out-dir", str(folder)])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    spec = [f"flip:{f['place']}:{f['name']}@step={f['step']},rank={f['rank']}" for f in flips]
+    code, _, lines = record.train_run({
+        "model": MODEL, "dataset": "synthetic", "precision": "fp32", "device": "cpu",
+        "batch-size": 48, "max-steps": 10, "verify-every": 2, "inject": ";".join(spec),
+        "out-dir": folder,
+    })
     cures = {line["of_step"]: line for line in lines if line.get("event") == "cure"}
     for flip in flips:
         cure = cures.get(flip["step"], {})
-        flip |= {"seen": bool(cure), "named": cure.get("rank") == flip["rank"], "action": cure.get("action", ""),
-                 "code": code}
+        named = cure.get("rank") == flip["rank"]
+        flip |= {"seen": bool(cure), "named": named, "action": cure.get("action", ""), "code": code}
     return flips
 
 
 def main() -> None:
     rank, chance, rows = int(os.environ["RANK"]), random.Random(0), []
-    images, labels = synthetic.draw(0, 240, seed=1)
-    cifar10.load = lambda *args: ((images[:200], labels[:200]), (images[200:], labels[200:]), list(range(10)))
     train.report.draw_curves = lambda path: None
-    dist.destroy_process_group = lambda: None
-    names = [name for name, _ in MODELS[MODEL][0]([str(i) for i in range(10)], 32).named_parameters()]
-    folder = Path(tempfile.gettempdir()) / f"flips-{os.getppid()}"  # the same on all ranks: torchrun is the parent
+    dist.destroy_process_group = lambda: None  # the next run meets the same processes
+    net = MODELS[MODEL][0]([str(i) for i in range(10)], 32)
+    names = [name for name, _ in net.named_parameters()]
+    # the same on all ranks: torchrun is the parent
+    folder = Path(tempfile.gettempdir()) / f"flips-{os.getppid()}"
     for i in range(RUNS):
         rows += one(folder / str(i), chance, names)
         if rank == 0:
-            print(f"{len(rows)} flips: {sum(r['seen'] for r in rows)} seen, {sum(r['named'] for r in rows)} named, "
-                  f"{sum(r['action'].startswith('repaired') for r in rows)} repaired", flush=True)
+            repaired = sum(row["action"].startswith("repaired") for row in rows)
+            print(f"{len(rows)} flips: {sum(row['seen'] for row in rows)} seen, "
+                  f"{sum(row['named'] for row in rows)} named, {repaired} repaired", flush=True)
     if rank == 0:
         device = torch.device("cpu")
-        record = header("flips", {"runs": RUNS}, device) | {"n": len(rows), "flips": rows}
-        write(record, ROOT / "bench" / "results", device, samples=("flips",))
+        head = record.header("flips", {"runs": RUNS}, device) | {"n": len(rows), "flips": rows}
+        record.write(head, record.RESULTS, device, samples=("flips",))
         shutil.rmtree(folder)
 
 

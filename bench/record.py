@@ -1,12 +1,20 @@
-"""What every bench writes down beside its samples: commit, arguments, hardware, versions."""
+"""What several benches share: the head of a raw file, timing in turns, a run of train.py."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
+import io
 import json
 import platform
+import random
 import statistics
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,41 +22,122 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """A parser with the three options that every bench has."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=best, choices=["cpu", "cuda"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="does it run? Seconds, and no file")
+    return parser
 
 
 def header(bench: str, arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The head of a raw file. `arguments`: the command line's; folders and other paths are left out."""
+    """The head of a raw file. `arguments`: the command line's; paths are left out."""
     return {
-        "bench": bench, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit(),
-        "arguments": {k: v for k, v in arguments.items() if not isinstance(v, Path)}, "hardware": hardware(device),
-        "torch": str(torch.__version__), "python": platform.python_version(),
+        "bench": bench,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "arguments": {k: v for k, v in arguments.items() if not isinstance(v, Path)},
+        "hardware": hardware(device),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
     }
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" if files were changed since; raw files of the bench before don't count."""
-    head, changed = (
-        subprocess.run(["git", *command.split()], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        for command in ("rev-parse --short HEAD", "diff --name-only HEAD -- . :!bench/results")
-    )
-    return head + ("-dirty" if changed else "")
+    """HEAD, with "-dirty" if files were changed since, but for raw files."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("diff", "--name-only", "HEAD", "--", ".", ":!bench/results")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return f"{models[0].split(':')[1].strip() if models else platform.processor()}, {torch.get_num_threads()} threads"
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else list(values) * 3
+    low = middle = high = values[0]
+    if len(values) > 1:
+        low, middle, high = statistics.quantiles(values, n=4)
     return {"n": len(values), "median": middle, "quartiles": [low, high]}
 
 
-def write(record: dict[str, Any], folder: Path, device: torch.device, samples: Sequence[str] = ()) -> None:
-    """One raw file in `folder`, and the last line of a bench: the record in JSON without its long keys `samples`."""
+def timed(step: Callable[[], Any], device: torch.device, block: int = 1) -> float:
+    """Milliseconds a step, over a block of steps."""
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sync()
+    start = time.perf_counter()
+    for _ in range(block):
+        step()
+    sync()
+    return (time.perf_counter() - start) * 1e3 / block
+
+
+def in_turns(
+    steps: dict[str, Callable[[], Any]],
+    device: torch.device,
+    go_on: Callable[[int], bool],
+    block: int = 1,
+    rare: Sequence[str] = (),
+) -> list[dict[str, float]]:
+    """Rounds of {name: milliseconds a step}, each in a new random order, while go_on(rounds).
+
+    `rare`: these are timed in every fourth round only.
+    """
+    rounds: list[dict[str, float]] = []
+    while go_on(len(rounds)):
+        order = [name for name in steps if name not in rare or len(rounds) % 4 == 0]
+        random.Random(len(rounds)).shuffle(order)
+        row = {name: timed(steps[name], device, block) for name in order}
+        rounds.append({name: row[name] for name in steps if name in row})
+    return rounds
+
+
+def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]:
+    """train.py in this process: exit code, its last line, the lines of metrics.jsonl.
+
+    A flag whose value is None is left out. What it refuses is {"refused": its sentence}.
+    """
+    import train
+    from data import synthetic
+
+    if not hasattr(synthetic.load, "cache_info"):  # drawing its images takes seconds
+        synthetic.load = functools.cache(synthetic.load)
+    out, err = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"out-dir": f"{folder}/run"} | flags
+        argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = train.main([*argv, *more])
+        except SystemExit as end:
+            return end.code, {"refused": err.getvalue().strip().removeprefix("train.py: ")}, []
+        lines = (Path(flags["out-dir"]) / "metrics.jsonl").read_text().splitlines()
+    if code == 1:
+        print(err.getvalue(), file=sys.stderr)
+    printed = out.getvalue().splitlines()
+    summary = json.loads(printed[-1]) if printed else {}  # rank 0 alone prints
+    return code, summary, [json.loads(line) for line in lines]
+
+
+def write(record: dict[str, Any], folder: Path, device: torch.device,
+          samples: Sequence[str] = ()) -> None:  # fmt: skip
+    """One raw file in `folder`, and as a bench's last line the record without its `samples`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['bench']}-{device.type}.json"
     path.write_text(json.dumps(record) + "\n")

@@ -1,13 +1,14 @@
 """
-How long a checkpoint holds up the loop: cifarnet, saved every BLOCK steps against never, interleaved.
+How long a checkpoint holds up the loop: cifarnet, saved every BLOCK steps against never, in turns.
 
     python bench/save_stall.py          # about 2 minutes on 2 CPU cores, 20 seconds on a GPU
 
-Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in the background, as in
-train.py, the other does not. Measured are the call to save() itself (the snapshot) and the whole block, in which the
-writer thread of the save before may still compete for the processor. train.py saves once an epoch, 195 steps of this
-size; so does this on a GPU, where 10 steps take less time than the disk, and save() would wait for the file before. On
-a CPU it is every 10 steps. One save, which allocates the snapshot's memory, comes before the clock.
+Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in
+the background, as in train.py, the other does not. Measured are the call to save() itself (the
+snapshot) and the whole block, in which the writer thread of the save before may still compete for
+the processor. train.py saves once an epoch, 195 steps of this size; so does this on a GPU, where 10
+steps take less time than the disk, and save() would wait for the file before. On a CPU it is every
+10 steps. One save, which allocates the snapshot's memory, comes before the clock.
 """
 
 import argparse
@@ -30,10 +31,12 @@ from models.cifarnet import PRESETS, CifarNet  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.cuda.is_available()
     parser.add_argument("--rounds", type=int, default=8 if cuda else 12)
-    parser.add_argument("--block", type=int, default=195 if cuda else 10, help="steps between two saves")
+    parser.add_argument("--block", type=int, default=195 if cuda else 10, help="steps a save")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     device = "cuda" if cuda else "cpu"
@@ -41,7 +44,8 @@ def main():
     y = torch.randint(0, 10, (256,), device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
     optimizer = optim.ClippedAdamW(optim.param_groups(net))
-    average = ema.EMA(optimizer.params, 0.99)
+    weights = list(net.parameters())
+    average = ema.EMA(weights, 0.99)
 
     def block(files):
         began = time.perf_counter()
@@ -49,7 +53,7 @@ def main():
             with torch.autocast(device, torch.bfloat16):
                 logits = net(x)
             F.cross_entropy(logits.float(), y).backward()
-            average.update(optimizer.params, optimizer.step().found_inf)
+            average.update(weights, optimizer.step().found_inf)
             optimizer.zero_grad()
         if cuda:
             torch.cuda.synchronize()
@@ -72,11 +76,14 @@ def main():
         size = files.last.stat().st_size
     save = statistics.median(s["save"] for s in samples["saves"])
     whole = statistics.median(s["block"] for s in samples["never"])
-    ratio = statistics.median(b["block"] / a["block"] for a, b in zip(samples["never"], samples["saves"], strict=True))
-    print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, {save / whole:.2%} of {args.block} "
-          f"steps; a block with its save takes {ratio:.4f} of one without (n = {args.rounds})")
+    pairs = zip(samples["never"], samples["saves"], strict=True)
+    ratio = statistics.median(b["block"] / a["block"] for a, b in pairs)
+    print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, "
+          f"{save / whole:.2%} of {args.block} steps; a block with its save takes {ratio:.4f} of "
+          f"one without (n = {args.rounds})")
     record = header("save_stall", vars(args), torch.device(device)) | {
-        "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio, "samples": samples}
+        "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio,
+        "samples": samples}
     write(record, args.results, torch.device(device), samples=("samples",))
 
 

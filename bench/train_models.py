@@ -1,19 +1,17 @@
 """
-Every model really trained on CIFAR-10, by train.py's defaults for that model: what does its recipe reach?
+Every model really trained, by train.py's defaults for that model: what does its recipe reach?
 
     python bench/train_models.py --data-dir CIFAR10_FOLDER
     python bench/train_models.py --data-dir CIFAR10_FOLDER --models vit resnet18 --precisions fp32
-    python bench/train_models.py --dataset imagefolder --data-dir TINY --models resnet18 swin-v2 --epochs 4
+    python bench/train_models.py --dataset imagefolder --data-dir TINY --models resnet18 swin-v2
 
-Each run is `train.py --model NAME --epochs N` in a folder of its own under --runs; N is the recipe's. A run that is
-there already is not repeated, and one that was stopped goes on from its checkpoint. Each run leaves one raw file in
-bench/results/trained: its recipe, its figures after each epoch, hardware, versions and commit. The figure of a run is
-that of its last epoch, not of its best one. What a model has to show after its last epoch goes there too.
-
-bench/recognised.py says how many of the diffusion model's samples a classifier recognises.
+Each run is `train.py --model NAME --epochs N` in a folder of its own under --runs; N is the
+recipe's. A run that is there already is not repeated, and one that was stopped goes on from its
+checkpoint. Each leaves a raw file in bench/results/trained: its recipe, its figures after each
+epoch, hardware, versions and commit. The figure of a run is that of its last epoch, not of its
+best one. bench/recognised.py says how many of the diffusion model's samples are recognised.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -22,21 +20,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
+from bench import record as common  # noqa: E402
 from models import MODELS  # noqa: E402
 
-GOALS = {  # metric, goal, and what a model that has learnt nothing gets; these goals are for CIFAR-10
-    "resnet18": ("val_acc1", 88.0, "10 (chance)"), "vit": ("val_acc1", 72.0, "10 (chance)"),
-    "swin": ("val_acc1", 75.0, "10 (chance)"), "swin-v2": ("val_acc1", 75.0, "10 (chance)"),
-    "vmamba": ("val_acc1", 75.0, "10 (chance)"), "vlm": ("val_exact_match", 60.0, "10 (chance)"),
-    "slat_vae": ("val_mse", 0.016, "0.179 (background)"), "dit": ("val_loss", None, "1.0 (predicting 0)"),
-}  # fmt: skip
+GOALS = {  # metric, goal for CIFAR-10, and what a model that has learnt nothing gets
+    "resnet18": ("val_acc1", 88.0, "10 (chance)"),
+    "vit": ("val_acc1", 72.0, "10 (chance)"),
+    "swin": ("val_acc1", 75.0, "10 (chance)"),
+    "swin-v2": ("val_acc1", 75.0, "10 (chance)"),
+    "vmamba": ("val_acc1", 75.0, "10 (chance)"),
+    "vlm": ("val_exact_match", 60.0, "10 (chance)"),
+    "slat_vae": ("val_mse", 0.016, "0.179 (background)"),
+    "dit": ("val_loss", None, "1.0 (predicting 0)"),
+}
+HEADER = ("model", "dataset", "seed", "precision", "commit", "hardware", "torch")
 
 
 def read(folder):
-    """(header, events) of a run's metrics.jsonl, or (None, [])."""
+    """(header, events) of a run's metrics.jsonl, or ({}, [])."""
     path = folder / "metrics.jsonl"
-    header, *lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [None]
+    text = path.read_text() if path.exists() else "{}"
+    header, *lines = [json.loads(line) for line in text.splitlines()]
     return header, lines
 
 
@@ -48,17 +52,19 @@ def done(folder):
 def record(folder, epochs):
     """The raw file of a finished run."""
     header, lines = read(folder)
-    recipe = {key: header["args"][key] for key in MODELS[header["model"]][1] if key in header["args"]}
-    kept = [{key: value for key, value in line.items() if key not in ("event", "step")} for line in lines
-            if "train_loss" in line and "event" not in line]
-    events = [line for line in lines if line.get("event") in ("skip", "cure", "spike")]
+    recipe = dict(MODELS[header["model"]][1])
+    recipe |= {key: header["args"][key] for key in recipe if key in header["args"]}
+    rows = [line for line in lines if "train_loss" in line and "event" not in line]
     return {
-        "bench": "train_models", "n": 1, "model": header["model"], "dataset": header["dataset"], "seed": header["seed"],
-        "precision": header["precision"], "commit": header["commit"], "hardware": header["hardware"],
-        "torch": header["torch"], "recipe": MODELS[header["model"]][1] | recipe | {"epochs": epochs},
-        "epochs": kept, "events": events, "end": lines[-1],
+        "bench": "train_models",
+        "n": 1,
+        **{key: header[key] for key in HEADER},
+        "recipe": recipe | {"epochs": epochs},
+        "epochs": [{key: row[key] for key in row if key != "step"} for row in rows],
+        "events": [line for line in lines if line.get("event") in ("skip", "cure", "spike")],
+        "end": lines[-1],
         "resumed": sum(line.get("event") == "end" for line in lines) - 1,
-    }  # fmt: skip
+    }
 
 
 def train(model, precision, seed, args):
@@ -66,23 +72,24 @@ def train(model, precision, seed, args):
     folder = args.runs / f"{args.dataset}-{model}-{precision}-{seed}"
     epochs = args.epochs or MODELS[model][1]["epochs"]
     if not done(folder):
-        flags = {"model": model, "dataset": args.dataset, "data-dir": args.data_dir, "precision": precision,
-                 "seed": seed, "epochs": epochs, "out-dir": folder, "resume": "auto"}
-        command = [sys.executable, str(ROOT / "train.py")]
-        for name, value in flags.items():
-            command += [f"--{name}", str(value)] if value is not None else []
+        flags = {"model": model, "dataset": args.dataset, "data-dir": args.data_dir,
+                 "precision": precision, "seed": seed, "epochs": epochs, "out-dir": folder,
+                 "resume": "auto"}  # fmt: skip
+        words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        command = [sys.executable, str(ROOT / "train.py"), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    args.results.mkdir(parents=True, exist_ok=True)
     row = record(folder, epochs)
     path = args.results / f"{args.dataset}-{model}-{row['precision']}-{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(row) + "\n")
-    for shown in sorted((folder / "shown").glob("*"))[-1:]:
+    for shown in sorted((folder / "shown").glob("*"))[-1:]:  # what it shows after its last epoch
         shutil.copyfile(shown, path.with_suffix(shown.suffix))
     return row
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.arguments(__doc__)
+    parser.set_defaults(results=common.RESULTS / "trained")
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--models", nargs="+", default=list(GOALS), choices=GOALS)
@@ -90,20 +97,17 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=float, help="default: the recipe's")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "trained")
     args = parser.parse_args()
-    print(f"{'model':<10}{'precision':<11}{'metric':<17}{'learnt nothing':<21}{'goal':>7}{'reached':>9}{'epochs':>8}"
-          f"{'updates':>9}{'skipped':>9}")
     for model in args.models:
         metric, goal, nothing = GOALS[model]
+        goal = goal if args.dataset == "cifar10" else None
         for precision in args.precisions:
             for seed in args.seeds:
                 row = train(model, precision, seed, args)
-                end, goal = row["end"], goal if args.dataset == "cifar10" else None
-                print(f"{model:<10}{row['precision']:<11}{metric:<17}{nothing:<21}{goal or '-':>7}{end[metric]:>9.4g}"
-                      f"{row['recipe']['epochs']:>8g}{end['updates']:>9}{end['skipped']:>9}", flush=True)
-    print(json.dumps({"bench": "train_models", "dataset": args.dataset, "models": args.models,
-                      "files": len(list(args.results.glob("*.json")))}))
+                end = row["end"]
+                print(f"{model:10}{row['precision']:6}{metric} {end[metric]:.4g} after "
+                      f"{row['recipe']['epochs']:g} epochs (goal {goal or '-'}, learnt nothing "
+                      f"{nothing}), {end['updates']} updates, {end['skipped']} skipped", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """
-What `python autopsy.py SCRIPT` costs: time of a training step under the watcher, beside the same script alone.
+What `python autopsy.py SCRIPT` costs: time of a training step under the watcher, beside the same
+script alone.
 
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
 
-The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of each step. It runs as a
-process of its own, alone and under the watcher in turns. A ratio is that of the two medians of one turn; the first
-steps of each run, in which memory is allocated, do not count.
+The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of
+each step. It runs as a process of its own, alone and under the watcher in turns. A ratio is that of
+the two medians of one turn; the first steps of each run, in which memory is allocated, do not
+count.
 """
 
 import argparse
@@ -26,9 +28,11 @@ import time, torch
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10)).to(device)
+net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10))
+net = net.to(device)
 optimizer = torch.optim.AdamW(net.parameters())
-x, y = torch.randn(BATCH, 64, 384, device=device), torch.randint(0, 10, (BATCH * 64,), device=device)
+x = torch.randn(BATCH, 64, 384, device=device)
+y = torch.randint(0, 10, (BATCH * 64,), device=device)
 for step in range(STEPS):
     began = time.perf_counter()
     loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y)
@@ -50,7 +54,8 @@ def steps(command: list[str], folder: str) -> tuple[list[str], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16, help="sequences of 64 tokens")
@@ -58,21 +63,26 @@ def main() -> None:
     args = parser.parse_args()
     alone, watched = [], []
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "script.py").write_text(SCRIPT.replace("BATCH", str(args.batch)).replace("STEPS", str(args.steps)))
+        script = SCRIPT.replace("BATCH", str(args.batch)).replace("STEPS", str(args.steps))
+        Path(folder, "script.py").write_text(script)
         for turn in range(args.turns):
-            ways = [([sys.executable, "script.py"], alone), ([sys.executable, str(ROOT / "autopsy.py"), "script.py"],
+            ways = [([sys.executable, "script.py"], alone),
+                    ([sys.executable, str(ROOT / "autopsy.py"), "script.py"],
                                                              watched)]
             printed = []
             for command, seconds in ways[:: 1 if turn % 2 else -1]:
                 losses, median = steps(command, folder)
                 printed.append(losses)
                 seconds.append(median)
-            assert printed[0] == printed[1] and len(printed[0]) == args.steps, "the watcher changed a printed figure"
-            print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {watched[-1] / alone[-1]:.3f}")
+            assert len(printed[0]) == args.steps
+            assert printed[0] == printed[1], "the watcher changed a printed figure"
+            ratio = watched[-1] / alone[-1]
+            print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {ratio:.3f}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ratios = [w / a for w, a in zip(watched, alone, strict=True)]
     record = header("watch_cost", vars(args), device) | {
-        "watched / alone": spread(ratios), "alone": alone, "watched": watched, "printed figures": "the same"}
+        "watched / alone": spread(ratios), "alone": alone, "watched": watched,
+        "printed figures": "the same"}
     write(record, args.results, device, ("alone", "watched"))
 
 

@@ -1,58 +1,168 @@
-"""Data: a loader returns ((train images, labels), (val images, labels), class names). Images are uint8 (N, 3, H, W)."""
+"""
+Data: what a run trains on, as one `Dataset`, from one function `load`.
 
-import contextlib
+A file data/NAME.py with a function `load(folder, image_size) -> Dataset` is the dataset NAME: no
+list has to be changed. The three files that are here return less than a Dataset, because each can
+be copied alone; `load` below adds the rest.
+"""
+
+import hashlib
+import importlib
 import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from . import cifar10, imagefolder, synthetic
+from . import batches, cifar10, imagefolder, synthetic
 
-NAMES = ("cifar10", "imagefolder", "synthetic")
-SCALE = {"imagefolder": (0.35, 1.0)}  # areas of the random resized crop; the other sets' images are padded and shifted
+NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+NAMES.remove("batches")
 
 
-def load(name, folder, progress, image_size=None, max_bad_share=0.01, cache_dir=".cache", warn=warnings.warn):
-    """(train, val, class names, name of what was loaded).
+class WrongArgument(ValueError):
+    """The data may be good: what was asked for is not. A sentence that names the flag."""
+
+
+@dataclass
+class Dataset:
+    """What a run trains on.
+
+    train, val: images uint8 (N, C, H, W), a tensor or lazily decoded (`imagefolder.Files`), and
+        labels: int64 (N,), or for a regression float (N,) or (N, T).
+    classes: a name for each output of the network: the classes in order, or what the numbers of a
+        float target are called.
+    mean, std: of each channel, in 0..255. Default: those of the training images.
+    scale: areas of the random resized crop. None: images are padded and shifted.
+    """
+
+    name: str
+    train: tuple[batches.Images, Tensor]
+    val: tuple[batches.Images, Tensor]
+    classes: list[str]
+    mean: list[float] = field(default_factory=list)
+    std: list[float] = field(default_factory=list)
+    scale: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        self.classes = [str(name) for name in self.classes]
+        for split, (images, labels) in (("train", self.train), ("val", self.val)):
+            if isinstance(images, Tensor) and (images.dtype is not torch.uint8 or images.ndim != 4):
+                raise ValueError(
+                    f"{self.name}: the {split} images are {images.dtype} {tuple(images.shape)}: "
+                    "they should be uint8 (N, C, H, W)"
+                )
+            if len(images) != len(labels):
+                raise ValueError(
+                    f"{self.name}: {len(images)} {split} images have {len(labels)} labels"
+                )
+        if not self.mean:
+            self.mean, self.std = batches.statistics(self.train[0])
+
+    @property
+    def regression(self) -> bool:
+        return self.train[1].is_floating_point()
+
+    @property
+    def channels(self) -> int:
+        return self.train[0].shape[1]
+
+    @property
+    def image_size(self) -> int:
+        """The side of what is evaluated. Training images may be larger."""
+        return self.val[0].shape[-1]
+
+    def describe(self) -> dict:
+        """What a trained network has to know of its images, and of its outputs."""
+        return {
+            "dataset": self.name,
+            "classes": self.classes,
+            "regression": self.regression,
+            "channels": self.channels,
+            "resize": self.train[0].shape[-1],  # of the short side, before the centre is cut out
+            "image_size": self.image_size,
+            "mean": self.mean,  # in 0..255
+            "std": self.std,
+        }
+
+
+def load(
+    name: str | None,
+    folder: str | Path | None = None,
+    progress: Callable[[list], Iterable] = iter,
+    image_size: int | None = None,
+    max_bad_share: float = 0.01,
+    cache_dir: str | None = ".cache",
+    warn: Callable[[str], object] = warnings.warn,
+    say: Callable[[str], object] = print,
+) -> Dataset:
+    """The dataset of that name.
 
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
-    image_size: for imagefolder; the other sets' images are 32 x 32. cache_dir None: imagefolder streams, without cache.
-    Raises FileNotFoundError and ValueError with a sentence that names the folder or file.
+    image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32.
+    cache_dir None: imagefolder streams, without cache.
+    Raises WrongArgument and FileNotFoundError where an argument is wrong, imagefolder.DiskFull, and
+    OSError and ValueError for bad data: each a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
-        raise FileNotFoundError(f"--data-dir {folder} is not a folder")
-    how = {"max_bad_share": max_bad_share, "progress": progress, "warn": warn}
+        raise WrongArgument(f"--data-dir {folder} is not a folder")
+    how = {"max_bad_share": max_bad_share, "progress": progress, "warn": warn, "say": say}
     if name == "imagefolder":
         if not folder:
-            raise FileNotFoundError("--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/")
-        return *imagefolder.load(folder, image_size, cache_dir=cache_dir, **how), name
+            raise WrongArgument(
+                "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/"
+            )
+        loaded = imagefolder.load(folder, image_size, cache_dir=cache_dir, **how)
+        return Dataset(name, *loaded, scale=(0.35, 1.0))
+    if name not in (None, "cifar10", "synthetic"):
+        return importlib.import_module(f"{__name__}.{name}").load(folder, image_size)
     if image_size not in (None, 32):
-        raise ValueError(f"--image-size {image_size}: the images of {name or 'cifar10'} are 32 x 32")
+        raise WrongArgument(
+            f"--image-size {image_size}: the images of {name or 'cifar10'} are 32 x 32"
+        )
     if name == "synthetic":
-        return *synthetic.load(), "synthetic"
+        return Dataset(name, *synthetic.load())
 
     def from_images(folder):
-        """CIFAR-10 is 184 MB. Without a folder for the cache, one run's cache is temporary: its mapping stays valid."""
-        cache = Path(cache_dir or ".cache")
+        """CIFAR-10 is 184 MB. Where no cache can be kept, one run's cache is temporary."""
         with tempfile.TemporaryDirectory() as temporary:
-            with contextlib.suppress(OSError):
-                cache.mkdir(parents=True, exist_ok=True)
-            home = cache if os.access(cache, os.W_OK) else temporary
+            home = writable(cache_dir or ".cache", temporary)
             return imagefolder.load(folder, 32, only="CIFAR-10", cache_dir=home, **how)
 
     try:
-        return *cifar10.load(folder or ".cache", from_images), "cifar10"
+        return Dataset("cifar10", *cifar10.load(folder or ".cache", from_images))
     except FileNotFoundError:
         if name or folder:
             raise
-        return *synthetic.load(), "synthetic"
+        return Dataset("synthetic", *synthetic.load())
 
 
-def fingerprint(images, labels):
-    """Sums by which a resumed run recognises its data. Of a very large set, only every n-th image is summed."""
+def writable(folder: str | Path, otherwise: str) -> str | Path:
+    """`folder`, made if need be, or `otherwise` where nothing can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return otherwise
+    return folder if os.access(folder, os.W_OK) else otherwise
+
+
+def fingerprint(images: batches.Images, labels: Tensor) -> dict[str, int | str]:
+    """Hashes by which a resumed run recognises its data: of the images in order, of their labels.
+
+    Together they bind every image to its label and its place. Of a very large set only every n-th
+    image is read (256 MB); all labels are. The bytes are hashed, so no version of torch matters.
+    """
     some = images[:: 1 + math.prod(images.shape) // 2**28]
-    return {"images": len(images), "pixels": int(some.sum(dtype=torch.int64)),
-            "labels": int((labels * torch.arange(len(labels))).sum())}
+    pixels = hashlib.blake2b(digest_size=8)
+    for chunk in some.split(256):
+        pixels.update(chunk.permute(0, 2, 3, 1).contiguous().cpu().numpy())
+    return {
+        "images": len(images),
+        "pixels": pixels.hexdigest(),
+        "labels": hashlib.blake2b(labels.cpu().contiguous().numpy(), digest_size=8).hexdigest(),
+    }

@@ -2,12 +2,12 @@
 CIFAR-10: from torchvision's files, from a folder of images, or by download.
 
     DIR/cifar-10-batches-py/            torchvision's files (torchvision checks their MD5 sums)
-    DIR/train/<class>/*  DIR/test/<class>/*   image files in ten class folders (test may be called val)
+    DIR/train/<class>/*  DIR/test/<class>/*   image files (test may be called val)
     neither                             torchvision downloads 170 MB into DIR
 
-The 60,000 images are returned as two uint8 tensors (184 MB). They fit on the device, so the step needs no loader
-process, no pinned copy and no queue. Image files are read by a function that the caller passes: data/imagefolder.py's,
-which decodes each file once.
+The 60,000 images are returned as two uint8 tensors (184 MB). They fit on the device, so the step
+needs no loader process, no pinned copy and no queue. Image files are read by a function that the
+caller passes: data/imagefolder.py's, which decodes each file once.
 
 Copy this file alone: it needs torch and torchvision.
 """
@@ -31,10 +31,11 @@ Sets = tuple[Split, Split, list[str]]
 def load(folder: str | Path, from_images: Callable[[Path], Sets] | None = None) -> Sets:
     """Return ((train images, labels), (test images, labels), class names).
 
-    from_images: reads a folder with train/<class>/* and test/<class>/*. Without it such a folder is ignored.
+    from_images: reads a folder with train/<class>/* and test/<class>/*. Without it such a folder is
+        ignored.
 
     Raises:
-        FileNotFoundError: nothing usable in `folder` and no download possible. The sentence says what to do.
+        FileNotFoundError: nothing usable in `folder` and no download possible. It says what to do.
         ValueError: torchvision's files are damaged. from_images may raise errors of its own.
     """
     folder = Path(folder)
@@ -44,15 +45,18 @@ def load(folder: str | Path, from_images: Callable[[Path], Sets] | None = None) 
         return from_images(folder)
     if not reachable(datasets.CIFAR10.url):
         raise FileNotFoundError(
-            f"no CIFAR-10 in {folder} (neither cifar-10-batches-py/ nor train/<class>/ and test/<class>/), no answer "
-            f"from {datasets.CIFAR10.url}: put the files there, name another folder with --data-dir, or take "
-            "--dataset synthetic"
+            f"no CIFAR-10 in {folder} (neither cifar-10-batches-py/ nor train/<class>/ and "
+            f"test/<class>/), no answer from {datasets.CIFAR10.url}: put the files there, name "
+            "another folder with --data-dir, or take --dataset synthetic"
         )
     return from_torchvision(folder, download=True)
 
 
 def reachable(url: str, seconds: float = 6.0) -> bool:
-    """Whether `url` answers in time. Asked in a thread, since a name look-up has no time-out. Proxies are used."""
+    """Whether `url` answers in time. Proxies are used.
+
+    It is tried in a thread, because a name look-up has no time-out.
+    """
     answered = threading.Event()
 
     def knock() -> None:
@@ -67,12 +71,15 @@ def reachable(url: str, seconds: float = 6.0) -> bool:
 
 def from_torchvision(folder: Path, download: bool) -> Sets:
     try:
-        train, test = (datasets.CIFAR10(folder, train=train, download=download) for train in (True, False))
+        train = datasets.CIFAR10(folder, train=True, download=download)
+        test = datasets.CIFAR10(folder, train=False, download=download)
     except (RuntimeError, EOFError, OSError) as error:
         broken = folder / "cifar-10-batches-py"
-        raise ValueError(f"{broken} is incomplete or damaged ({error}): delete it and run again") from error
-    splits = [
-        (torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets))  # N, 3, 32, 32
-        for split in (train, test)
-    ]
-    return splits[0], splits[1], list(train.classes)
+        sentence = f"{broken} is incomplete or damaged ({error}): delete it and run again"
+        raise ValueError(sentence) from error
+
+    def split(part: datasets.CIFAR10) -> Split:
+        images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()  # N, 3, 32, 32
+        return images, torch.tensor(part.targets)
+
+    return split(train), split(test), list(train.classes)

@@ -1,14 +1,15 @@
 """
-Synthetic images: a data set that needs no download. Code draws it, and it is the same on every machine.
+Synthetic images: a data set that needs no download. Code draws it, the same on every machine.
 
-32x32 RGB, ten classes: five shapes (disc, ring, square, cross, triangle), each either striped or checked. Place, size,
-rotation and colours are random and say nothing of the class. Rectangles of clutter lie over the picture, and noise over
-everything. A linear classifier on the pixels stays below half, because no pixel has the same meaning in two images. A
-convnet learns edges, then shapes, and reaches above 95 %.
+32x32 RGB, ten classes: five shapes (disc, ring, square, cross, triangle), each either striped or
+checked. Place, size, rotation and colours are random and say nothing of the class. Rectangles of
+clutter lie over the picture, and noise over everything. A linear classifier on the pixels stays
+below half, because no pixel has the same meaning in two images. A convnet learns edges, then
+shapes, and reaches above 95 %.
 
-All arithmetic is in integers: a counter-based hash gives the random numbers, a table the sines and cosines. In floating
-point, sin() and even torch.rand may differ in the last bit between machines, and two machines would train on different
-data. A test compares the images with CHECKSUM.
+All arithmetic is in integers: a counter-based hash gives the random numbers, a table the sines and
+cosines. In floating point, sin() and even torch.rand may differ in the last bit between machines,
+and two machines would train on different data. A test compares the images with CHECKSUM.
 
     python data/synthetic.py     draws a sheet of examples to synthetic.png
 
@@ -27,17 +28,19 @@ SIDE = 32
 SHAPES = ("disc", "ring", "square", "cross", "triangle")
 TEXTURES = ("striped", "checked")
 CLASSES = [f"{texture} {shape}" for shape in SHAPES for texture in TEXTURES]
-CHECKSUM = "a13e7d2b7ded1ff303e08b0d1acec6b343965651ff96c6dfe664582b4dc0f7ff"  # of draw(0, 100, seed=0)
+# SHA-256 of draw(0, 100, seed=0)
+CHECKSUM = "a13e7d2b7ded1ff303e08b0d1acec6b343965651ff96c6dfe664582b4dc0f7ff"
 
-# 256 times cosine and sine of 32 directions. None is near a tie, so every libm rounds it to the same integer.
+# 256 times cosine and sine of 32 directions. None is near a tie: every libm rounds to one integer.
 COSINES = torch.tensor([round(256 * math.cos(2 * math.pi * k / 32)) for k in range(32)])
 SINES = torch.tensor([round(256 * math.sin(2 * math.pi * k / 32)) for k in range(32)])
 
 
 def hashed(counter: Tensor, seed: int) -> Tensor:
-    """Non-negative pseudo-random int64 below 2^31, a pure function of (counter, seed): the finalizer of splitmix64.
+    """Non-negative pseudo-random int64 below 2^31: a pure function of (counter, seed).
 
-    int64 products wrap around in the same way on every machine. The masks make the right shift logical.
+    This is the finalizer of splitmix64. int64 products wrap around in the same way on every
+    machine. The masks make the right shift logical.
     """
     z = counter * -7046029254386353131 + (seed * -4658895280553007687 + 1) % (1 << 62)
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
@@ -46,13 +49,19 @@ def hashed(counter: Tensor, seed: int) -> Tensor:
 
 
 def shape_masks(u: Tensor, v: Tensor, radius: Tensor) -> Tensor:
-    """Rotated coordinates and radii, in eighths of a pixel -> one boolean mask per shape, stacked: (5, N, 32, 32)."""
-    square_of_distance, a, b = u * u + v * v, u.abs(), v.abs()
+    """One boolean mask per shape, stacked: (5, N, 32, 32).
+
+    u, v: rotated coordinates, in eighths of a pixel, like the radii.
+    """
+    square_of_distance = u * u + v * v
+    a = u.abs()
+    b = v.abs()
     disc = square_of_distance <= radius * radius
     ring = disc & (4 * square_of_distance >= radius * radius)
     square = torch.maximum(a, b) * 5 <= 4 * radius
     cross = (torch.minimum(a, b) * 3 <= radius) & (torch.maximum(a, b) <= radius)
-    triangle = (a * 7 <= (v + radius) * 4) & (2 * v <= radius)  # 4/7 is near tan 30 degrees: equilateral, point up
+    # 4/7 is near tan 30 degrees: equilateral, point up.
+    triangle = (a * 7 <= (v + radius) * 4) & (2 * v <= radius)
     return torch.stack([disc, ring, square, cross, triangle])
 
 
@@ -62,23 +71,26 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     field = iter(range(1000))
 
     def number(low: int, high: int, *shape: int) -> Tensor:
-        """Uniform integers in [low, high), (count, *shape, 1, 1), from the next random field of each image."""
+        """Uniform integers in [low, high), (count, *shape, 1, 1), from the next random field."""
         lanes = math.prod(shape)
         counter = (index[:, None] * 1000 + next(field)) * 64 + torch.arange(lanes)
         return (low + hashed(counter, seed) % (high - low)).view(count, *shape, 1, 1)
 
     labels = (hashed(index, seed + 1) % len(CLASSES)).long()
-    y, x = torch.meshgrid(torch.arange(SIDE) * 8 + 4, torch.arange(SIDE) * 8 + 4, indexing="ij")  # eighths of a pixel
+    middles = torch.arange(SIDE) * 8 + 4  # of the pixels, in eighths of a pixel
+    y, x = torch.meshgrid(middles, middles, indexing="ij")
 
     # The object: place, size and rotation. The texture has the object's rotation.
-    dx, dy = x - number(80, 176), y - number(80, 176)
+    dx = x - number(80, 176)
+    dy = y - number(80, 176)
     angle = number(0, 32)
     u = (dx * COSINES[angle] + dy * SINES[angle]) >> 8
     v = (dy * COSINES[angle] - dx * SINES[angle]) >> 8
     radius = number(56, 96)  # 7 to 12 pixels
     inside = shape_masks(u, v, radius)[labels // 2, torch.arange(count)]
     period = number(16, 28)  # 2 to 3.5 pixels a band
-    bands_u, bands_v = (u + 1024) // period, (v + 1024) // period
+    bands_u = (u + 1024) // period
+    bands_v = (v + 1024) // period
     bright = torch.where((labels % 2 == 0)[:, None, None], bands_u & 1, (bands_u + bands_v) & 1)
 
     # Colours: the background is a gradient; the object has two tones, half the range apart.
@@ -88,9 +100,11 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     image = torch.where(inside[:, None], tones, background)
 
     for _ in range(5):  # clutter lies over the object too
-        left, top = number(0, 240), number(0, 240)
-        covered = (x >= left) & (x < left + number(16, 64)) & (y >= top) & (y < top + number(16, 64))
-        image = torch.where(covered[:, None], number(0, 256, 3), image)
+        left = number(0, 240)
+        top = number(0, 240)
+        in_columns = (x >= left) & (x < left + number(16, 64))
+        in_rows = (y >= top) & (y < top + number(16, 64))
+        image = torch.where((in_columns & in_rows)[:, None], number(0, 256, 3), image)
 
     pixels = index[:, None] * (3 * SIDE * SIDE) + torch.arange(3 * SIDE * SIDE)
     noise = (hashed(pixels, seed + 2) % 65 - 32).view(count, 3, SIDE, SIDE)
@@ -98,12 +112,17 @@ def draw(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def load(train_size: int = 20_000, val_size: int = 2_000, seed: int = 0):
-    """Return ((train images, labels), (val images, labels), class names); images uint8 (N, 3, 32, 32)."""
+    """Return ((train images, labels), (val images, labels), class names).
+
+    Images are uint8 (N, 3, 32, 32).
+    """
 
     def split(first: int, size: int) -> tuple[Tensor, Tensor]:
-        starts = range(first, first + size, 100)  # larger temporaries leave the cache: 2.7 times as long
+        # Larger temporaries leave the CPU's cache: 2.7 times as long.
+        starts = range(first, first + size, 100)
         chunks = [draw(start, min(100, first + size - start), seed) for start in starts]
-        return torch.cat([images for images, _ in chunks]), torch.cat([labels for _, labels in chunks])
+        images, labels = zip(*chunks, strict=True)
+        return torch.cat(images), torch.cat(labels)
 
     return split(0, train_size), split(train_size, val_size), CLASSES
 

@@ -1,21 +1,38 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
 Graphs: a whole training step, guards included, as one CUDA graph.
 
-A small network on a fast GPU waits for Python. A kernel on a few numbers takes 2 microseconds, its launch takes 10, and
-the guards of a step are dozens of such kernels: they cost a lot beside a network that is bound by its launches. A CUDA
-graph records the kernels of a step once. From then on it launches all of them together.
+A small network on a fast GPU waits for Python. A kernel on a few numbers takes 2 microseconds, its
+launch takes 10, and the guards of a step are dozens of such kernels: they cost a lot beside a
+network that is bound by its launches. A CUDA graph records the kernels of a step once. From then on
+it launches all of them together.
 
-The graph can hold the whole step because no line of the step asks the device a question: verdict, clipping, skip, loss
-scale and schedule are decided on the device (guards.py, optim.py). The graph asks for three things in return:
+The graph can hold the whole step because no line of the step asks the device a question: verdict,
+clipping, skip, loss scale and schedule are decided on the device (guards.py, optim.py). The graph
+asks for three things in return:
 
-    the same memory    A batch is copied into the graph's own input. Who exchanges weights, moments or buffers for other
-                       tensors (a cure, a resume) calls drop(), and the next steps are recorded anew.
-    the same kernels   No branch on the host. A step that does more (probes, a record of the step, a look at all
-                       weights) runs kernel by kernel, between two replays.
-    more memory        The graph keeps its activations, and a step that runs kernel by kernel has its own.
+    the same memory    A batch is copied into the graph's own input. Who exchanges weights, moments
+                       or buffers for other tensors (a cure, a resume) calls drop(), and the next
+                       steps are recorded anew.
+    the same kernels   No branch on the host. A step that does more (probes, a record of the step, a
+                       look at all weights) runs kernel by kernel, between two replays.
+    more memory        The graph keeps its activations, and a step that runs kernel by kernel has
+                       its own.
 
 Copy this file alone: it needs torch and nothing else.
+
+Paste::
+
+    import torch
+    from graphs import StepGraph
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = torch.zeros((), device=device)
+    step = StepGraph(lambda x, y: total.add_((x - y).square().mean()))
+    if device == "cpu":
+        step = step.take  # nothing to record
+    for _ in range(10):
+        step(torch.randn(8, 3, device=device), torch.randn(8, 3, device=device))
 """
 
 from __future__ import annotations
@@ -31,16 +48,18 @@ class NoGraph(RuntimeError):
 
 
 class StepGraph:
-    """Calls `take(images, labels)` a few times, then records it, and from then on replays the record.
+    """Calls `take(images, labels)` a few times, records it, and from then on replays the record.
 
     Args:
-        take: the step. It returns nothing and changes tensors in place only. All batches have one shape.
-        warm_up: number of calls before the recording, for everything that is allocated at first use.
+        take: the step. It changes tensors in place only; what it returns is dropped.
+        warm_up: calls before the recording, for everything that is allocated at first use. A batch
+            of another shape starts them again.
     Raises:
-        NoGraph: at the recording. End the process then: torch's random numbers and pinned memory fail afterwards too.
+        NoGraph: at the recording. End the process then: torch's random numbers and pinned memory
+            fail afterwards too.
     """
 
-    def __init__(self, take: Callable[[Tensor, Tensor], None], warm_up: int = 3):
+    def __init__(self, take: Callable[[Tensor, Tensor], object], warm_up: int = 3):
         self.take, self.warm_up = take, warm_up
         self.drop()
 
@@ -63,13 +82,17 @@ class StepGraph:
         self.graph.replay()
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA meanwhile."""
-        self.images, self.labels, graph = images.clone(), labels.clone(), torch.cuda.CUDAGraph()
+        """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA
+        meanwhile."""
+        self.images = images.clone()
+        self.labels = labels.clone()
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.take(self.images, self.labels)
         except torch.OutOfMemoryError:  # a RuntimeError too; its cure is a smaller micro-batch
             raise
         except RuntimeError as error:
-            raise NoGraph(f"the step asks the device a question, so it cannot be a CUDA graph: {error}") from error
+            why = "the step asks the device a question, so it cannot be a CUDA graph"
+            raise NoGraph(f"{why}: {error}") from error
         self.graph = graph

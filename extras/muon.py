@@ -1,95 +1,199 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
 Muon: turn a matrix towards the orthogonalised momentum, at a constant norm, without a host sync.
 
-AdamW scales every number of a gradient by itself. A weight matrix then follows the few directions that dominate its
-gradient. Muon (kellerjordan.github.io/posts/muon) replaces the singular values of the momentum by about 1 (0.7 to 1.2
-after five Newton-Schulz steps), so that every direction of the matrix learns. On CIFAR-10 the same accuracy takes fewer
-epochs.
+AdamW scales every number of a gradient by itself. A weight matrix then follows the few directions
+that dominate its gradient. Muon (kellerjordan.github.io/posts/muon) replaces the singular values of
+the momentum by about 1 (0.7 to 1.2 after five Newton-Schulz steps), so that every direction of the
+matrix learns. On CIFAR-10 the same accuracy takes fewer epochs.
 
-torch.optim.Muon takes no found_inf and no learning rate on the device: a skipped step, and a schedule by accepted
-updates, would need a host sync. The few lines are therefore written out here, with the verdict as a device tensor and
-torch.where. A rejected step leaves matrix and momentum as they were, bit for bit.
+torch.optim.Muon takes no found_inf and steps matrix by matrix: a skipped step would need a host
+sync, and twelve transformer blocks take 1,000 launches. Here the verdict is a device tensor. A
+rejected step leaves matrix and momentum as they were, bit for bit. Matrices of one shape are
+multiplied together, and everything else runs over one flat piece of memory.
 
-The norm of a matrix stays as it is. Where a normalisation follows, only the direction of a matrix counts, and a
-growing norm would make each step turn it less. So the schedule alone decides how far a step turns, and every layer
-learns at the same speed. (cifar10-airbench's Muon recipe fixes the norms of its filters likewise.) A matrix that is all
-zero has no norm to keep: leave it to AdamW. Weight decay has no effect on a constant norm.
+The norm of a matrix stays as it is. Where a normalisation follows, only the direction of a matrix
+counts, and a growing norm would make each step turn it less. So the schedule alone decides how far
+a step turns, and every layer learns at the same speed. (cifar10-airbench's Muon recipe fixes the
+norms of its filters likewise.) A matrix that is all zero has no norm to keep: leave it to AdamW.
+Weight decay has no effect on a constant norm.
 
-Copy this file alone: it needs torch. `turn` is what optim.py's ClippedAdamW takes as matrix_step:
+Muon does not look at its gradients: the verdict comes from GradScaler or from guards.py, through
+found_inf. Copy this file alone: it needs torch.
 
-    ClippedAdamW(param_groups(net, muon=["blocks.*"]), matrix_step=turn, muon_options=dict(momentum=0.6))
+Paste::
+
+    import torch
+    from muon import Muon, matrices
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    turned = matrices(net, ["0.*"])
+    rest = [p for p in net.parameters() if all(p is not m for m in turned)]
+    for optimizer in Muon(turned, lr=1e-2), torch.optim.AdamW(rest):
+        net(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-ANGLE = 10.0  # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights around 0.02
-
-
-def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
-                  eps: float = 1e-7) -> Tensor:
-    """U V^T of matrix = U S V^T (rows, columns), roughly, in bf16: each step applies a*s + b*s^3 + c*s^5 to S."""
-    a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16().T if tall else matrix.bfloat16()  # (short side, long side)
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1 now
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+HALF = (torch.float16, torch.bfloat16)
+# Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights
+# around 0.02.
+RADIANS = 10.0
 
 
-@torch.no_grad()
-def turn(matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], lrs: Sequence[Tensor],
-         good: Tensor, *, momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5, eps: float = 1e-7,
-         ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315)) -> None:
-    """One step of Muon in place: each matrix turns by an angle of about ANGLE * lr, unless good is False.
+def matrices(net: nn.Module, patterns: Iterable[str]) -> list[Tensor]:
+    """Parameters for Muon: trainable, two or more dimensions, not all zero, a name that matches.
 
-    Args:
-        matrices: weights of two or more dimensions; a filter (out, ...) is one row.
-        gradients: the loss scale is removed and the norm is clipped; may be non-finite when good is False.
-        momenta: fp32 (rows, columns), 0 at the start; updated here.
-        lrs: 0-dim, one for each matrix.
-        good: 0-dim bool on the device.
-        others: torch.optim.Muon's, with its defaults.
+    Not: what belongs to an embedding or a norm, and what a submodule's no_weight_decay() returns.
     """
-    directions = []
-    for g, buffer in zip(gradients, momenta, strict=True):
-        g = g.reshape(buffer.shape).to(buffer.dtype)  # (out, ...) -> (rows, columns)
-        g = torch.where(good, g, buffer)  # a rejected gradient is replaced by the momentum, which then stays as it was
-        buffer.lerp_(g, 1 - momentum)
-        update = newton_schulz(g.lerp(buffer, momentum) if nesterov else buffer, ns_steps, ns_coefficients, eps)
-        directions.append(update.to(buffer.dtype) * -math.sqrt(max(1, g.shape[0] / g.shape[1])))  # norm: sqrt(rows)
-    norms = torch._foreach_norm(matrices, 2, dtype=torch.float32)
-    lengths = torch._foreach_mul(norms, [ANGLE / math.sqrt(len(p)) for p in matrices])
-    torch._foreach_mul_(lengths, list(lrs))
-    moved = [torch.addcmul(p, d.view(p.shape), length)  # (rows, columns) -> (out, ...)
-             for p, d, length in zip(matrices, directions, lengths, strict=True)]
-    ratios = torch._foreach_div(norms, torch._foreach_norm(moved))
-    for p, new, ratio in zip(matrices, moved, ratios, strict=True):
-        p.copy_(torch.where(good, new * ratio, p))
+    others = set()
+    for prefix, module in net.named_modules():
+        names = set(getattr(module, "no_weight_decay", set)())
+        if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
+            names |= set(module._parameters)
+        others |= {f"{prefix}.{name}".lstrip(".") for name in names}
+    matching = []
+    for name, p in net.named_parameters():
+        matches = name not in others and any(fnmatch(name, pattern) for pattern in patterns)
+        if matches and p.requires_grad and p.ndim > 1 and p.any():
+            matching.append(p)
+    return matching
 
 
-def main() -> None:
-    """Singular values before and after Newton-Schulz; three steps of which one is rejected."""
+def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
+    """U V^T of each x = U S V^T (n, rows, columns), roughly: each step applies
+    a*s + b*s^3 + c*s^5 to S. bf16 is enough."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x  # (n, short side, long side)
+    # No singular value is above 1 then.
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
+
+    lr, momentum, nesterov, ns_steps: torch.optim.Muon's, with its defaults. masters: True keeps
+    fp32 masters of half matrices, None refuses half matrices, False trains them as they are.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
+    skips_on_device = True
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
+                 ns_steps: int = 5, nesterov: bool = True, *, masters: bool | None = None):
+        own = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, nesterov=nesterov)
+        super().__init__(params, own)
+        self.masters = {}  # half matrix -> fp32 master
+        for p in self._params():
+            if p.ndim < 2 or not p.any():
+                raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
+            if p.dtype in HALF and masters is None:
+                raise ValueError("half matrices lose small updates: masters=True keeps fp32 ones")
+            if p.dtype in HALF and masters:
+                self.masters[p] = p.detach().float().clone()
+
+    def _params(self) -> list[Tensor]:
+        return [p for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
+        by the attribute grad_scale. No host sync."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for g in self.param_groups:
+            params = [p for p in g["params"] if p.grad is not None]
+            if params:
+                self._update(g, sorted(params, key=lambda p: p.flatten(1).shape))
+        return loss
+
+    def _update(self, g: dict[str, Any], params: list[Tensor]) -> None:
+        """params: matrices of one shape stand side by side."""
+        weights = [self.masters.get(p, p) for p in params]
+        momenta = [self._momentum(p) for p in params]
+        shapes = Counter(m.shape for m in momenta)
+        counts = list(shapes.values())
+        sizes = [m.numel() for m in momenta]
+
+        def stacks(flat: Tensor) -> list[Tensor]:  # (n, rows, columns) for each shape
+            pieces = flat.split([n * shape.numel() for shape, n in shapes.items()])
+            return [x.view(n, *shape) for x, (shape, n) in zip(pieces, shapes.items(), strict=True)]
+
+        grad = torch.cat([p.grad.flatten() for p in params]).float()
+        if getattr(self, "grad_scale", None) is not None:
+            grad = grad / self.grad_scale
+        old_momentum = torch.cat([m.flatten() for m in momenta])
+        momentum = old_momentum.lerp(grad, 1 - g["momentum"])
+        update = grad.lerp(momentum, g["momentum"]) if g["nesterov"] else momentum
+        old = torch.cat([w.flatten() for w in weights]).float()
+        new = old.clone()
+        norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
+        # An orthogonal matrix has the norm sqrt(short side).
+        factors = [-RADIANS / math.sqrt(min(m.shape)) for m in momenta]
+        lengths = torch.stack(torch._foreach_mul(norms, factors)) * g["lr"]
+        stacked = zip(stacks(new), stacks(update.bfloat16()), lengths.split(counts), strict=True)
+        for w, x, length in stacked:
+            w.addcmul_(newton_schulz(x, g["ns_steps"]).float(), length.view(-1, 1, 1))
+        ratios = torch.stack(norms) / torch.stack(torch._foreach_norm(new.split(sizes)))
+        for w, ratio in zip(stacks(new), ratios.split(counts), strict=True):
+            w.mul_(ratio.view(-1, 1, 1))
+        if getattr(self, "found_inf", None) is not None:  # where(), because 0 * NaN is NaN
+            rejected = self.found_inf != 0
+            momentum = torch.where(rejected, old_momentum, momentum)
+            new = torch.where(rejected, old, new)
+        for tensors, flat in ((momenta, momentum), (weights, new)):
+            views = [x.view(t.shape) for t, x in zip(tensors, flat.split(sizes), strict=True)]
+            torch._foreach_copy_(tensors, views)
+        if self.masters:
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        """fp32 (rows, columns), 0 at the start."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p.flatten(1), dtype=torch.float32)
+        return state["momentum_buffer"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with masters beside it. The tensors are live."""
+        return super().state_dict() | {"masters": [*self.masters.values()]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over copies of a state_dict(). Load the weights first."""
+        super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
+        for i, p in enumerate(self._params()):
+            if i in state_dict["state"]:
+                self._momentum(p).copy_(state_dict["state"][i]["momentum_buffer"])
+        for (p, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
+            p.copy_(master.copy_(saved))
+
+
+if __name__ == "__main__":  # three steps of which one is rejected: the norm stays, the angle is lr
     torch.manual_seed(0)
-    gradient = torch.randn(64, 4) @ torch.randn(4, 32) + 0.1 * torch.randn(64, 32)
-    for name, matrix in (("gradient", gradient / gradient.norm()), ("Newton-Schulz", newton_schulz(gradient).float())):
-        values = torch.linalg.svdvals(matrix)
-        print(f"singular values of the {name:13}: largest {values[0]:.3f}, median {values.median():.3f}")
-    w, buffer = torch.randn(64, 32) * 0.02, torch.zeros(64, 32)
+    w = torch.nn.Parameter(torch.randn(64, 32))
+    optimizer = Muon([w], lr=1e-3)
     for poison in (1.0, math.nan, 1.0):
-        old, g = w.clone(), gradient * poison
-        turn([w], [g], [buffer], [torch.tensor(1e-3)], g.isfinite().all())
-        angle = torch.cosine_similarity(old.flatten().double(), w.flatten().double(), dim=0).clamp(max=1).acos()
-        print(f"gradient times {poison}: turned by {angle:.4f} rad at lr 1e-3, norm {old.norm():.4f} -> {w.norm():.4f}")
-
-
-if __name__ == "__main__":
-    main()
+        old = w.detach().clone()
+        w.grad = torch.randn(64, 32) * poison
+        optimizer.found_inf = w.grad.isnan().any().float()
+        optimizer.step()
+        moved = (w - old).norm() / old.norm()
+        print(f"gradient * {poison}: norm {w.norm():.4f}, turned by {moved:.4f} rad")

@@ -1,1 +1,4 @@
-"""The gallery: published failures, each reproduced, explained and cured by one file. Start with run_all.py."""
+"""The gallery: published failures, each reproduced, explained and cured by one file.
+
+Start with run_all.py.
+"""

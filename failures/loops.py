@@ -1,11 +1,12 @@
 """
 What the cases of the gallery share: two training loops and one table.
 
-`bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` calls train.py's step, and reads the
-verdict at once. At the first bad step that is more than calibration of the loss scale, `guarded` stops and examines the
-step. Both loops train a copy of a model with AdamW without weight decay, from the same random state. The model is
-called as in train.py: `net(images, labels)` returns `(loss, metrics)`. A model that needs more inputs finds them in
-these two tensors. Both return an Outcome.
+`bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` takes the same step
+with a Guard and ClippedAdamW, and reads the verdict at once. At the first bad step that is more
+than calibration of the loss scale, `guarded` stops and examines the step. Both loops train a copy
+of a model with AdamW without weight decay, from the same random state. The model is called as in
+train.py: `net(images, labels)` returns `(loss, metrics)`. A model that needs more inputs finds them
+in these two tensors. Both return an Outcome.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import amp_policy
 import autopsy
-import guards
+from amp_policy import LossScaler
 from data import synthetic
 from fp32 import fp32_eval
+from guards import Guard
 from optim import ClippedAdamW
 from rescue import probes
-from train import Run, train_step
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
 
 
 @dataclass
 class Outcome:
-    """What one loop did. `first` and `what`: step and name of the first bad number; 0 and "" if there was none."""
+    """What one loop did.
+
+    `first` and `what`: step and name of the first bad number; 0 and "" if there was none.
+    """
 
     net: nn.Module
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # of the unscaled gradient; `bare` measures it when it clips
+    # of the unscaled gradient; `bare` measures it when it clips
+    norms: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)  # the loss scale after each step
     skipped: list[int] = field(default_factory=list)  # steps
     first: int = 0
@@ -54,18 +60,20 @@ class Outcome:
 
     @property
     def trains(self) -> bool:
-        """No bad number, and the loss fell: its mean over the last quarter is below its mean over the first quarter."""
+        """No bad number, and the mean loss of the last quarter is below that of the first."""
         quarter = max(1, len(self.losses) // 4)
-        return not self.first and not self.sick and sum(self.losses[-quarter:]) < sum(self.losses[:quarter])
+        healthy = not self.first and not self.sick
+        return healthy and sum(self.losses[-quarter:]) < sum(self.losses[:quarter])
 
     def blames(self, verdict: str, op: str, module: str) -> bool:
-        """Did the autopsy return this verdict, this operation (a part of its name) and this module?"""
+        """Did the autopsy return this verdict, this operation (part of its name), this module?"""
         r = self.report
         return r is not None and r.verdict == verdict and op in r.op and r.module == module
 
     def __str__(self) -> str:
         if self.report:
-            return f"{self.report.verdict} @ {self.first}: {where(self.report) if self.report.op else self.what}"
+            place = where(self.report) if self.report.op else self.what
+            return f"{self.report.verdict} @ {self.first}: {place}"
         if self.first:
             return f"{self.what} @ {self.first}"
         return f"finite, loss {self.losses[0]:.3g} -> {self.losses[-1]:.3g}"
@@ -73,7 +81,10 @@ class Outcome:
 
 @dataclass
 class Case:
-    """One table. Its rows: dtype or variant, bare, guarded, cured; the reported row comes first. Then its claims."""
+    """One table.
+
+    Its rows: dtype or variant, bare, guarded, cured; the reported row comes first. Then its claims.
+    """
 
     name: str
     rows: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
@@ -81,7 +92,10 @@ class Case:
     claims: list[tuple[str, bool]] = field(default_factory=list)
 
     def row(self, name: str, published: Any, watched: Any, cured: Any) -> None:
-        """Add a row of Outcomes or sentences. For Outcomes it adds the claims that every case must show."""
+        """Add a row of Outcomes or sentences.
+
+        For Outcomes it adds the claims that every case must show.
+        """
         self.rows.append((name, published, watched, cured))
         if isinstance(watched, Outcome):
             self.claim(f"{name}: guarded, the weights stay finite", not watched.sick)
@@ -96,11 +110,19 @@ class Case:
         return bool(self.claims) and all(holds for _, holds in self.claims)
 
     def __str__(self) -> str:
-        table = [(self.name, "bare", "guarded", "cured"), *(tuple(map(str, row)) for row in self.rows)]
+        table = [
+            (self.name, "bare", "guarded", "cured"),
+            *(tuple(map(str, row)) for row in self.rows),
+        ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
         lines += [f"  {note}" for note in self.notes]
-        return "\n".join(lines + [f"  [{'ok' if ok else 'FAILED'}] {sentence}" for sentence, ok in self.claims])
+        return "\n".join(
+            lines + [f"  [{'ok' if ok else 'FAILED'}] {sentence}" for sentence, ok in self.claims]
+        )
 
 
 def show(*cases: Case) -> int:
@@ -120,7 +142,9 @@ def images(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def around(batches: list[tuple], steps: int) -> list[tuple]:
-    """The same few batches again and again: within twenty steps a loss falls only on images that were seen before."""
+    """The same few batches again and again: within twenty steps a loss falls only on images that
+    were seen before.
+    """
     return [batches[i % len(batches)] for i in range(steps)]
 
 
@@ -129,7 +153,11 @@ def autocast(dtype: torch.dtype) -> torch.autocast:
 
 
 def non_finite(net: nn.Module) -> list[str]:
-    return [n for n, t in (*net.named_parameters(), *net.named_buffers()) if not bool(t.isfinite().all())]
+    return [
+        n
+        for n, t in (*net.named_parameters(), *net.named_buffers())
+        if not bool(t.isfinite().all())
+    ]
 
 
 def refusal(net: nn.Module, **options: Any) -> str:
@@ -141,9 +169,20 @@ def refusal(net: nn.Module, **options: Any) -> str:
     return ""
 
 
-def bare(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
-         growth_interval: int = 2000, **options: Any) -> Outcome:
-    """The loop as published: it goes on after the first bad step. `options` are those of torch's AdamW."""
+def bare(
+    net: nn.Module,
+    batches: list[tuple],
+    dtype: torch.dtype,
+    lr: float,
+    *,
+    clip: float | None = None,
+    growth_interval: int = 2000,
+    **options: Any,
+) -> Outcome:
+    """The loop as published: it goes on after the first bad step.
+
+    `options` are those of torch's AdamW.
+    """
     torch.manual_seed(1)
     outcome = Outcome(copy.deepcopy(net))
     optimizer = torch.optim.AdamW(outcome.net.parameters(), lr, weight_decay=0.0, **options)
@@ -161,7 +200,8 @@ def bare(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *,
         optimizer.zero_grad()
         outcome.losses.append(loss.item())
         outcome.scales.append(scaler.get_scale())
-        outcome.skipped += [step] * (outcome.scales[-1] < before)
+        if outcome.scales[-1] < before:
+            outcome.skipped.append(step)
         if not outcome.first:
             outcome.what = "" if math.isfinite(outcome.losses[-1]) else f"loss {outcome.losses[-1]}"
             outcome.what = outcome.what or next((f"non-finite {n}" for n in outcome.sick), "")
@@ -182,34 +222,60 @@ def rerun(net: nn.Module, dtype: torch.dtype) -> Callable:
     return run_step
 
 
-def guarded(net: nn.Module, batches: list[tuple], dtype: torch.dtype, lr: float, *, clip: float | None = None,
-            stop: bool = True, **options: Any) -> Outcome:
-    """train.py's step. It stops at the first bad step that has a cause, with the autopsy's report.
+def guarded(
+    net: nn.Module,
+    batches: list[tuple],
+    dtype: torch.dtype,
+    lr: float,
+    *,
+    clip: float | None = None,
+    stop: bool = True,
+    **options: Any,
+) -> Outcome:
+    """The guarded step. It stops at the first bad step that has a cause, with the autopsy's report.
 
-    With `stop=False` bad steps are only skipped. `options` are those of ClippedAdamW, which may raise ValueError.
+    With `stop=False` bad steps are only skipped. `options` are those of ClippedAdamW, which may
+    raise ValueError.
     """
     torch.manual_seed(1)
-    outcome = Outcome(net := copy.deepcopy(net))
-    run = Run(net=net, model=net, guard=guards.Guard(net, lag=False, spikes=probes.SpikeDetector()),
-              policy=amp_policy.choose_policy(NAMES[dtype], amp_policy.capabilities("cpu"), None, None),
-              scaler=amp_policy.LossScaler("cpu", enabled=dtype is F16),
-              optimizer=ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=clip, **options))
-    for step, batch in enumerate(batches, 1):
+    net = copy.deepcopy(net)
+    outcome = Outcome(net)
+    guard = Guard(net, lag=False, spikes=probes.SpikeDetector())
+    scaler = LossScaler("cpu", enabled=dtype is F16)
+    optimizer = ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=None, **options)
+    for step, (images, labels) in enumerate(batches, 1):
         record = autopsy.StepRecord(step, net)
-        record.keep(*batch)
-        run.guard.open(step)
-        train_step(run, *batch)
-        verdict = run.guard.verdict()
-        scale = verdict.stats["scale"]  # before this step's update of the scale
+        record.keep(images, labels)
+        scale = scaler.get_scale()
+        guard.open(step)
+        safe_labels = guard.see_batch(images, labels)
+        with autocast(dtype):
+            loss, _ = net(images, safe_labels)
+        guard.see_loss(loss)
+        scaler.scale(loss).backward()
+        found_inf = guard.step(optimizer, scaler, clip=clip)
+        scaler.update(found_inf=found_inf)
+        optimizer.zero_grad()
+        verdict = guard.verdict()
         outcome.losses.append(verdict.stats["loss"])
-        outcome.scales.append(run.scaler.get_scale())
+        outcome.scales.append(scaler.get_scale())
         outcome.spikes += [f"step {step}: {sentence}" for sentence in verdict.spikes]
-        outcome.skipped += [step] * (not verdict.accepted)
-        if verdict.accepted or not stop:
+        if verdict.accepted:
             continue
-        report = autopsy.examine(rerun(net, dtype), record, net, state=run.optimizer.state_dict(),
-                                 precision=NAMES[dtype], scale=scale)
+        outcome.skipped.append(step)
+        if not stop:
+            continue
+        report = autopsy.examine(
+            rerun(net, dtype),
+            record,
+            net,
+            state=optimizer.state_dict(),
+            precision=NAMES[dtype],
+            scale=scale,
+        )
         if report.verdict != "calibration":  # that is finite at loss scale 1
-            outcome.first, outcome.what, outcome.report = step, " and ".join(verdict.reasons), report
+            outcome.first = step
+            outcome.what = " and ".join(verdict.reasons)
+            outcome.report = report
             break
     return outcome

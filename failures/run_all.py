@@ -1,8 +1,9 @@
 """
-All failures, one after the other, and one table: python failures/run_all.py   (2 cores: about a minute)
+All failures, one after the other, and one table: python failures/run_all.py   (2 cores: about a
+minute)
 
-It prints the table and the claims of each case. Then it prints one line for each case, and writes these lines as
-Markdown to failures/TABLE.md. It exits with 1 if a claim failed.
+It prints the table and the claims of each case. Then it prints one line for each case, and writes
+these lines as Markdown to failures/TABLE.md. It exits with 1 if a claim failed.
 """
 
 import sys
@@ -26,22 +27,38 @@ from failures import (
 )
 from failures.loops import Case, show
 
-FILES = (vmamba_eval_nan, swin_attention_overflow, nanovlm_masked_rows, trellis_adamw_fp16, opendit_modulate_kernel,
-         through_train, more_batchnorm_buffers, more_loss_scale_zero, more_bf16_weights, more_one_rank_skips,
-         more_order_of_calls, more_fp16_loss)
+FILES = (
+    vmamba_eval_nan,
+    swin_attention_overflow,
+    nanovlm_masked_rows,
+    trellis_adamw_fp16,
+    opendit_modulate_kernel,
+    through_train,
+    more_batchnorm_buffers,
+    more_loss_scale_zero,
+    more_bf16_weights,
+    more_one_rank_skips,
+    more_order_of_calls,
+    more_fp16_loss,
+)
 
 
 def markdown(cases: list[tuple[str, Case]]) -> str:
     """One row for each case: its first row, which is the reported one."""
-    lines = ["| case | dtype | as published | guarded: what is named | cured | holds |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| case | dtype | as published | guarded: what is named | cured | holds |",
+        "|---|---|---|---|---|---|",
+    ]
     for file, case in cases:
         dtype, *cells = (str(cell).replace("|", "/") for cell in case.rows[0])
-        lines.append(f"| [{case.name}]({file}) | {dtype} | {' | '.join(cells)} | {'yes' if case.holds else '**NO**'} |")
+        holds = "yes" if case.holds else "**NO**"
+        lines.append(f"| [{case.name}]({file}) | {dtype} | {' | '.join(cells)} | {holds} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    cases, code = [], 0
+    cases = []
+    code = 0
     for module in FILES:
         start = time.time()
         made = module.case()

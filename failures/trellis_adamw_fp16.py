@@ -1,21 +1,30 @@
 """
 TRELLIS: AdamW on half weights divides 0 by 0
 
-Reported    microsoft/TRELLIS issue 162: fine-tuning of the SLat VAE loaded as "..._fp16"; gradients are healthy (about
-            6e-6), and all fp16 parameters are NaN after one optimizer step. TripoSF 5 and pytorch 147437: the same.
-First bad   The first fp16 weight, written by the optimizer in step 1. Forward, backward and gradients are finite, so
-            detect_anomaly sees nothing.
-Why         step = m / (sqrt(v) + eps). The smallest number of fp16 is 5.96e-8, so eps = 1e-8 is exactly 0, and so is
-            v = 0.001 * g^2 for |g| < 5.4e-3. The rest is m / 0: inf, and NaN where the gradient is 0.
-Cure        fp32 master weights with fp32 moments; the fp16 copy is written once in each step. TRELLIS itself does this
-            ("inflat_all", one flat fp32 master); a user's own loop must do it too: ClippedAdamW(..., masters=True).
-Tried, no   eps=1e-4: no NaN, because v stays 0 and the step becomes lr * m / eps. That is far too small below g = 1e-4
-            and far too large above; the table says how far the weights travel. amsgrad: the maximum of zeros is 0.
-            GradScaler refuses half gradients. fused=True computes in fp32 and hides the NaN. But it still stores v as
-            0, and the weights travel hundreds of times too far. Clipping and a lower learning rate: 0/0 stays 0/0.
-Evidence    The structure of the VAE (fp32 input and output layers, fp16 blocks, fp32 norms) with torch's own AdamW. The
-            arithmetic between the fp16 weights is fp32 here, since a CPU emulates fp16. Weights and gradients are fp16,
-            and the failure needs no more. bench/adam_in_half.py measures more.
+Reported    microsoft/TRELLIS issue 162: fine-tuning of the SLat VAE loaded as "..._fp16"; gradients
+            are healthy (about 6e-6), and all fp16 parameters are NaN after one optimizer step.
+            TripoSF 5 and pytorch 147437: the same.
+First bad   The first fp16 weight, written by the optimizer in step 1. Forward, backward and
+            gradients are finite, so detect_anomaly sees nothing.
+Why         step = m / (sqrt(v) + eps). The smallest number of fp16 is 5.96e-8, so eps = 1e-8 is
+            exactly 0, and so is v = 0.001 * g^2 for |g| < 5.4e-3. The rest is m / 0: inf, and NaN
+            where the gradient is 0.
+Cure        fp32 master weights with fp32 moments; the fp16 copy is written once in each step.
+            TRELLIS itself does this ("inflat_all", one flat fp32 master); a user's own loop must do
+            it too: ClippedAdamW(..., masters=True).
+Tried, no   eps=1e-4: no NaN, because v stays 0 and the step becomes lr * m / eps. That is far too
+            small below g = 1e-4 and far too large above; the table says how far the weights travel.
+            amsgrad: the maximum of zeros is 0. GradScaler refuses half gradients. fused=True
+            computes in fp32 and hides the NaN. But it still stores v as 0, and the weights travel
+            hundreds of times too far. Clipping and a lower learning rate: 0/0 stays 0/0.
+Evidence    The structure of the VAE (fp32 input and output layers, fp16 blocks, fp32 norms) with
+            torch's own AdamW. The arithmetic between the fp16 weights is fp32 here, since a CPU
+            emulates fp16. Weights and gradients are fp16, and the failure needs no more.
+            bench/adam_in_half.py measures more.
+Margin      99.4 % of the fp16 weights are gone where 90 % are claimed. eps=1e-4 moves the weights
+            0.06 times as far as fp32 where gradients are small (below 0.2 is claimed) and 10 times
+            as far where they are large (above 3). Masters move them as far as fp32 does, within 1 %
+            (20 % is allowed).
 Run         python failures/trellis_adamw_fp16.py
 """
 
@@ -41,7 +50,10 @@ ROWS = {  # name: torch.optim.AdamW's options
 
 
 class Linear(nn.Linear):
-    """Weights in any dtype, arithmetic in fp32. The backward of the cast returns the gradient in the weights' dtype."""
+    """Weights in any dtype, arithmetic in fp32.
+
+    The backward of the cast returns the gradient in the weights' dtype.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.float(), self.bias.float())
@@ -50,13 +62,16 @@ class Linear(nn.Linear):
 class Block(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.to_qkv, self.to_out = Linear(dim, 3 * dim), Linear(dim, dim)
+        self.to_qkv = Linear(dim, 3 * dim)
+        self.to_out = Linear(dim, dim)
         self.mlp = nn.Sequential(Linear(dim, 4 * dim), nn.GELU(), Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
         q, k, v = self.to_qkv(F.layer_norm(x, (D,))).view(B, N, 3, 4, D // 4).permute(2, 0, 3, 1, 4)
-        x = x + self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, D))
+        x = x + self.to_out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, D)
+        )
         return x + self.mlp(F.layer_norm(x, (D,)))
 
 
@@ -65,8 +80,12 @@ class VAE(nn.Module):
 
     def __init__(self, dim: int = 64, code: int = 8):
         super().__init__()
-        self.input_layer, self.encoder, self.code = nn.Linear(48, dim), Block(dim), nn.Linear(dim, 2 * code)
-        self.back, self.decoder, self.out_layer = nn.Linear(code, dim), Block(dim), nn.Linear(dim, 48)
+        self.input_layer = nn.Linear(48, dim)
+        self.encoder = Block(dim)
+        self.code = nn.Linear(dim, 2 * code)
+        self.back = nn.Linear(code, dim)
+        self.decoder = Block(dim)
+        self.out_layer = nn.Linear(dim, 48)
 
     def forward(self, images: Tensor, target: Tensor) -> tuple[Tensor, dict]:
         h = self.encoder(self.input_layer(F.unfold(images, 4, stride=4).transpose(1, 2)))
@@ -80,13 +99,25 @@ class VAE(nn.Module):
 def travelled(net: VAE, start: VAE) -> float:
     """The distance (2-norm) that the weights of the blocks have moved."""
     pairs = zip(net.named_parameters(), start.parameters(), strict=True)
-    return torch.stack([(p.detach().float() - q.detach().float()).norm() for (name, p), q in pairs
-                        if name.startswith(("encoder", "decoder"))]).norm().item()
+    return (
+        torch.stack(
+            [
+                (p.detach().float() - q.detach().float()).norm()
+                for (name, p), q in pairs
+                if name.startswith(("encoder", "decoder"))
+            ]
+        )
+        .norm()
+        .item()
+    )
 
 
 def too_far(size: float, steps: int = 100) -> float:
-    """eps=1e-4 on fp16 state, gradients of about `size`: the distance moved, divided by that of plain fp32 AdamW."""
-    noise, ends = torch.Generator().manual_seed(0), []
+    """eps=1e-4 on fp16 state, gradients of about `size`: the distance moved, divided by that of
+    plain fp32 AdamW.
+    """
+    noise = torch.Generator().manual_seed(0)
+    ends = []
     grads = (1 + 0.1 * torch.randn(steps, 256, generator=noise)) * size
     for dtype, eps in ((F16, 1e-4), (F32, 1e-8)):
         w = torch.zeros(256, dtype=dtype)
@@ -100,7 +131,7 @@ def too_far(size: float, steps: int = 100) -> float:
 
 def case(steps: int = 60) -> Case:
     x, _ = images(64)
-    batches = around([(x[i:i + 16], x[i:i + 16]) for i in range(0, 64, 16)], steps)
+    batches = around([(x[i : i + 16], x[i : i + 16]) for i in range(0, 64, 16)], steps)
     out = Case("TRELLIS, VAE")
     torch.manual_seed(0)
     start = VAE()
@@ -113,28 +144,50 @@ def case(steps: int = 60) -> Case:
     ratio = travelled(cured.net, half) / full
     for name, options in ROWS.items():
         published = bare(half, batches, F32, LR, **options)
-        far = f"; travels x{travelled(published.net, half) / full:.2g}" if not published.first else ""
+        far = (
+            f"; travels x{travelled(published.net, half) / full:.2g}" if not published.first else ""
+        )
         says = refusal(half, lr=LR, eps=options.get("eps", 1e-8))
         named = f"refused: {says.split(';')[0].split(', so')[0]}"
         out.row(name, f"{published}{far}", named, f"{cured}; travels x{ratio:.2g}")
         out.claim(f"{name}: refused before the first step", says)
         if "eps" not in options and "fused" not in options:
-            out.claim(f"{name}: non-finite weights after step 1", published.first == 1 and published.sick)
-    out.claim("masters train, as far as fp32 does", cured.trains and not cured.sick and 0.8 < ratio < 1.25
-              and abs(cured.losses[-1] - fp32.losses[-1]) < 0.02)
-    small, large = too_far(6e-6), too_far(1e-3)
-    out.notes.append(f"eps=1e-4 in fp16, distance / fp32's: x{small:.2g} where |g| is 6e-6 (as reported), "
-                     f"x{large:.2g} where it is 1e-3")
-    out.claim("eps=1e-4 trades the NaN for a wrong step: too small for small gradients, too large for large ones",
-              small < 0.2 and large > 3)
+            out.claim(
+                f"{name}: non-finite weights after step 1", published.first == 1 and published.sick
+            )
+    out.claim(
+        "masters train, as far as fp32 does",
+        cured.trains
+        and not cured.sick
+        and 0.8 < ratio < 1.25
+        and abs(cured.losses[-1] - fp32.losses[-1]) < 0.02,
+    )
+    small = too_far(6e-6)
+    large = too_far(1e-3)
+    out.notes.append(
+        f"eps=1e-4 in fp16, distance / fp32's: x{small:.2g} where |g| is 6e-6 (as reported), "
+        f"x{large:.2g} where it is 1e-3"
+    )
+    out.claim(
+        "eps=1e-4 trades the NaN for a wrong step: too small or too large, as the gradient is",
+        small < 0.2 and large > 3,
+    )
 
-    once = bare(half, batches[:1], F32, LR, foreach=True, clip=1e9)  # 1e9 never clips; it only measures the norm
-    weights = {d: torch.cat([p.flatten() for p in once.net.parameters() if p.dtype is d]) for d in (F16, F32)}
+    # 1e9 never clips; it only measures the norm
+    once = bare(half, batches[:1], F32, LR, foreach=True, clip=1e9)
+    weights = {
+        d: torch.cat([p.flatten() for p in once.net.parameters() if p.dtype is d])
+        for d in (F16, F32)
+    }
     gone = {dtype: 1 - w.isfinite().float().mean().item() for dtype, w in weights.items()}
-    out.notes.append(f"step 1: gradient norm {once.norms[0]:.2g}; then {gone[F16]:.1%} of the fp16 weights are NaN or "
-                     f"inf, {gone[F32]:.1%} of the fp32 ones")
-    out.claim("the gradient is healthy, the fp16 weights are gone, no fp32 weight is",
-              once.norms[0] < 10 and gone[F16] > 0.99 and gone[F32] == 0)
+    out.notes.append(
+        f"step 1: gradient norm {once.norms[0]:.2g}; then {gone[F16]:.1%} of the fp16 weights are "
+        f"NaN or inf, {gone[F32]:.1%} of the fp32 ones"
+    )
+    out.claim(
+        "the gradient is healthy, the fp16 weights are gone, no fp32 weight is",
+        once.norms[0] < 10 and gone[F16] > 0.9 and gone[F32] == 0,
+    )
     scaler = torch.amp.GradScaler("cpu")
     try:
         scaler.scale(half(*batches[0])[0]).backward()

@@ -1,15 +1,18 @@
 """
-Models: one self-contained file each, and here the table of them. train.py calls every model in the same way:
+Models: one self-contained file each, and here the table of them. train.py calls every model in the
+same way:
 
     loss, metrics = model(images, labels)
 
-`loss` is an fp32 scalar. `metrics` maps a name to one fp32 number per image. `model.judged_by` names the metric that
-picks the best weights ("acc1": higher is better; "-loss": lower is better). A model that has samples, reconstructions
-or answers to show has `show(images, labels)`, which returns images in the space of the input, or lines of text.
+`loss` is an fp32 scalar. `metrics` maps a name to one fp32 number per image. `model.judged_by`
+names the metric that picks the best weights ("acc1": higher is better; "-loss": lower is better). A
+model that has samples, reconstructions or answers to show has `show(images, labels)`, which returns
+images in the space of the input, or lines of text.
 
-To add a model, add one line to MODELS: its name, a function build(class_names, image_size) -> net, and its recipe.
+To add a model, add one line to MODELS: its name, a function build(class_names, image_size,
+channels) -> net, and its recipe.
 
-    "mine": (lambda names, size: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
+    "mine": (lambda names, size, channels=3: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
 
 A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
@@ -19,6 +22,7 @@ from torch import nn
 
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
+from .regressor import Regressor
 
 
 class DoesNotFit(ValueError):
@@ -26,13 +30,19 @@ class DoesNotFit(ValueError):
 
 
 def resnet(name):
-    """torchvision's. Below 64 pixels its first convolution keeps the resolution, as in the paper's nets for CIFAR-10:
-    else the last stage would see a single pixel."""
+    """torchvision's.
 
-    def build(names, size):
+    Below 64 pixels its first convolution keeps the resolution, as in the paper's nets for CIFAR-10:
+    else the last stage would see a single pixel.
+    """
+
+    def build(names, size, channels=3):
         net = torchvision.models.get_model(name, num_classes=len(names))
         if size < 64:
-            net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+            net.conv1 = nn.Conv2d(channels, 64, kernel_size=3, padding=1, bias=False)
+        elif channels != 3:
+            net.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        if size < 64 or channels != 3:
             nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
         return net
 
@@ -40,75 +50,147 @@ def resnet(name):
 
 
 def convnet(preset):
-    return lambda names, size: cifarnet.CifarNet(num_classes=len(names), **preset)
+    def build(names, size, channels=3):
+        return cifarnet.CifarNet(num_classes=len(names), channels=channels, **preset)
+
+    return build
 
 
 def patches(constructor, preset):
-    """For nets that cut images into patches. `grid`, the patches a side, becomes the patch size for these images."""
+    """For nets that cut images into patches.
 
-    def build(names, size):
-        options, grid = dict(preset), preset.get("grid")
+    `grid`, the patches a side, becomes the patch size for these images.
+    """
+
+    def build(names, size, channels=3):
+        options = dict(preset) | {"image_size": size, "channels": channels}
+        grid = preset.get("grid")
         if grid and size % grid:
-            raise DoesNotFit(f"--image-size {size} does not divide into {grid} patches a side: take a multiple of it")
+            sentence = f"--image-size {size} does not divide into {grid} patches a side"
+            raise DoesNotFit(f"{sentence}: take a multiple of it")
         if grid:
             del options["grid"]
             options["patch_size"] = size // grid
-        classes = {"class_names": names} if constructor is vlm.VLM else {"num_classes": len(names)}
-        return constructor(**options | classes | {"image_size": size})
+        if constructor is vlm.VLM:
+            return vlm.VLM(class_names=names, **options)
+        return constructor(num_classes=len(names), **options)
 
     return build
 
 
 def set_drop_path(net, p):
-    """Drop residual branches in training with probability p: at the last block, linearly less before it."""
+    """In training, drop the last block's branches with probability p, earlier ones less."""
     if not p < 1:
         raise DoesNotFit(f"--drop-path {p:g} drops every branch: take a probability below 1")
     if hasattr(net, "set_drop_path"):
         net.set_drop_path(p)
     elif p:
-        raise DoesNotFit(f"--drop-path {p:g}: {type(net).__name__} has no drop path, only swin and vmamba have")
+        raise DoesNotFit(
+            f"--drop-path {p:g}: {type(net).__name__} has no drop path, only swin and vmamba have"
+        )
 
 
-# lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with the batch: "sqrt",
-# "linear" or "none". warmup is a share of the run. augment is "crop" (a random crop and the flip) or "flip" (the centre
-# and the flip): a generative model would learn to draw the mirrored borders of padded crops. small is the share of the
-# run, from its start, that trains on the inner 7/8 of each side (a convnet that takes images of any size).
-RECIPE = {"lr": 1e-3, "lr_rule": "sqrt", "lr_scale": {}, "warmup": 0.2, "schedule": "linear", "weight_decay": 0.05,
-          "muon": [], "muon_options": {}, "batch_size": 256, "label_smoothing": 0.0, "drop_path": 0.0, "ema": 0.0,
-          "augment": "crop", "small": 0.0, "epochs": 30, "cuda_graph": False}
-CIFARNET = RECIPE | {"lr": 2e-2, "lr_scale": {"*.bias": 10.0}, "warmup": 0.025, "weight_decay": 0.2,
-                     "muon": ["groups.*.weight"], "muon_options": {"momentum": 0.6, "ns_steps": 3}, "batch_size": 1000,
-                     "label_smoothing": 0.2, "small": 0.6, "epochs": 10, "cuda_graph": True}
+# lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with
+# the batch: "sqrt", "linear" or "none". warmup is a share of the run. augment is "crop" (a random
+# crop and the flip) or "flip" (the centre and the flip): a generative model would learn to draw the
+# mirrored borders of padded crops. small is the share of the run, from its start, that trains on
+# the inner 7/8 of each side (a convnet that takes images of any size).
+RECIPE = {
+    "lr": 1e-3,
+    "lr_rule": "sqrt",
+    "lr_scale": {},
+    "warmup": 0.2,
+    "schedule": "linear",
+    "weight_decay": 0.05,
+    "muon": [],
+    "muon_options": {},
+    "batch_size": 256,
+    "label_smoothing": 0.0,
+    "drop_path": 0.0,
+    "ema": 0.0,
+    "augment": "crop",
+    "small": 0.0,
+    "epochs": 30,
+    "cuda_graph": False,
+}
+CIFARNET = RECIPE | {
+    "lr": 2e-2,
+    "lr_scale": {"*.bias": 10.0},
+    "warmup": 0.025,
+    "weight_decay": 0.2,
+    "muon": ["groups.*.weight"],
+    "muon_options": {"momentum": 0.6, "ns_steps": 3},
+    "batch_size": 1000,
+    "label_smoothing": 0.2,
+    "small": 0.6,
+    "epochs": 10,
+    "cuda_graph": True,
+}
 RESNET = RECIPE | {"label_smoothing": 0.1}
-RESNET18 = RESNET | {"lr": 8e-3, "lr_scale": {"fc.*": 0.2}, "small": 0.6, "epochs": 10,
-                     "muon": ["layer?.*.conv?.weight", "layer?.*.downsample.0.weight"],
-                     "muon_options": {"momentum": 0.6, "ns_steps": 3}}
+RESNET18 = RESNET | {
+    "lr": 8e-3,
+    "lr_scale": {"fc.*": 0.2},
+    "small": 0.6,
+    "epochs": 10,
+    "muon": ["layer?.*.conv?.weight", "layer?.*.downsample.0.weight"],
+    "muon_options": {"momentum": 0.6, "ns_steps": 3},
+}
 TRANSFORMER = RECIPE | {"lr": 2e-3, "batch_size": 128, "label_smoothing": 0.1}
 VMAMBA = TRANSFORMER | {"lr": 6e-3}
 DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, "augment": "flip"}
 SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128, "augment": "flip"}
 VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 
-# The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One epoch of swin reached
-# 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the table's runs had.
+# The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One
+# epoch of swin reached 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the
+# table's runs had.
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
 SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 7}
-VMAMBA_CIFAR = TRANSFORMER | {"lr": 4e-3, "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"], "epochs": 5}
-DIT_CIFAR = DIT | {"lr": 2e-3, "muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"], "batch_size": 128,
-                   "epochs": 15}
+VMAMBA_CIFAR = TRANSFORMER | {
+    "lr": 4e-3,
+    "muon": ["layers.*_proj.weight", "layers.*.mlp.*.weight"],
+    "epochs": 5,
+}
+DIT_CIFAR = DIT | {
+    "lr": 2e-3,
+    "muon": ["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"],
+    "batch_size": 128,
+    "epochs": 15,
+}
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
 VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
 # The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
-SWIN_T = TRANSFORMER | {"lr": 1e-3, "lr_rule": "linear", "batch_size": 1024, "warmup": 20 / 300, "schedule": "cosine",
-                        "drop_path": 0.2, "epochs": 300}
+SWIN_T = TRANSFORMER | {
+    "lr": 1e-3,
+    "lr_rule": "linear",
+    "batch_size": 1024,
+    "warmup": 20 / 300,
+    "schedule": "cosine",
+    "drop_path": 0.2,
+    "epochs": 300,
+}
 VMAMBA_T = SWIN_T  # VMamba took Swin's recipe
-DIT_S2 = DIT | {"lr": 1e-4, "lr_rule": "none", "batch_size": 256, "warmup": 0.0, "schedule": "constant", "ema": 0.9999,
-                "epochs": 80}
-SLAT_VAE_B = SLAT_VAE | {"lr": 1e-4, "lr_rule": "none", "batch_size": 32, "warmup": 0.0, "schedule": "constant",
-                         "weight_decay": 0.0, "ema": 0.9999}
+DIT_S2 = DIT | {
+    "lr": 1e-4,
+    "lr_rule": "none",
+    "batch_size": 256,
+    "warmup": 0.0,
+    "schedule": "constant",
+    "ema": 0.9999,
+    "epochs": 80,
+}
+SLAT_VAE_B = SLAT_VAE | {
+    "lr": 1e-4,
+    "lr_rule": "none",
+    "batch_size": 32,
+    "warmup": 0.0,
+    "schedule": "constant",
+    "weight_decay": 0.0,
+    "ema": 0.9999,
+}
 
-MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
+MODELS = {  # name: (build(class_names, image_size, channels=3) -> net, recipe)
     "cifarnet-tiny": (convnet(cifarnet.PRESETS["cifarnet-tiny"]), CIFARNET),
     "cifarnet": (convnet(cifarnet.PRESETS["cifarnet"]), CIFARNET),
     "resnet18": (resnet("resnet18"), RESNET18),
@@ -138,6 +220,11 @@ MODELS = {  # name: (build(class_names, image_size) -> net, recipe)
 }  # fmt: skip
 
 
-def wrap(net, label_smoothing=0.0):
-    """The net itself if it returns (loss, metrics) already; a net that returns logits gets its loss."""
-    return net if hasattr(net, "judged_by") else Classifier(net, label_smoothing=label_smoothing)
+def wrap(net, label_smoothing=0.0, regression=False):
+    """The net itself if it returns (loss, metrics) already; else it gets its loss.
+
+    A net that returns logits gets a classifier's, or with `regression` the squared error.
+    """
+    if hasattr(net, "judged_by"):
+        return net
+    return Regressor(net) if regression else Classifier(net, label_smoothing=label_smoothing)

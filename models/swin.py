@@ -1,30 +1,47 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
-Swin: attention in shifted windows. The logits of version 1 overflow fp16; the logits of version 2 cannot.
+Swin: attention in shifted windows. The logits of version 1 overflow fp16; the logits of version 2
+cannot.
 
-Version 1 (Liu et al., arXiv 2103.14030) computes softmax(q . k / sqrt(d) + bias). Nothing bounds q . k: when the
-weights double, the logit grows four times. Swin-L in fp16 (microsoft/Swin-Transformer, issue 82) trained until epoch 1,
-iteration 880, and was NaN from there on. This explanation fits: a logit above 65504 is inf, softmax makes
-inf - inf = NaN, the loss scaler skips the step, and the weights do not change. A lower loss scale cannot help, because
-the forward makes the inf. Here the logits are an fp32 island, from q @ k^T to the softmax. `fp32_logits=False` computes
-the product in half precision, as published, to show the failure.
+Version 1 (Liu et al., arXiv 2103.14030) computes softmax(q . k / sqrt(d) + bias). Nothing bounds
+q . k: when the weights double, the logit grows four times. Swin-L in fp16
+(microsoft/Swin-Transformer, issue 82) trained until epoch 1, iteration 880, and was NaN from there
+on. This explanation fits: a logit above 65504 is inf, softmax makes inf - inf = NaN, the loss
+scaler skips the step, and the weights do not change. A lower loss scale cannot help, because the
+forward makes the inf. Here the logits are an fp32 island, from q @ k^T to the softmax.
+`fp32_logits=False` computes the product in half precision, as published, to show the failure.
 
 Version 2 (arXiv 2111.09883) is the authors' own answer. It has two parts:
 
-    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), with scale <= 100: |logit| <= 116. The cosine itself
-                       needs fp32. One q of 256 has a square of 65536, above fp16's range; and normalize's eps of 1e-12
-                       is 0 in fp16, so that a row of zeros gives 0 / 0.
-    res-post-norm      x + norm(branch(x)), where the norm's scale starts at 0. In version 1, x + branch(norm(x)), the
-                       amplitude of the stream x grows from block to block.
+    cosine attention   scale * cos(q, k) + 16 * sigmoid(bias), with scale <= 100: |logit| <= 116.
+                       The cosine itself needs fp32. One q of 256 has a square of 65536, above
+                       fp16's range; and normalize's eps of 1e-12 is 0 in fp16, so that a row of
+                       zeros gives 0 / 0.
+    res-post-norm      x + norm(branch(x)), where the norm's scale starts at 0. In version 1, x +
+                       branch(norm(x)), the amplitude of the stream x grows from block to block.
 
-Both versions differ from the papers in three places. The shift brings distant regions of the image together; here they
-are hidden from each other by -inf, not by -100, because -100 hides nothing once logits reach 100. This makes no NaN:
-every token sees itself. k has no bias: version 2 has none, and in version 1 softmax ignores it. The residual stream is
-fp32: in bf16 a branch below 2^-9 of the stream would be lost. Other differences from microsoft/Swin-Transformer: a grid
-smaller than its window is refused; there the window shrinks. Nothing is rescaled from a pretrained window. There is no
-dropout and no absolute position. Small presets begin with Xavier's init, the published sizes with the published one.
+Both versions differ from the papers in three places. The shift brings distant regions of the image
+together; here they are hidden from each other by -inf, not by -100, because -100 hides nothing once
+logits reach 100. This makes no NaN: every token sees itself. k has no bias: version 2 has none, and
+in version 1 softmax ignores it. The residual stream is fp32: in bf16 a branch below 2^-9 of the
+stream would be lost. Other differences from microsoft/Swin-Transformer: a grid smaller than its
+window is refused; there the window shrinks. Nothing is rescaled from a pretrained window. There is
+no dropout and no absolute position. Small presets begin with Xavier's init, the published sizes
+with the published one.
 
 Copy this file alone: it needs torch and nothing else.
+
+Paste::
+
+    import torch
+    import torch.nn.functional as F
+    from swin import Swin
+
+    net = Swin(num_classes=10, image_size=32, patch_size=4, dim=48, window=4, version=2)
+    images = torch.randn(8, 3, 32, 32)
+    labels = torch.zeros(8).long()
+    loss = F.cross_entropy(net(images).float(), labels)
+    loss.backward()
 """
 
 from __future__ import annotations
@@ -52,41 +69,52 @@ PRESETS = {
 class PatchEmbed(nn.Module):
     """(B, 3, H, W) -> (B, H / patch_size, W / patch_size, dim).
 
-    A convolution whose stride equals its kernel is a matmul. It is written as one: CPUs only emulate fp16 convolutions.
+    A convolution whose stride equals its kernel is a matmul. It is written as one: CPUs only
+    emulate fp16 convolutions.
     """
 
-    def __init__(self, patch_size: int, dim: int):
+    def __init__(self, patch_size: int, dim: int, channels: int):
         super().__init__()
         self.patch_size = patch_size
-        self.proj, self.norm = nn.Linear(3 * patch_size**2, dim), nn.LayerNorm(dim)
+        self.proj = nn.Linear(channels * patch_size**2, dim)
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, images: Tensor) -> Tensor:
         p = self.patch_size
         x = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # B, 3, H/p, p, W/p, p
-        return self.norm(self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3)).float())  # B, H/p, W/p, dim
+        # B, H/p, W/p, dim
+        return self.norm(self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3)).float())
 
 
 class PatchMerging(nn.Module):
-    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): concatenates four neighbours, then one matmul."""
+    """(B, H, W, D) -> fp32 (B, H / 2, W / 2, 2 D): joins four neighbours, then one matmul."""
 
     def __init__(self, dim: int, version: int):
         super().__init__()
         self.version = version
-        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)  # version 1: before the matmul; 2: after it
+        # version 1: before the matmul; 2: after it
+        self.norm = nn.LayerNorm(4 * dim if version == 1 else 2 * dim)
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # B, H/2, 2, W/2, 2, D
-        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # B, H/2, W/2, 4 D; the published order: down first, then right
+        # B, H/2, W/2, 4 D; the published order: down first, then right
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)
         if self.version == 1:
             return self.reduction(self.norm(x)).float()
         return self.norm(self.reduction(x).float())
 
 
 def offsets(window: int) -> Tensor:
-    """For each pair of the N tokens of a window, which of the (2 window - 1)^2 relative positions: int64 (N, N)."""
-    y, x = torch.arange(window).repeat_interleave(window), torch.arange(window).repeat(window)  # each N
-    dy, dx = y[:, None] - y + window - 1, x[:, None] - x + window - 1  # each N, N: 0 ... 2 window - 2
+    """For each pair of the N tokens of a window, which of the (2 window - 1)^2 relative positions:
+    int64 (N, N).
+    """
+    # each N
+    y = torch.arange(window).repeat_interleave(window)
+    x = torch.arange(window).repeat(window)
+    # each N, N: 0 ... 2 window - 2
+    dy = y[:, None] - y + window - 1
+    dx = x[:, None] - x + window - 1
     return dy * (2 * window - 1) + dx
 
 
@@ -107,13 +135,18 @@ class RelativeBias(nn.Module):
 
 
 class ContinuousBias(nn.Module):
-    """Version 2: 16 * sigmoid of a small network that reads the relative position. () -> fp32 (heads, N, N)."""
+    """Version 2: 16 * sigmoid of a small network that reads the relative position.
+
+    () -> fp32 (heads, N, N).
+    """
 
     def __init__(self, window: int, heads: int):
         super().__init__()
         t = torch.arange(1 - window, window) / (window - 1)
-        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3  # -1 ... 1; on a log scale a wider window is a smaller change
-        self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)  # (2 window - 1)^2, 2
+        # -1 ... 1; on a log scale a wider window is a smaller change
+        t = t.sign() * torch.log2(1 + 8 * t.abs()) / 3
+        # (2 window - 1)^2, 2
+        self.register_buffer("at", torch.cartesian_prod(t, t), persistent=False)
         self.register_buffer("offsets", offsets(window), persistent=False)
         self.mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, heads, bias=False))
 
@@ -121,27 +154,41 @@ class ContinuousBias(nn.Module):
         return {"mlp.0.weight", "mlp.2.weight"}  # as published
 
     def forward(self) -> Tensor:
-        return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)  # heads, N, N
+        # heads, N, N
+        return 16 * self.mlp(self.at).float().sigmoid()[self.offsets].permute(2, 0, 1)
 
 
 class WindowAttention(nn.Module):
-    """(windows, N, D) -> the same. A token attends to its window: by dot products in version 1, by cosines in 2."""
+    """(windows, N, D) -> the same.
+
+    A token attends to its window: by dot products in version 1, by cosines in 2.
+    """
 
     def __init__(self, dim: int, heads: int, window: int, version: int, fp32_logits: bool):
         super().__init__()
-        self.heads, self.version, self.fp32_logits = heads, version, fp32_logits
-        self.qv, self.k, self.proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim)
+        self.heads = heads
+        self.version = version
+        self.fp32_logits = fp32_logits
+        self.qv = nn.Linear(dim, 2 * dim)
+        self.k = nn.Linear(dim, dim, bias=False)
+        self.proj = nn.Linear(dim, dim)
         self.bias = (RelativeBias if version == 1 else ContinuousBias)(window, heads)
         if version == 2:
-            self.logit_scale = nn.Parameter(torch.full((heads,), math.log(10.0)))  # 1-d, so weight decay skips it
+            # 1-d, so weight decay skips it
+            self.logit_scale = nn.Parameter(torch.full((heads,), math.log(10.0)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (windows, heads, N, D / heads)."""
-        (q, v), k = self.qv(x).chunk(2, -1), self.k(x)  # each windows, N, D
+        # each windows, N, D
+        q, v = self.qv(x).chunk(2, -1)
+        k = self.k(x)
         return tuple(t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """(windows, heads, N, N) without the bias; fp32 unless fp32_logits is False. Call this with autocast off."""
+        """(windows, heads, N, N) without the bias; fp32 unless fp32_logits is False.
+
+        Call this with autocast off.
+        """
         if self.version == 2:
             cosine = F.normalize(q.float(), dim=-1) @ F.normalize(k.float(), dim=-1).transpose(2, 3)
             return cosine * self.logit_scale.float().clamp(max=math.log(100.0)).exp()[:, None, None]
@@ -150,19 +197,25 @@ class WindowAttention(nn.Module):
         return (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """hidden: bool (windows of an image, 1, N, N), True where two tokens must not see each other."""
+        """hidden: bool (windows of an image, 1, N, N), True where two tokens must not see each
+        other.
+        """
         q, k, v = self.project(x)
-        with torch.autocast(x.device.type, enabled=False):  # autocast would cast q and k back to half for the product
+        # autocast would cast q and k back to half for the product
+        with torch.autocast(x.device.type, enabled=False):
             bias = self.bias()[None]  # 1, heads, N, N
             if hidden is not None:
                 bias = bias.masked_fill(hidden, -math.inf)  # windows of an image, heads, N, N
-            logits = self.logits(q, k).float().unflatten(0, (-1, len(bias))) + bias  # B, windows, heads, N, N
+            # B, windows, heads, N, N
+            logits = self.logits(q, k).float().unflatten(0, (-1, len(bias))) + bias
             weights = logits.softmax(-1).flatten(0, 1).to(v.dtype)  # B * windows, heads, N, N
         return self.proj((weights @ v).transpose(1, 2).flatten(2))  # B * windows, N, D
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): in training, each sample's branch is dropped with probability p."""
+    """Stochastic depth (arXiv 1603.09382): in training, each sample's branch is dropped with
+    probability p.
+    """
 
     def __init__(self, p: float = 0.0):
         super().__init__()
@@ -176,12 +229,26 @@ class DropPath(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """fp32 (B, grid, grid, D) -> the same: attention in windows that are rolled by `shift`, then an MLP."""
+    """fp32 (B, grid, grid, D) -> the same: attention in windows that are rolled by `shift`, then an
+    MLP.
+    """
 
-    def __init__(self, dim: int, heads: int, grid: int, window: int, shift: int, version: int, fp32_logits: bool):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        grid: int,
+        window: int,
+        shift: int,
+        version: int,
+        fp32_logits: bool,
+    ):
         super().__init__()
-        self.window, self.shift, self.version = window, shift, version
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.window = window
+        self.shift = shift
+        self.version = version
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
         if version == 2:  # res-post-norm: every branch adds 0 at first
             nn.init.zeros_(self.norm1.weight)
             nn.init.zeros_(self.norm2.weight)
@@ -189,25 +256,32 @@ class SwinBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.drop = DropPath()
         hidden = None
-        if shift:  # the rolled last windows hold both ends of the image, whose tokens must not see each other
+        # the rolled last windows hold both ends of the image, whose tokens must not see each other
+        if shift:
             end = (torch.arange(grid) >= grid - shift).long()  # grid: 1 in the rolled part
-            region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)  # windows, N: 0 ... 3
+            # windows, N: 0 ... 3
+            region = self.split((2 * end[:, None] + end)[None, :, :, None]).squeeze(2)
             hidden = (region[:, :, None] != region[:, None])[:, None]  # windows, 1, N, N
         self.register_buffer("hidden", hidden, persistent=False)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, grid, grid, D) -> (B * windows, N, D)."""
-        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))  # B, rows, window, columns, window, D
+        # B, rows, window, columns, window, D
+        x = x.unflatten(2, (-1, self.window)).unflatten(1, (-1, self.window))
         return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)  # B * rows * columns, N, D
 
     def join(self, x: Tensor, grid: int) -> Tensor:
         """The inverse of split: (B * windows, N, D) -> (B, grid, grid, D)."""
-        w, n = self.window, grid // self.window
-        return x.view(-1, n, n, w, w, x.shape[-1]).transpose(2, 3).reshape(-1, grid, grid, x.shape[-1])
+        w = self.window
+        n = grid // self.window
+        return (
+            x.view(-1, n, n, w, w, x.shape[-1]).transpose(2, 3).reshape(-1, grid, grid, x.shape[-1])
+        )
 
     def mix(self, x: Tensor) -> Tensor:
         """Attention in the shifted windows: (B, grid, grid, D) -> fp32, the same shape."""
-        grid, shift = x.shape[1], self.shift
+        grid = x.shape[1]
+        shift = self.shift
         if shift:
             x = x.roll((-shift, -shift), (1, 2))
         x = self.join(self.attn(self.split(x), self.hidden), grid)
@@ -224,19 +298,26 @@ class SwinBlock(nn.Module):
 
 
 class Swin(nn.Module):
-    """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B, num_classes).
+    """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B,
+    num_classes).
 
     Args:
         image_size, patch_size: pixels a side.
-        dim: channels of the first stage. Each further stage has twice the channels on half the grid.
+        channels: colours of an image.
+        dim: channels of the first stage. Each further stage has twice the channels on half the
+            grid.
         depths, heads: blocks and attention heads of each stage.
-        window: tokens a side of a window. Every second block of a stage is shifted by half a window.
+        window: tokens a side of a window. Every second block of a stage is shifted by half a
+            window.
         version: 1 or 2.
         fp32_logits: False computes version 1's logits in the dtype of q and k, as published.
-        drop_path: probability that the last block's branches are dropped; it rises linearly from 0 in the first.
-        init_std: weights begin as a normal distribution of this deviation, cut at 2, as published; None: as Xavier's.
+        drop_path: probability that the last block's branches are dropped; it rises linearly from 0
+            in the first.
+        init_std: weights begin as a normal distribution of this deviation, cut at 2, as published;
+            None: as Xavier's.
     Raises:
-        ValueError: half logits in version 2; sizes that do not divide; in the forward, images of another size.
+        ValueError: half logits in version 2; sizes that do not divide; in the forward, images of
+            another size.
     """
 
     def __init__(
@@ -245,6 +326,7 @@ class Swin(nn.Module):
         num_classes: int = 10,
         image_size: int = 32,
         patch_size: int = 4,
+        channels: int = 3,
         dim: int = 96,
         depths: tuple[int, ...] = (2, 2),
         heads: tuple[int, ...] = (3, 6),
@@ -260,48 +342,68 @@ class Swin(nn.Module):
         if version == 2 and not fp32_logits:
             raise ValueError("fp32_logits=False is version 1's: version 2 has its cosines in fp32")
         if image_size % patch_size:
-            raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
+            raise ValueError(
+                f"image_size {image_size} is not a multiple of patch_size {patch_size}"
+            )
         if len(depths) != len(heads):
             raise ValueError(f"{len(depths)} depths, but {len(heads)} numbers of heads")
-        self.image_size, grid = image_size, image_size // patch_size
-        self.embed, self.stages = PatchEmbed(patch_size, dim), nn.Sequential()
+        self.image_size = image_size
+        grid = image_size // patch_size
+        self.embed = PatchEmbed(patch_size, dim, channels)
+        self.stages = nn.Sequential()
         for stage, depth in enumerate(depths):
             merge = nn.Identity()
             if stage:
                 if grid % 2:
-                    raise ValueError(f"stage {stage} cannot merge patches two by two on a grid of {grid}")
+                    raise ValueError(
+                        f"stage {stage} cannot merge patches two by two on a grid of {grid}"
+                    )
                 merge = PatchMerging(dim, version)
                 grid, dim = grid // 2, 2 * dim
             if grid % window:
-                raise ValueError(f"the grid of stage {stage}, {grid} a side, is not a multiple of window {window}")
+                size = f"the grid of stage {stage}, {grid} a side,"
+                raise ValueError(f"{size} is not a multiple of window {window}")
             if dim % heads[stage]:
-                raise ValueError(f"the width of stage {stage}, {dim}, is not a multiple of its heads {heads[stage]}")
+                width = f"the width of stage {stage}, {dim},"
+                raise ValueError(f"{width} is not a multiple of its heads {heads[stage]}")
             blocks = nn.Sequential()
             for i in range(depth):
-                shift = window // 2 if i % 2 and grid > window else 0  # a single window has nothing to shift
-                blocks.append(SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits))
+                # a single window has nothing to shift
+                shift = window // 2 if i % 2 and grid > window else 0
+                blocks.append(
+                    SwinBlock(dim, heads[stage], grid, window, shift, version, fp32_logits)
+                )
             self.stages.append(nn.Sequential(OrderedDict(merge=merge, blocks=blocks)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, num_classes)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
         for name, module in self.named_modules():
-            # The published init leaves out the patches' convolution; ours leaves out the continuous bias.
-            if isinstance(module, nn.Linear) and not (name == "embed.proj" if init_std else ".bias." in name):
+            # The published init leaves out the patches' convolution; ours leaves out the continuous
+            # bias.
+            if isinstance(module, nn.Linear) and not (
+                name == "embed.proj" if init_std else ".bias." in name
+            ):
                 if init_std:
                     nn.init.trunc_normal_(module.weight, std=init_std)
                 else:
                     nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)  # a soft start: the loss begins at log(num_classes)
+        # a soft start: the loss begins at log(num_classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
         self.set_drop_path(drop_path)
 
     def set_drop_path(self, p: float) -> None:
-        """Drop the last block's branches with probability p in training, those of earlier blocks linearly less."""
+        """Drop the last block's branches with probability p in training, those of earlier blocks
+        linearly less.
+        """
         drops = [module for module in self.modules() if isinstance(module, DropPath)]
         for i, drop in enumerate(drops):
             drop.p = p * i / max(1, len(drops) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[2:] != (self.image_size, self.image_size):  # another size would run with the wrong mask
-            raise ValueError(f"images of {tuple(images.shape[2:])}, but this network was built for {self.image_size}")
+        # another size would run with the wrong mask
+        if images.shape[2:] != (self.image_size, self.image_size):
+            size = tuple(images.shape[2:])
+            raise ValueError(f"images of {size}, but this network was built for {self.image_size}")
         x = self.stages(self.embed(images).float())  # B, last grid, last grid, last dim
         return self.head(self.norm(x).mean((1, 2)))  # B, num_classes

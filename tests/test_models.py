@@ -1,142 +1,318 @@
-"""Models: shapes, what they promise about precision, and that they learn."""
+"""All models: shapes, precision, learning, sizes, recipes. What one model alone risks: its file."""
+
+import inspect
 
 import pytest
 import torch
-from torch import nn
+from nets import KINDS, PRECISIONS, build, pictures, policy_of, shake
 
-import amp_policy
 import models
 import optim
-from data import synthetic
-from models.cifarnet import PRESETS, CifarNet
+from fp32 import fp32_eval
 from models.classifier import Classifier
 
 SMALL = [name for name in models.MODELS if name.endswith(("-tiny", "-test"))]
+STREAMS = ("Block", "SwinBlock", "VSSBlock")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's kernels and lists")
+
+
+def train(model, batch, steps, lr):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.train()(*batch)[0].backward()
+        optimizer.step()
+    with torch.no_grad():
+        return model.eval()(*batch)
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
+def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precision):
+    half_stream = name == "slat_vae-half" or (name.startswith("slat") and precision in ("O2", "O3"))
+    policy, streams = policy_of(precision), []
+    model = models.wrap(policy.prepare(shake(build(name), 0.02)))
+    for module in model.modules():
+        if type(module).__name__ in STREAMS:
+            module.register_forward_hook(lambda _, args, out: streams.append(out.dtype))
+    images, labels = pictures(8)
+    with policy.autocast():
+        loss, metrics = model(images, labels)
+    assert loss.dtype == torch.float32 and loss.shape == () and loss.isfinite()
+    assert {(value.dtype, value.shape) for value in metrics.values()} == {(torch.float32, (8,))}
+    torch.testing.assert_close(metrics["loss"].mean(), loss.detach())
+    assert model.judged_by.removeprefix("-") in metrics
+    assert half_stream or set(streams) <= {torch.float32}
+    (loss * 1024).backward()
+    for path, p in model.named_parameters():
+        if p.requires_grad:
+            assert p.grad.isfinite().all() and p.grad.any(), path
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "O2"])
+@pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
+def test_evaluation_repeats_and_is_close_to_fp32(name, precision):
+    policy = policy_of(precision)
+    model = models.wrap(policy.prepare(shake(build(name), 0.02))).eval()
+    batch = pictures(8)
+    with torch.no_grad():
+        with policy.autocast():
+            losses = model(*batch)[1]["loss"]
+            assert torch.equal(model(*batch)[1]["loss"], losses)
+        with fp32_eval(model):
+            torch.testing.assert_close(losses, model(*batch)[1]["loss"], rtol=0.05, atol=0)
+
+
+def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
+    logits, labels = torch.tensor([[300.0, -300.0, 0.0]]).half(), torch.tensor([0])
+    model = Classifier(torch.nn.Identity(), label_smoothing=0.2)
+    want = torch.nn.functional.cross_entropy(logits.double(), labels, label_smoothing=0.2)
+    assert model(logits, labels)[0].item() == pytest.approx(want.item(), rel=1e-6)
+    assert model.eval()(logits, labels)[0].item() == 0.0
+
+
+@CUDA
+@pytest.mark.parametrize("name", SMALL)
+def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
+    seen = {"cpu": {}, "cuda": {}}
+    for device, dtypes in seen.items():
+        model = models.wrap(build(name)).to(device)
+        for path, module in model.named_modules():
+            module.register_forward_hook(
+                lambda _, args, out, path=path, dtypes=dtypes: dtypes.update(
+                    {path: getattr(out, "dtype", None)}
+                )
+            )
+        with torch.no_grad(), torch.autocast(device, torch.float16):
+            model(*(t.to(device) for t in pictures(2)))
+    assert seen["cpu"] == seen["cuda"]
+
+
+@CUDA
+@pytest.mark.parametrize("name", SMALL)
+def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
+    model, batch = models.wrap(build(name)).cuda(), [t.cuda() for t in pictures(8)]
+    model(*batch)[0].backward()  # the first step checks the fused paths
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(*batch)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+
+
+# --- learning and compiling -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, steps, lr", [
+    ("cifarnet-tiny", 25, 1e-2), ("vit-test", 40, 5e-3), ("swin-test", 30, 1e-2),
+    ("swin-v2-test", 40, 1e-2), ("vmamba-test", 30, 2e-2),
+])  # fmt: skip
+def test_a_classifier_learns_a_few_images_by_heart(name, steps, lr):
+    net, (images, labels) = build(name), pictures(20)
+    if name == "cifarnet-tiny":
+        net.init_from_data(images)
+    _, metrics = train(Classifier(net), (images, labels), steps, lr)
+    assert metrics["acc1"].mean() == 100
+
+
+def test_a_diffusion_model_learns_a_few_images():
+    model, batch = build("dit-test", grid=4), pictures(20)
+    assert model.eval()(*batch)[0].item() == pytest.approx(1, abs=0.05)
+    assert train(model, batch, 100, 5e-3)[0] < 0.6
+
+
+def test_an_autoencoder_learns_far_more_than_the_background_that_it_gets():
+    model, (images, labels) = build("slat_vae-test"), pictures(20)
+    trivial = (model.structure(images)[1] - images).square().mean()
+    assert train(model, (images, labels), 60, 1e-2)[1]["mse"].mean() < 0.8 * trivial
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "cifarnet-tiny"])
+def test_a_compiled_model_has_the_same_gradients_and_one_graph_unless_it_scans(name):
+    def step(model):
+        torch.manual_seed(3)
+        loss, _ = model(*pictures(4))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    model, graphs = models.wrap(shake(build(name))), []
+    eager = step(model)
+    model.zero_grad()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=name != "vmamba-test")
+    for got, want in zip(step(compiled), eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    if name == "dit-test":  # the attention that the eager step has checked
+        assert "scaled_dot_product_attention" in graphs[0].code
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, size, millions", [
+    ("cifarnet", 32, 2.0), ("slat_vae", 32, 0.8), ("vlm", 32, 0.4),
+    ("vit-s16", 224, 22.0), ("vmamba-t", 224, 30.2), ("dit-s2", 32, 33.0),  # as published
+    ("slat_vae-b", 32, 2 * 12 * 12 * 768**2 / 1e6), ("nanovlm", 224, 195.0),
+])  # fmt: skip
+def test_a_preset_has_as_many_parameters_as_it_says(name, size, millions):
+    classes = 1000 if name in ("vit-s16", "vmamba-t") else 10
+    with torch.device("cpu" if name.startswith("dit") else "meta"):
+        net = models.MODELS[name][0]([str(i) for i in range(classes)], size)
+    count = sum(p.numel() for p in net.parameters()) / 1e6
+    assert count == pytest.approx(millions, rel=0.06)
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O2", "O3"])
-def test_every_model_gives_a_finite_fp32_loss_and_one_metric_per_image_in_every_precision(name, precision):
-    torch.manual_seed(0)
-    policy = amp_policy.choose_policy(precision, amp_policy.capabilities("cpu"))
-    model = models.wrap(policy.prepare(models.MODELS[name][0](list("abcdefg"), 32)), 0.1)
-    with policy.autocast():
-        loss, metrics = model(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 6]))
-    assert loss.dtype == torch.float32 and loss.shape == () and torch.isfinite(loss)
-    assert {value.shape for value in metrics.values()} == {(4,)} and "loss" in metrics
-    (loss * 1024).backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+@pytest.mark.parametrize("size, channels", [(64, 3), (32, 1)])
+def test_a_model_is_built_for_the_size_and_the_colours_of_the_data(name, size, channels):
+    build_net, _ = models.MODELS[name]
+    model = models.wrap(build_net(["a", "b", "c"], size, channels))
+    images, labels = torch.randn(3, channels, size, size), torch.tensor([0, 1, 2])
+    if hasattr(model, "init_from_data"):
+        model.init_from_data(images)
+    assert model(images, labels)[0].isfinite()
+    if hasattr(model, "show"):
+        assert len(model.show(images, labels)) in (3, 6)
 
 
-def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
-    for name, (_, recipe) in models.MODELS.items():
-        assert recipe.keys() == models.RECIPE.keys(), name
-        assert recipe["augment"] in ("crop", "flip") and recipe["lr_rule"] in ("sqrt", "linear", "none")
-        assert optim.warmup_cosine(10, int(10 * recipe["warmup"]), kind=recipe["schedule"])[1] > 0
-        draws = name.split("-")[0] in ("dit", "slat_vae")
-        assert recipe["augment"] == ("flip" if draws else "crop"), f"{name}: mirrored borders would be drawn"
+@pytest.mark.parametrize("name, options, sentence", [
+    ("vit-test", dict(patch_size=5), "patch_size 5"),
+    ("vit-test", dict(heads=5), "multiple of heads 5"),
+    ("vit-test", dict(dim=6, heads=1), "multiple of 4"),
+    ("swin-test", dict(patch_size=5), "patch_size 5"),
+    ("swin-test", dict(window=3), "stage 0, 8 a side, is not a multiple of window 3"),
+    ("swin-test", dict(window=8), "stage 1, 4 a side"),
+    ("swin-test", dict(heads=(1, 3)), "stage 1, 32, is not a multiple of its heads 3"),
+    ("swin-test", dict(heads=(2,)), "2 depths, but 1"),
+    ("swin-test", dict(patch_size=4, image_size=12, window=3), "stage 1 cannot merge"),
+    ("swin-test", dict(version=3), "version 3"),
+    ("swin-v2-test", dict(fp32_logits=False), "version 1's"),
+    ("vmamba-test", dict(patch_size=5), "patch_size 5"),
+    ("vmamba-test", dict(dims=(8,)), "1 dims for 2 stages"),
+    ("vmamba-test", dict(stem=2, patch_size=8), "stem of 2 convolutions"),
+    ("dit-test", dict(patch_size=5), "patch_size 5"),
+    ("dit-test", dict(heads=3), "multiple of heads 3"),
+    ("dit-test", dict(dim=30), "multiple of 4"),
+    ("dit-test", dict(fused=("flash",)), "flash"),
+    ("slat_vae-test", dict(patch_size=5), "patch_size 5"),
+    ("slat_vae-test", dict(heads=3), "multiple of heads 3"),
+    ("slat_vae-test", dict(dim=30), "multiple of 4"),
+    ("vlm-test", dict(patch_size=5), "patches of 5"),
+    ("vlm-test", dict(lm_heads=3), "each must divide"),
+    ("vlm-test", dict(vit_heads=3), "do not split into 3 heads"),
+    ("vlm-test", dict(max_length=20), "raise max_length"),
+])  # fmt: skip
+def test_sizes_that_cannot_work_are_refused_by_name(name, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build(name, **options)
+
+
+@pytest.mark.parametrize("name", ["vit-test", "swin-test", "slat_vae-test"])
+def test_images_of_another_size_are_refused(name):
+    model = models.wrap(build(name))
+    with pytest.raises(ValueError, match=r"built for .*32"):
+        model(torch.randn(1, 3, 64, 64), torch.zeros(1).long())
+
+
+def test_every_constructor_takes_names_only():
+    for _, constructor in [*KINDS.values(), (None, Classifier)]:
+        kinds = [p.kind for p in inspect.signature(constructor).parameters.values()]
+        only = kinds[1:] if constructor is Classifier else kinds
+        assert set(only) == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("size", [32, 64])
 def test_the_last_stage_of_a_resnet_sees_more_than_one_pixel(size):
-    net, maps = models.MODELS["resnet18"][0](list("abc"), size).eval(), []
+    net, maps = models.MODELS["resnet18"][0](list("abc"), size, 1).eval(), []
     net.layer4.register_forward_hook(lambda module, args, out: maps.append(out.shape[2:]))
-    assert net(torch.randn(2, 3, size, size)).shape == (2, 3) and maps == [(2, 2)]
-    assert net.conv1.stride == ((1, 1) if size == 32 else (2, 2))
+    assert net(torch.randn(2, 1, size, size)).shape == (2, 3) and maps == [(2, 2)]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, recipe) in models.MODELS.items() if recipe["small"]])
-def test_a_net_whose_recipe_has_small_images_takes_them(name):
-    net = models.MODELS[name][0](list("abc"), 32).eval()
-    assert [net(torch.randn(2, 3, size, size)).shape for size in (28, 32)] == [(2, 3)] * 2
+# --- recipes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, lr, batch_size, drop_path, schedule, weight_decay", [
-    ("swin-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("swin-v2-t", 1e-3, 1024, 0.2, "cosine", 0.05),
-    ("vmamba-t", 1e-3, 1024, 0.2, "cosine", 0.05), ("dit-s2", 1e-4, 256, 0.0, "constant", 0.0),
-    ("slat_vae-b", 1e-4, 32, 0.0, "constant", 0.0)])  # fmt: skip
-def test_the_published_sizes_carry_the_published_recipes(name, lr, batch_size, drop_path, schedule, weight_decay):
-    recipe = models.MODELS[name][1]
-    published = dict(lr=lr, batch_size=batch_size, drop_path=drop_path, schedule=schedule, weight_decay=weight_decay)
-    assert {key: recipe[key] for key in published} == published
+def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
+    for name, (build_net, recipe) in models.MODELS.items():
+        assert recipe.keys() == models.RECIPE.keys(), name
+        assert recipe["augment"] in ("crop", "flip") and recipe["lr_rule"] in (
+            "sqrt",
+            "linear",
+            "none",
+        )
+        warmup = int(10 * recipe["warmup"])
+        assert optim.warmup_cosine(10, warmup, kind=recipe["schedule"])[1] > 0
+        draws = name.split("-")[0] in ("dit", "slat_vae")
+        assert recipe["augment"] == ("flip" if draws else "crop"), f"{name} would draw borders"
+        if recipe["small"]:  # it trains on the inner 28 pixels first
+            assert build_net(list("abc"), 32).eval()(torch.randn(2, 3, 28, 28)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("name, expected", [("swin-test", [0.0, 0.1, 0.2, 0.3]), ("vmamba-test", [0.0, 0.3])])
-def test_drop_path_rises_from_block_to_block_and_changes_training_alone(name, expected):
-    torch.manual_seed(0)
-    net, x = models.MODELS[name][0](list("abcdefg"), 32), torch.randn(4, 3, 32, 32)
+@pytest.mark.parametrize("name, free, decayed", [
+    ("vit-test", ["pos", "norm.weight"], "blocks.0.attn.qkv.weight"),
+    ("swin-test", ["stages.0.blocks.0.attn.bias.table"], "stages.0.blocks.0.attn.k.weight"),
+    ("swin-v2-test", ["stages.0.blocks.0.attn.logit_scale",
+                      "stages.0.blocks.0.attn.bias.mlp.2.weight"],
+     "stages.0.blocks.0.attn.k.weight"),
+    ("vmamba-test", ["layers.0.0.op.core.A_logs", "layers.0.0.op.core.Ds",
+                     "layers.0.0.op.core.dt_projs_bias"], "layers.0.0.op.core.x_proj"),
+    ("vlm-test", ["vision.position"], "vision.patch.weight"),
+])  # fmt: skip
+def test_what_weight_decay_would_harm_is_free_of_it(name, free, decayed):
+    net = build(name)
+    decay = {
+        id(p): group["weight_decay"] for group in optim.param_groups(net) for p in group["params"]
+    }
+    parameters = dict(net.named_parameters())
+    assert [decay[id(parameters[path])] for path in free] == [0] * len(free)
+    assert decay[id(parameters[decayed])] > 0
+
+
+@pytest.mark.parametrize(
+    "name, rising", [("swin-test", [0, 0.1, 0.2, 0.3]), ("vmamba-test", [0, 0.3])]
+)
+def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
+    net, (x, _) = build(name), pictures(4)
     before, evaluated = net.train()(x), net.eval()(x)
     models.set_drop_path(net, 0.3)
-    drops = [m.p for m in net.modules() if type(m).__name__ == "DropPath"]
-    assert drops == pytest.approx(expected)
+    drops = [module for module in net.modules() if type(module).__name__ == "DropPath"]
+    assert [drop.p for drop in drops] == pytest.approx(rising)
     assert torch.equal(net.eval()(x), evaluated) and not torch.equal(net.train()(x), before)
+    out = drops[-1](torch.ones(4000, 2, 2, 1)).flatten(1)
+    assert (out == out[:, :1]).all() and out.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert out.mean() == pytest.approx(1, abs=0.05)
 
 
 def test_drop_path_is_refused_where_there_is_none_and_at_1():
-    net = models.MODELS["vit-test"][0](list("abc"), 32)
+    net = build("vit-test")
     models.set_drop_path(net, 0.0)
-    with pytest.raises(ValueError, match="ViT has no drop path"):
+    with pytest.raises(models.DoesNotFit, match="ViT has no drop path"):
         models.set_drop_path(net, 0.1)
-    with pytest.raises(ValueError, match="below 1"):
+    with pytest.raises(models.DoesNotFit, match="below 1"):
         models.set_drop_path(net, 1.0)
 
 
-def test_a_newcomer_s_line_in_the_table_is_a_model(monkeypatch):
-    monkeypatch.setitem(models.MODELS, "mine", (lambda names, size: nn.Sequential(nn.Flatten(), nn.Linear(
-        3 * size * size, len(names))), models.RECIPE | {"lr": 3e-4}))  # fmt: skip
-    build, recipe = models.MODELS["mine"]
-    model = models.wrap(build(["a", "b"], 8), recipe["label_smoothing"])
-    loss, metrics = model(torch.ones(4, 3, 8, 8), torch.zeros(4).long())
-    assert loss.dtype == torch.float32 and metrics["acc1"].shape == (4,)
+# --- cifarnet -------------------------------------------------------------------------------------
 
 
-def test_the_loss_ignores_half_precision_and_smooths_in_training_only():
-    logits = torch.tensor([[300.0, -300.0, 0.0]]).half()
-    model = Classifier(torch.nn.Identity(), label_smoothing=0.2)
-    labels = torch.tensor([0])
-    reference = torch.nn.functional.cross_entropy(logits.double(), labels, label_smoothing=0.2)
-    assert model(logits, labels)[0].item() == pytest.approx(reference.item(), rel=1e-6)
-    assert model.eval()(logits, labels)[0].item() == 0.0
-
-
-def test_the_whitening_layer_makes_patches_uncorrelated_with_unit_variance():
-    images = synthetic.draw(0, 300, seed=0)[0].float() / 255
-    images = (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)
-    net = CifarNet(**PRESETS["cifarnet-tiny"])
+def test_the_whitening_layer_makes_patches_uncorrelated_and_takes_no_gradient():
+    images, net = pictures(200)[0], build("cifarnet-tiny")
     net.init_from_data(images, eps=0.0)
-    assert not net.whiten.weight.requires_grad
-    with torch.no_grad():
-        out = net.whiten(images)[:, :12].permute(1, 0, 2, 3).flatten(1).double()
-    covariance = out @ out.T / out.shape[1]
-    torch.testing.assert_close(covariance, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-3)
-
-
-def test_no_gradient_goes_back_to_the_whitening_layer():
-    net = CifarNet(**PRESETS["cifarnet-tiny"])
-    seen = []
-    net.whiten.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
-    net(torch.randn(4, 3, 32, 32)).sum().backward()
-    assert seen == [False] and net.whiten.bias is None and net.whiten.weight.grad is None
+    out = net.whiten(images)
+    assert not out.requires_grad
+    out = out[:, :12].permute(1, 0, 2, 3).flatten(1).double()
+    want = torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(out @ out.T / out.shape[1], want, rtol=0, atol=2e-3)
 
 
 def test_a_group_passes_its_input_on_before_the_first_step():
-    net = CifarNet(**PRESETS["cifarnet-tiny"])
-    conv = net.groups[1].conv2
-    x = torch.randn(2, 32, 8, 8)
+    conv, x = build("cifarnet-tiny").groups[1].conv2, torch.randn(2, 32, 8, 8)
     torch.testing.assert_close(conv(x), x)
-
-
-def test_cifarnet_overfits_a_handful_of_images():
-    torch.manual_seed(0)
-    images, labels = synthetic.draw(0, 40, seed=0)
-    images = images.float() / 128 - 1
-    net = CifarNet(**PRESETS["cifarnet-tiny"])
-    net.init_from_data(images)
-    model = Classifier(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        loss, metrics = model(images, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert metrics["acc1"].mean() == 100

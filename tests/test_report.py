@@ -1,56 +1,88 @@
-"""metrics.jsonl and the picture drawn from it."""
+"""metrics.jsonl, the last line, and the picture drawn from it."""
 
 import json
 import math
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import report
 
+NAN, INF = math.nan, math.inf
 
-def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_survives_a_half_written_line(tmp_path):
+
+def lines_of(file):
+    return [json.loads(line, parse_constant=pytest.fail) for line in file.path.open()]
+
+
+def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left_out(tmp_path):
     file = report.MetricsFile(tmp_path, {"model": "x"})
     for step in range(1, 8):
         file.write(step=step, loss=1.0 / step)
-    with open(file.path, "a") as stream:
-        stream.write('{"step": 8, "lo')
+    with open(file.path, "ab") as stream:
+        stream.write(b'[1]\n{"step": "x"}\n\xff\xfe\n{"step": 8, "lo')
     again = report.MetricsFile(tmp_path, {"model": "never written"}, step=5)
     again.write(step=6, loss=0.0)
-    lines = [json.loads(line) for line in again.path.read_text().splitlines()]
-    assert lines[0] == {"model": "x"} and [line["step"] for line in lines[1:]] == [1, 2, 3, 4, 5, 6]
+    header, *steps = lines_of(again)
+    assert header["model"] == "x" and [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert report.draw_curves(again.path).stat().st_size > 5000
+    again.path.write_bytes(b"\xff garbled \x00\n" + again.path.read_bytes().partition(b"\n")[2])
+    header, *steps = lines_of(report.MetricsFile(tmp_path, {"model": "y"}, step=5))
+    assert header["model"] == "y" and len(steps) == 5
 
 
-def test_nan_is_written_as_a_word_and_never_left_out(tmp_path):
-    file = report.MetricsFile(tmp_path, {})
-    file.write(step=1, loss=float("nan"), grad_norm=float("-inf"))
-    assert json.loads(file.path.read_text().splitlines()[-1]) == {"step": 1, "loss": "nan", "grad_norm": "-inf"}
+def test_nan_is_a_word_in_every_line(tmp_path):
+    file = report.MetricsFile(tmp_path, {"lr": INF})
+    file.write(step=1, loss=NAN, grad_norm=-INF, nested={"a": [NAN]})
+    header, line = lines_of(file)
+    assert header["lr"] == "inf"
+    assert line == {"step": 1, "loss": "nan", "grad_norm": "-inf", "nested": {"a": ["nan"]}}
+    assert report.strict_json({"val_loss": NAN, "where": Path("x")}) == (
+        '{"val_loss": "nan", "where": "x"}')
 
 
-def test_curves_are_drawn_with_gaps_even_when_every_step_was_skipped(tmp_path):
-    for name, losses in (("some", [2.0, float("nan"), 1.0]), ("none", [float("nan")] * 3)):
-        (tmp_path / name).mkdir()
-        file = report.MetricsFile(tmp_path / name, {})
-        for step, loss in enumerate(losses, 1):
-            file.write(step=step, loss=loss, acc1=10.0, grad_norm=loss, scale=1.0)
-            if loss != loss:
-                file.write(event="skip", step=step, reasons=["loss"])
-        picture = report.draw_curves(file.path)
-        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+CLOSED = """
+import os, sys, time
+from report import MetricsFile, print_line
+log = MetricsFile(sys.argv[1], {})
+for step in range(1, 60):
+    if not print_line(f"step {step}"):
+        log.write(event="warning", step=step, text="closed")
+    log.write(step=step, loss=1.0)
+    time.sleep(0.01)
+print("still here", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("pipe", ["| head -2", "2>&1 | head -2"])
+def test_standard_output_that_goes_away_is_said_once_and_ends_nothing(tmp_path, pipe):
+    script = tmp_path / "script.py"
+    script.write_text(CLOSED)
+    command = f"{sys.executable} {script} {tmp_path} {pipe}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100,
+                          env={"PYTHONPATH": str(Path(report.__file__).parent)})
+    assert done.returncode == 0 and done.stdout == "step 1\nstep 2\n"
+    assert done.stderr == ("" if "2>" in pipe else "still here\n")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert sum("event" in line for line in lines) == 1 and lines[-1] == {"step": 59, "loss": 1.0}
 
 
 @pytest.mark.parametrize("name, values", {
-    "all bad": [float("nan"), float("inf"), float("-inf")], "dead": [0.0, 0.0, 0.0], "now and then": [0.0, 1.0, 0.0],
-    "too large": [1.0, 1e38, 1e300, -1e300], "tiny": [1e-300, 5e-324, 0.0], "below zero": [-1.0, -2.0], "none": [],
+    "all bad": [NAN, INF, -INF], "now and then": [0.0, NAN, 1.0], "dead": [0.0, 0.0],
+    "too large": [1.0, 1e38, 1e300, -1e300], "tiny": [1e-300, 5e-324], "below zero": [-1.0, -2.0],
+    "none": [],
 }.items())
 def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
     file = report.MetricsFile(tmp_path, {})
     for step, value in enumerate(values, 1):
         file.write(step=step, loss=value, acc1=value, grad_norm=value, scale=value)
         file.write(event="skip", step=step, reasons=["loss"])
-    file.write(step=1, epoch=1.0, val_loss=float("nan"), val_acc1=float("nan"))
+    file.write(step=1, epoch=1.0, val_loss=NAN, val_acc1=NAN)
+    file.write(event="save refused", step=1, tensors=["model.weight"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.draw_curves(file.path).read_bytes().startswith(b"\x89PNG")
@@ -59,7 +91,6 @@ def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
 def test_a_folder_holds_a_run_from_its_first_logged_step_or_checkpoint_on(tmp_path):
     assert not report.holds_a_run(tmp_path / "missing") and not report.holds_a_run(tmp_path)
     file = report.MetricsFile(tmp_path, {"model": "x"})
-    file.write(event="warning", step=0, text="left out")
     file.write(event="end", status="failed", steps=0)
     assert not report.holds_a_run(tmp_path)
     file.write(step=1, loss=1.0)
@@ -69,83 +100,77 @@ def test_a_folder_holds_a_run_from_its_first_logged_step_or_checkpoint_on(tmp_pa
     assert report.holds_a_run(tmp_path)
 
 
+# --- Tensors that stand out
+
 def figures(**changes):
     """Forty ordinary tensors, t0 ... t39; changes: name -> the figures that differ."""
-    ordinary = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i, "weight_norm": 2.0 + i, "update_ratio": 1e-3 + 1e-5 * i}
-                for i in range(40)}
-    return ordinary | {name: ordinary[name] | change for name, change in changes.items()}
+    rows = {}
+    for i in range(40):
+        rows[f"t{i}"] = {"grad_norm": 0.1 + 0.01 * i, "weight_norm": 2.0 + i,
+                         "update_ratio": 1e-3 + 1e-5 * i} | changes.get(f"t{i}", {})
+    return rows
 
 
-def looks(folder, *some):
+def looks(folder, *rows):
     file = report.MetricsFile(folder, {})
-    for step, figures in enumerate(some, 1):
-        file.tensors(step, figures)
-    return [json.loads(line, parse_constant=pytest.fail)["tensors"] for line in file.path.read_text().splitlines()[1:]]
+    for step, row in enumerate(rows, 1):
+        file.tensors(step, row)
+    return [line["tensors"] for line in lines_of(file)[1:]]
 
 
 def test_planted_tensors_that_stand_out_are_named_and_the_rest_is_not(tmp_path):
-    planted = {"t31": {"grad_norm": math.nan}, "t7": {"weight_norm": math.inf}, "t12": {"grad_norm": 0.0},
+    planted = {"t31": {"grad_norm": NAN}, "t7": {"weight_norm": INF}, "t12": {"grad_norm": 0.0},
                "t20": {"update_ratio": 0.9}, "t3": {"grad_norm": 1e-6}}
     named, = looks(tmp_path, figures(**planted))
-    assert set(named) == set(planted) and set([*named][:2]) == {"t31", "t7"} and [*named][2:] == ["t12", "t3", "t20"]
-    assert named["t31"] == {"grad_norm": "nan", "weight_norm": 33.0, "update_ratio": 0.00131, "figure": "grad_norm",
-                            "decades": "inf", "change": None}
-    assert [named[n]["figure"] for n in ("t7", "t12", "t20")] == ["weight_norm", "grad_norm", "update_ratio"]
-    far = math.log10(0.9 / 1.2e-3)
-    assert named["t12"]["decades"] == -99 and named["t20"]["decades"] == pytest.approx(far, abs=0.01)
+    assert set([*named][:2]) == {"t31", "t7"} and [*named][2:] == ["t12", "t3", "t20"]
+    assert named["t31"] == {"grad_norm": "nan", "weight_norm": 33.0, "update_ratio": 0.00131,
+                            "figure": "grad_norm", "decades": "inf", "change": None}
+    assert named["t7"]["figure"] == "weight_norm" and named["t12"]["decades"] == -99
+    assert named["t20"]["decades"] == pytest.approx(math.log10(0.9 / 1.2e-3), abs=0.01)
 
 
-def test_a_planted_jump_of_the_weights_is_named_beside_five_that_stand_out_more(tmp_path):
+def test_a_planted_jump_is_named_and_what_moves_every_tensor_is_none(tmp_path):
+    """Beside five tensors that stand out more at every look."""
     odd = {f"t{i}": {"grad_norm": 1e-5} for i in range(5)}
-    first, second, third = looks(tmp_path, figures(**odd), figures(t33={"weight_norm": 700.0}, **odd),
-                                 figures(t33={"weight_norm": 700.0}, **odd))
-    assert set(first) == set(odd) == set(third) and set(second) == {"t33", *odd}
-    assert second["t33"]["figure"] == "weight_norm" and second["t33"]["weight_norm"] == 700
-    assert second["t33"]["change"] == pytest.approx(math.log10(700 / 35), abs=0.01)
-    assert all(abs(entry["change"]) < 0.01 for entry in third.values())
-
-
-def test_biases_that_leave_zero_make_no_other_tensor_jump(tmp_path):
-    born = {f"t{i}": {"weight_norm": 0.0, "update_ratio": math.inf} for i in range(22)}
+    calm, heavy = figures(**odd), figures(t33={"weight_norm": 700.0}, **odd)
+    warm = {name: {f: 30 * v for f, v in row.items()} for name, row in heavy.items()}
+    dead = figures(t38={"grad_norm": 0.0}, **odd)
+    born = {f"t{i}": {"weight_norm": 0.0, "update_ratio": INF} for i in range(22)}
     small = {f"t{i}": {"weight_norm": 1e-3, "update_ratio": 0.05} for i in range(22)}
-    first, second = looks(tmp_path, figures(**born), figures(**small))
-    assert len(first) == len(second) == 5
+    named = looks(tmp_path, calm, heavy, warm, dead, figures(**born), figures(**small))
+    assert set(named[0]) == set(odd) == set(named[2]) and set(named[1]) == {"t33", *odd}
+    assert named[1]["t33"]["change"] == pytest.approx(math.log10(700 / 35), abs=0.01)
+    assert "t38" in named[3] and len(named[5]) == 5  # biases that leave zero move no other
 
 
-def test_a_gradient_that_dies_has_jumped_and_what_moves_every_tensor_has_not(tmp_path):
-    odd = {f"t{i}": {"grad_norm": 0.0} for i in range(6)}
-    warm = {name: {f: 30 * v for f, v in values.items()} for name, values in figures(**odd).items()}
-    dies = figures(t38={"grad_norm": 0.0}, **odd)
-    skipped = {name: values | {"update_ratio": 0.0} for name, values in figures(**odd).items()}
-    named = looks(tmp_path, figures(**odd), warm, dies, figures(**odd), skipped, figures(**odd))
-    assert ["t38" in some for some in named] == [False, False, True, False, False, False]
-    assert [len(some) for some in named] == [5, 5, 6, 5, 5, 5]
-
-
-@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0.0, NAN, INF])
 def test_a_look_at_nothing_and_at_nothing_but_bad_figures_is_written(tmp_path, bad):
     one = {"only": {"grad_norm": bad, "weight_norm": bad, "update_ratio": bad}}
-    assert [len(some) for some in looks(tmp_path, {}, one, figures(), one)] == [0, 0, 5, 0]
+    assert [len(named) for named in looks(tmp_path, {}, one, figures(), one)] == [0, 0, 5, 0]
 
 
-def test_the_board_gets_every_figure_and_the_picture_its_panel(tmp_path, monkeypatch):
-    told, drawn = [], []
-    board = SimpleNamespace(add_scalar=lambda *args: told.append(args))
+def test_the_board_gets_every_figure_and_the_picture_marks_what_the_file_says(
+    tmp_path, monkeypatch
+):
+    from matplotlib.axes import Axes
+
+    scalars, drawn, plot = [], {}, Axes.plot
+    board = SimpleNamespace(add_scalar=lambda *args: scalars.append(args))
     stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     file = report.MetricsFile(tmp_path, {}, tensorboard=True)
-    file.tensors(1, figures())
-    file.tensors(100, figures(t9={"grad_norm": math.nan}, t8={"grad_norm": 0.0}, t7={"weight_norm": 9e9}))
-    assert len(told) == 2 * 40 * 3 and ("weight_norm/t7", 9e9, 100) in told
-    plot = report_axes().plot
-    monkeypatch.setattr(report_axes(), "plot", lambda axis, x, y, label, **style: (
-        drawn.append((label, x, y)), plot(axis, x, y, label=label, **style)))
+    planted = {"t9": {"grad_norm": NAN}, "t8": {"grad_norm": 0.0}, "t7": {"grad_norm": 1e30}}
+    file.tensors(100, figures(**planted))
+    assert len(scalars) == 40 * 3 and ("grad_norm/t7", 1e30, 100) in scalars
+
+    def watched(axis, x, y, style, label):
+        drawn[label] = y, axis
+        return plot(axis, x, y, style, label=label)
+
+    monkeypatch.setattr(Axes, "plot", watched)
     report.draw_curves(file.path)
-    assert {("t9 grad_norm", (100,), (6.0,)), ("t8 grad_norm", (100,), (-6.0,))} < set(drawn)
-    assert "t7 weight_norm" in {label for label, _, _ in drawn} and len(drawn) <= 10
-
-
-def report_axes():
-    from matplotlib.axes import Axes
-
-    return Axes
+    axis = drawn["t9 grad_norm"][1]
+    words = [text.get_text() for text in axis.get_yticklabels()]
+    ticks = dict(zip(axis.get_yticks(), words, strict=True))
+    marks = [ticks[drawn[f"{name} grad_norm"][0][0]] for name in planted]
+    assert marks == ["inf", "-99", "6"] and len(drawn) <= 10

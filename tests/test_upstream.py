@@ -1,7 +1,9 @@
-"""True to the originals: frozen outputs of VMamba, DiT, nanoVLM and TRELLIS. Swin and ViT have torchvision beside them.
+"""True to the originals: frozen outputs of VMamba, DiT, nanoVLM and TRELLIS. Swin and ViT have
+torchvision beside them.
 
-The numbers are those of the ORIGINAL code, never of ours: `python tests/upstream.py FOLDER` ran it on the CPU in fp32
-(torch 2.14) with our weights copied in, at the commits that upstream.COMMITS names. Largest differences then: 9e-7.
+The numbers are those of the ORIGINAL code, never of ours: it ran on the CPU in fp32 (torch 2.14)
+with our weights copied in. models/README.md names the commits and the script. Largest differences
+then: 9e-7.
 """
 
 import pytest
@@ -11,7 +13,8 @@ from torch import nn
 
 from models import vmamba
 
-TOLERANCE = 1e-5  # of outputs of order 1: fp32 sums in another order. The faults below move them by 1e-4 or more
+# of outputs of order 1: fp32 sums in another order. The faults below move them by 1e-4 or more
+TOLERANCE = 1e-5
 
 FROZEN = {
     "VMamba": [[0.416593, 0.792669, -0.013195, -0.432212, 0.409371],
@@ -29,7 +32,9 @@ FROZEN = {
 
 
 def off(name, **how):
-    return float((upstream.five(upstream.ours(name, **how)) - torch.tensor(FROZEN[name])).abs().max())
+    return float(
+        (upstream.five(upstream.ours(name, **how)) - torch.tensor(FROZEN[name])).abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -77,12 +82,11 @@ def unnormalised(net):
     net.encoder.norm = nn.Identity()
 
 
-@pytest.mark.parametrize(
-    "name, fault",
-    [("VMamba", tanh_gelu), ("VMamba", eps(1e-3)), ("DiT", exact_gelu), ("DiT", rows_for_columns), ("DiT", eps(1e-4)),
-     ("nanoVLM", exact_gelu), ("nanoVLM", eps(1e-4)), ("nanoVLM", channels_first), ("nanoVLM", another_rope),
-     ("TRELLIS", exact_gelu), ("TRELLIS", unnormalised)],
-)  # fmt: skip
+@pytest.mark.parametrize("name, fault", [
+    ("VMamba", tanh_gelu), ("VMamba", eps(1e-3)), ("DiT", exact_gelu), ("DiT", rows_for_columns),
+    ("DiT", eps(1e-4)), ("nanoVLM", exact_gelu), ("nanoVLM", eps(1e-4)), ("TRELLIS", exact_gelu),
+    ("nanoVLM", channels_first), ("nanoVLM", another_rope), ("TRELLIS", unnormalised),
+])  # fmt: skip
 def test_a_planted_departure_from_the_original_shows(name, fault):
     assert off(name, fault=torch.no_grad()(fault)) > 10 * TOLERANCE
 

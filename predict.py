@@ -1,0 +1,90 @@
+"""
+Predict: a trained model on your own images, computed as the validation computed it.
+
+    python predict.py RUN_FOLDER IMAGE...          prints each image's class and its probability
+
+best.pt holds weights and nothing else. The same weights behind another normalisation, another crop
+or TF32 give other answers, and nobody notices. So beside best.pt lies model.json with the rest: the
+model, its classes in order, the size, crop, mean and deviation of the images, and what was
+evaluated when these weights were kept. This file reads both. It decodes, crops and normalises with
+the code of the validation, and computes in fp32.
+
+For a model that torchvision has, on images of 64 pixels and more, none of our files is needed:
+
+    import json, torch, torchvision
+    from PIL import Image
+    from torchvision.transforms import v2
+    known = json.load(open("RUN_FOLDER/model.json"))
+    net = torchvision.models.get_model(known["model"], num_classes=len(known["classes"])).eval()
+    net.load_state_dict(torch.load("RUN_FOLDER/best.pt", weights_only=True))
+    resized = v2.Resize(known["resize"])(Image.open("IMAGE").convert("RGB"))
+    pixels = v2.functional.pil_to_tensor(v2.CenterCrop(known["image_size"])(resized))
+    mean, std = (torch.tensor(known[name]).view(3, 1, 1) for name in ("mean", "std"))
+    chances = net((pixels - mean)[None] / std).softmax(1)[0]
+    print(known["classes"][chances.argmax()], chances.max().item())
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from data import batches, imagefolder
+from fp32 import fp32_eval
+from models import MODELS
+
+if TYPE_CHECKING:  # to predict takes none of what a run needs
+    from record import Run
+
+
+def describe(run: Run) -> dict:
+    """What model.json says of the weights in best.pt."""
+    return {
+        "model": run.args.model,
+        **run.data.describe(),
+        "precision": "fp32",
+        "evaluated": {"step": run.step, "ema": run.args.ema, **run.scores},
+    }
+
+
+@torch.no_grad()
+def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
+    """For each image every class with its probability, or the numbers of a regression."""
+    known = json.loads((folder / "model.json").read_text())
+    build, _ = MODELS[known["model"]]
+    net = build(known["classes"], known["image_size"])
+    if hasattr(net, "judged_by") or known["channels"] != 3:
+        raise SystemExit(f"predict.py: {known['model']} does not name the class of an image")
+    net.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
+    net.to(memory_format=torch.channels_last).eval()
+    normalize = batches.Normalize(known["mean"], known["std"])
+    crop = imagefolder.Crop(known["resize"], known["image_size"])
+    with fp32_eval(net):
+        for path in paths:
+            image = imagefolder.Files([path], crop)[0]
+            numbers = net(normalize(image[None]))[0]
+            if not known["regression"]:
+                numbers = numbers.softmax(0)
+            yield dict(zip(known["classes"], numbers.tolist(), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("images", nargs="+")
+    args = parser.parse_args()
+    try:
+        for path, answer in zip(args.images, predict(args.folder, args.images), strict=True):
+            best = max(answer, key=answer.get)
+            print(f"{path}: {best} {answer[best]:.4g}")
+    except OSError as error:  # no run, no image
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+""""done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import events
+from torch import nn
+
+import checkpoint
+import train
+from data import Dataset, batches
+from models import RECIPE
+from rescue import notice
+
+
+def is_whole(folder, step):
+    """last.pt is of this step, and finite."""
+    state = torch.load(folder / "last.pt", weights_only=True)
+    tensors = [t for _, t in checkpoint.named_tensors(state) if t.is_floating_point()]
+    return state["step"] == step and all(torch.isfinite(t).all() for t in tensors)
+
+
+# --- The last step
+
+LAST_STEP = [
+    "nan:optstate:exp_avg@step=12", "inf:optstate:exp_avg_sq@step=7", "nan:buffer@step=12",
+    "nan:param:head.weight@step=12", "inf:grad@step=12", "nan:optstate:momentum_buffer@step=12",
+]
+
+
+@pytest.mark.parametrize("fault", LAST_STEP)
+def test_a_fault_before_the_last_save_is_turned_back_and_trained_on(run, fault):
+    code, last, _, lines = run("--inject", fault)
+    assert (code, last["status"]) == (0, "done"), last
+    assert is_whole(run.folder, last["steps"]) and math.isfinite(last["val_loss"])
+    if "grad" not in fault and "buffer@" not in fault:
+        assert events(lines, "cure"), "weights or moments were bad"
+        assert last["updates"] + last["skipped"] >= 12, "what was taken back is trained again"
+
+
+def test_a_rate_of_1e30_never_ends_done(run):
+    code, last, _, _ = run("--lr", 1e30, "--max-steps", 12, "--max-cures", 2)
+    assert (code, last["status"]) == (3, "diverged") and last["reason"]
+
+
+def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
+    flags = ("--on-nonfinite", "skip", "--inject", "nan:input@step=2..12")
+    code, last, _, _ = run(*flags)
+    assert (code, last["status"], last["skipped"]) == (3, "diverged", 11)
+    assert "11 of 12" in last["reason"]
+
+
+# --- A run that is lost with finite numbers
+
+
+class Struck(nn.Module):
+    """A small network with BatchNorm. strike(net, step, batch) comes before training step `step`;
+    it may return another batch."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.BatchNorm1d(32), nn.ReLU())
+        self.head = nn.Linear(32, classes)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+
+@pytest.fixture
+def struck(run, monkeypatch):
+    """Runs a Struck network on images that it learns within an epoch: struck(strike, *flags)."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator)
+    labels = torch.arange(500) % 10
+    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator)
+    images = images.to(torch.uint8)
+    names = [str(i) for i in range(10)]
+    data = Dataset("patterns", (images[:400], labels[:400]), (images[400:], labels[400:]), names)
+    monkeypatch.setattr(train.prepare, "load", lambda *_, **__: copy.deepcopy(data))
+
+    def go(strike, *flags, out="run"):
+        nets = []
+
+        def build(names, *_):
+            nets.append(Struck(len(names)))
+            return nets[-1]
+
+        healthy = batches.TrainBatches.at
+
+        def at(self, step):
+            batch = healthy(self, step)
+            return strike(nets[-1], step + 1, batch) or batch
+
+        with monkeypatch.context() as patch:
+            recipe = RECIPE | {"batch_size": 40, "augment": "flip"}
+            patch.setitem(train.MODELS, "struck", (build, recipe))
+            patch.setattr(batches.TrainBatches, "at", at)
+            return run("--model", "struck", "--lr", 3e-3, *flags, out=out)
+
+    go.data = data
+    return go
+
+
+RUINS = [
+    ("running_var", -1.0, "validation is not finite"),
+    ("running_mean", 1e5, "outputs no longer"),
+]
+
+
+@pytest.mark.parametrize(("statistic", "value", "reason"), RUINS)
+def test_statistics_that_ruin_the_evaluation_turn_the_run_back(struck, statistic, value, reason):
+    def strike(net, step, batch):
+        if step == 13:
+            getattr(net.body[2], statistic).fill_(value)
+            net.body[2].momentum = 0.0
+
+    code, last, _, lines = struck(strike, "--max-steps", 40)
+    cure, = events(lines, "cure")
+    assert reason in cure["reason"] and "back to the weights of step 10" in cure["action"]
+    assert code == 0 and last["val_acc1"] > 90
+
+
+def test_a_head_that_grows_a_thousandfold_near_the_end_never_ends_done(struck):
+    def strike(net, step, batch):
+        if step == 36:
+            net.head.weight.data.mul_(-1e3)
+
+    code, last, _, lines = struck(strike, "--max-steps", 40)
+    assert events(lines, "cure") and (code, last["val_acc1"] > 90) == (0, True)
+
+
+def test_weights_drawn_anew_near_the_end_never_end_done(struck):
+    def strike(net, step, batch):
+        if step == 76:
+            for module in (net.body[1], net.head):
+                module.reset_parameters()
+
+    _, last, _, lines = struck(strike, "--max-steps", 80)
+    assert events(lines, "cure") and last["val_acc1"] > 90
+
+
+def shuffle(batch, step):
+    images, labels = batch
+    return images, labels[torch.randperm(40, generator=torch.Generator().manual_seed(step))]
+
+
+def ascend(net):
+    for p in net.parameters():
+        p.register_hook(lambda g: -g)
+
+
+def test_labels_shuffled_halfway_never_end_done(struck):
+    def strike(net, step, batch):
+        return shuffle(batch, step) if step > 60 else None
+
+    code, last, _, _ = struck(strike, "--max-steps", 120, "--max-cures", 1)
+    assert (code, last["status"]) == (3, "diverged") and "far above" in last["reason"]
+
+
+def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(struck, run):
+    def strike(net, step, batch):
+        if step == 15:
+            ascend(net)
+
+    flags = ("--lr", 3e-2, "--max-steps", 100, "--ckpt-every", 5, "--max-cures", 2)
+    code, last, _, _ = struck(strike, *flags)
+    assert (code, last["status"]) == (3, "diverged")
+    good = torch.load(run.folder / "last_good.pt", weights_only=True)
+    net = Struck(10)
+    net.load_state_dict(good["model"])
+    images, labels = struck.data.val
+    images = batches.Normalize(struck.data.mean, struck.data.std)(images)
+    right = net.eval()(images).argmax(1) == labels
+    assert good["step"] >= 10 and right.float().mean() > 0.7
+
+
+def test_a_rate_held_at_0_is_not_training(struck):
+    code, last, _, _ = struck(lambda *_: None, "--lr", 1e-30, "--max-steps", 20)
+    assert (code, last["status"]) == (3, "diverged") and "does not move" in last["reason"]
+
+
+def test_a_block_whose_gradient_is_always_0_has_never_learnt(struck):
+    def strike(net, step, batch):
+        if step == 1:
+            net.body[1].weight.register_hook(torch.zeros_like)
+
+    code, last, _, _ = struck(strike, "--max-steps", 20)
+    assert (code, last["status"]) == (3, "diverged") and "body.1.weight" in last["reason"]
+
+
+def test_outputs_that_ignore_their_input_turn_back_and_never_end_done(struck):
+    def strike(net, step, batch):
+        if step >= 15:
+            net.body[2].bias.data.fill_(-1e9)  # no unit lives: the head's bias alone learns on
+
+    code, last, _, _ = struck(strike, "--max-steps", 40, "--max-cures", 2)
+    assert (code, last["status"]) == (3, "diverged")
+
+
+@pytest.mark.parametrize("flags", [("--model", "vit-test", "--lr", 3),
+                                   ("--lr", 30, "--clip-grad", 0)])
+def test_a_run_that_diverges_turns_back_and_never_ends_done(run, flags):
+    code, last, _, lines = run(*flags, "--max-steps", 60, "--max-cures", 2)
+    assert [cure for cure in events(lines, "cure") if cure["verdict"] == "divergence"]
+    assert (code, last["status"]) == (3, "diverged") or last["val_loss"] < 3
+
+
+# --- What must be left alone
+
+
+def judged(losses, norms=None):
+    """Sentences about a run with these losses, and the run."""
+    run = train.Run()
+    norms = norms or [1.0] * len(losses)
+    said = [notice.loss_is_lost(run, x, g) for x, g in zip(losses, norms, strict=True)]
+    return said, run.healing.trend
+
+
+def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not():
+    learnt = [2.3] * 10 + [1.0] * 50
+    said, trend = judged(learnt + [80.0] * 15 + [0.9] * 100)
+    assert not any(said) and trend.high == 0
+    said, _ = judged(learnt + [80.0] * 20)
+    assert not any(said[:-1]) and "far above its past for 20 steps" in said[-1]
+    said, _ = judged(learnt + [2.25] * 45 + [1.0] * 30)
+    assert not any(said), "back at the start, for 45 steps, and recovers"
+    said, _ = judged(learnt + [2.25] * 50)
+    assert "what was learnt is lost" in said[-1]
+
+
+def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_left_to_learn():
+    norms = [1.0] * 12 + ([0.0] * 15 + [1.0]) * 5
+    assert not any(judged([1.0] * len(norms), norms)[0])
+    assert "dead for 20 steps" in judged([1.0] * 30, [1.0] * 10 + [0.0] * 20)[0][-1]
+    assert not any(judged([2.3] * 10 + [0.0] * 50, [1.0] * 10 + [0.0] * 50)[0])
+
+
+def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
+    x = torch.arange(3.0).repeat_interleave(4).view(12, 1, 1, 1)
+    y = torch.arange(3).repeat_interleave(4)
+
+    def model(x, y):
+        loss = x.flatten() + 0.5
+        return loss.mean(), {"loss": loss}
+
+    class Model(nn.Module):
+        forward = staticmethod(model)
+
+    scores = train.validation.evaluate(Model(), [(x, y)], alone=True)
+    assert train.validation.INDEPENDENT not in scores
+    noisy = x + torch.rand(12, 1, 1, 1) * 0.1
+
+    class Ignores(nn.Module):
+        def forward(self, x, y):
+            loss = torch.full((len(x),), 2.3)
+            return loss.mean(), {"loss": loss}
+
+    scores = train.validation.evaluate(Ignores(), [(noisy, y)], alone=True)
+    assert scores[train.validation.INDEPENDENT]

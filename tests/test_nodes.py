@@ -1,0 +1,72 @@
+"""Several machines: two torchrun agents are two nodes, each with a folder of its own."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+class Node:
+    """A torchrun agent with a working folder of its own; `out` is what all nodes see."""
+
+    def __init__(self, where, images, out, *launch):
+        where.mkdir(exist_ok=True)
+        line = "--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 60"
+        line += " --log-every 1 --ckpt-every 4 --precision fp32 --device cpu --resume auto"
+        train = [ROOT / "train.py", *line.split(), "--data-dir", images, "--out-dir", out]
+        self.out = out
+        self.log = where / "log"
+        with open(self.log, "a") as log:
+            self.agent = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *launch, *train],
+                cwd=where, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def lose(self):
+        """The machine is gone: the agent and its worker."""
+        pid = self.agent.pid
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *map(int, workers)):
+            os.kill(process, signal.SIGKILL)
+        self.agent.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds torchrun's workers in /proc")
+def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_folder, tmp_path):
+    def pair(out, names):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+        launch = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1", meeting)
+        launch += ("--local-addr=localhost",)
+        return [Node(tmp_path / name, image_folder, out, *launch) for name in names]
+
+    nodes = pair(tmp_path / "shared", ("a", "b"))
+    metrics, deadline = tmp_path / "shared/metrics.jsonl", time.time() + 240
+    while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
+        assert time.time() < deadline, [node.log.read_text() for node in nodes]
+        time.sleep(0.05)
+    for node in nodes:
+        node.lose()
+    alone = Node(tmp_path / "c", image_folder, nodes[0].out, "--standalone", "--nproc-per-node=2")
+    whole = pair(tmp_path / "whole", ("d", "e"))
+    for node in (alone, *whole):
+        assert node.agent.wait(240) == 0, node.log.read_text()
+    last = [line for line in alone.log.read_text().splitlines() if line.startswith("{")]
+    assert len(last) == 1 and json.loads(last[0])["updates"] == 60
+    step = re.search(r"resumed from .* after step (\d+)", alone.log.read_text())[1]
+    assert 12 <= int(step) < 60, "else the kill came too late to show anything"
+    resumed = torch.load(nodes[0].out / "last.pt", weights_only=True)["model"]
+    for name, tensor in torch.load(whole[0].out / "last.pt", weights_only=True)["model"].items():
+        assert torch.equal(resumed[name], tensor), name

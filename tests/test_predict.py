@@ -1,0 +1,57 @@
+"""predict.py: what it says of an image is what the validation said of it."""
+
+import math
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import predict
+from models import classifier
+
+
+def said(monkeypatch, capsys, *words):
+    """What `python predict.py WORDS` prints."""
+    monkeypatch.setattr("sys.argv", ["predict.py", *map(str, words)])
+    predict.main()
+    return capsys.readouterr().out
+
+
+def test_the_prediction_is_the_validations_image_by_image_and_ten_lines_say_the_same(
+    run, monkeypatch, capsys
+):
+    losses, forward = [], classifier.Classifier.forward
+
+    def recorded(self, images, labels):
+        loss, metrics = forward(self, images, labels)
+        if not self.training and not torch.is_autocast_enabled("cpu"):
+            losses[:] = metrics["loss"].tolist()
+        return loss, metrics
+
+    monkeypatch.setattr(classifier.Classifier, "forward", recorded)
+    line = "--dataset imagefolder --image-size 64 --model resnet18 --max-steps 2 --precision bf16"
+    code, last, err, _ = run(*line.split())
+    assert code == 0, err
+    assert math.isclose(sum(losses) / len(losses), last["val_loss"], abs_tol=1e-4)
+
+    folder, paths = run.folder, sorted(Path(run.images).glob("test/*/*"))
+    answers = list(predict.predict(folder, map(str, paths)))
+    both = zip(paths, answers, strict=True)
+    ours = [-math.log(answer[path.parent.name]) for path, answer in both]
+    assert ours == pytest.approx(losses, rel=1e-4, abs=1e-4)
+
+    path, answer = paths[77], answers[77]
+    best = max(answer, key=answer.get)
+    assert said(monkeypatch, capsys, folder, path) == f"{path}: {best} {answer[best]:.4g}\n"
+    lines = re.search(r"needed:\n\n((?:    .+\n)+)", predict.__doc__)[1]
+    exec(textwrap.dedent(lines).replace("RUN_FOLDER", str(folder)).replace("IMAGE", str(path)), {})
+    name, chance = capsys.readouterr().out.split()
+    assert name == best and float(chance) == pytest.approx(answer[best], abs=0.02)
+
+    for words in (("nowhere", path), (folder, "nowhere")):
+        with pytest.raises(SystemExit) as exit:
+            said(monkeypatch, capsys, *words)
+        assert exit.value.code == 2
+        assert "nowhere" in capsys.readouterr().err.splitlines()[-1], "one sentence"

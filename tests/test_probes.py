@@ -1,0 +1,108 @@
+"""What the probes say before a number is non-finite, and the figures of each tensor."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rescue.probes import Probes, SpikeDetector, TensorFigures, first_step_checks
+
+
+def test_no_nan_enters_the_spike_statistics_and_a_spike_is_seen():
+    torch.manual_seed(0)
+    detector = SpikeDetector(warmup=50)
+    values = torch.exp(0.2 * torch.randn(400)).tolist()
+    assert max(detector.see("loss", v) for v in values) < 6
+    count, mean, variance = detector.seen["loss"]
+    assert count == 400
+    assert abs(mean) < 0.1  # the moving mean of 50 or so normals of width 0.2
+    assert 0.1 < math.sqrt(variance) < 0.3
+    before = list(detector.seen["loss"])
+    assert detector.see("loss", math.nan) == detector.see("loss", math.inf) == math.inf
+    assert detector.seen["loss"] == before
+    assert "loss 100" in detector.sentences({"loss": 100.0})[0]
+    assert detector.see("loss", 1.0) < 2  # one spike has not moved the mean by much
+    for _ in range(300):
+        last = detector.see("loss", 100.0)
+    assert last < 6  # a new level is learnt
+
+
+def test_the_first_step_says_what_will_go_wrong():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 10))
+    net.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
+    F.cross_entropy(net(torch.randn(2, 3, 4, 4)), torch.tensor([1, 2])).backward()
+    assert [s for s in first_step_checks(net, 10) if "no gradient" not in s] == []
+    with torch.no_grad():
+        net[0].weight[0, 0, 0, 0] = 3e7
+        net[3].bias[1] = math.nan
+        net[2].weight.zero_()
+        net[2].weight.grad.zero_()
+    text = "\n".join(first_step_checks(net, 7))
+    assert "1 parameter(s) got no gradient (unused, or detached): forgotten" in text
+    assert "0.weight looks uninitialised" in text
+    assert "3.bias looks uninitialised" in text
+    assert "2.weight is all zero and its gradient is zero too" in text
+    assert "3 has 10 outputs but the data has 7 classes" in text
+
+
+def test_probes_report_headroom_before_anything_overflows():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[200.0, 0.0], [0.0, 1.0]]))
+        net[2].weight.fill_(1e-3)
+    probes = Probes(net)
+    with probes, torch.autocast("cpu", torch.float16):
+        out = net(torch.tensor([[200.0, 1.0], [-2.0, 1.0]]))
+        (out.float() * 1e-3).sum().backward()
+    first = probes.read()[0]
+    assert (first.name, first.dtype) == ("0", torch.float16)
+    assert first.headroom == 40000.0 / 65504
+    assert first.underflow == 1.0  # 1e-3 * 1e-3 = 1e-6 is below 6.1e-5
+    text = "\n".join(probes.warnings(loss_scale=1.0))
+    assert "0: activations reach 4e+04, 61% of float16's maximum; try --keep-fp32 '0'" in text
+    assert "more scale" in text
+    assert not net[0]._forward_hooks
+    for bad in (400.0, math.nan):
+        with probes, torch.autocast("cpu", torch.float16):
+            net(torch.tensor([[bad, 1.0]]))
+        assert probes.read()[0].headroom == math.inf
+    with probes:
+        net(torch.tensor([[1.0, 1.0]])).sum().backward()
+    assert probes.warnings() == []
+
+
+def test_attached_before_compiling_the_probes_break_no_graph():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    probes = Probes(net).attach()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # a break is an error
+    out = compiled(torch.ones(2, 4))
+    readings = {reading.name: reading.amax for reading in probes.read()}
+    assert readings["1"] == pytest.approx(out.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_figures_of_each_tensor_equal_those_computed_in_float64(dtype):
+    torch.manual_seed(0)
+    named = {"a": torch.randn(9, 5), "b": torch.randn(7), "unused": torch.randn(3)}
+    named = {name: nn.Parameter(p.to(dtype)) for name, p in named.items()}
+    masters = {p: p.detach().float().clone() for p in named.values()}
+    if dtype is torch.float32:
+        masters = {}
+    for name in "ab":
+        named[name].grad = (8.0 * torch.randn(named[name].shape)).to(dtype)
+    named["b"].grad[2] = math.inf
+    weight = masters.get(named["a"], named["a"]).detach()
+    old, grad = weight.double().clone(), named["a"].grad.double() / 8
+    figures = TensorFigures(named, masters, scale=torch.tensor(8.0))
+    weight -= 1e-4 * torch.randn(9, 5)  # "b" is left out, as a rejected step does
+    rows = figures.read()
+    assert set(rows) == {"a", "b"}
+    update = (weight.double() - old).norm().item()
+    assert rows["a"]["grad_norm"] == pytest.approx(grad.norm().item(), rel=1e-4)
+    assert rows["a"]["weight_norm"] == pytest.approx(old.norm().item(), rel=1e-4)
+    assert rows["a"]["update_ratio"] == pytest.approx(update / old.norm().item(), rel=2e-3)
+    assert rows["b"]["grad_norm"] == math.inf
+    assert rows["b"]["update_ratio"] == 0.0
+    assert TensorFigures({"unused": named["unused"]}).read() == {}
