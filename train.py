@@ -278,6 +278,8 @@ def answer(run, findings, record=None):
         elif kind == "no memory":
             for late in retake(run, step):
                 end = answer(run, digest(run, late)) or end
+        elif kind == "rejected" and step <= run.healing.examined_until:
+            continue  # it ran before the cure of another finding
         elif end is None or end.code > 128:  # a stop waits for what is not answered yet
             if kind == "mismatch":
                 cure = verify.compare_ranks(run, verdict)
