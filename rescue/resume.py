@@ -27,15 +27,24 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
     healing = run.healing
     return {
         "healing": asdict(healing) | {"cures": dict(healing.cures)},
-        "pinned": pinned(run.net), "keep_output": pinned(run.net, keep_output=True),
-        "policy": run.policy.name, "start_policy": run.facts["precision"], "accum": run.accum,
+        "pinned": pinned(run.net),
+        "keep_output": pinned(run.net, keep_output=True),
+        "policy": run.policy.name,
+        "start_policy": run.facts["precision"],
+        "accum": run.accum,
         "quarantine": sorted(run.stream.quarantine),
         "model": run.net.state_dict(),
         "optimizers": [optimizer_state(optimizer) for optimizer in run.optimizers],
-        "schedule": run.schedule.state_dict(), "scaler": run.scaler.state_dict(),
-        "ema": run.ema and run.ema.state_dict(), "guard": run.guard.state_dict(),
-        "rng": rng, "facts": run.facts, "updates": run.updates, "scores": run.scores,
-        "best": run.best, "figures": run.log.figures,
+        "schedule": run.schedule.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "ema": run.ema and run.ema.state_dict(),
+        "guard": run.guard.state_dict(),
+        "rng": rng,
+        "facts": run.facts,
+        "updates": run.updates,
+        "scores": run.scores,
+        "best": run.best,
+        "figures": run.log.figures,
     }
 
 
@@ -70,7 +79,9 @@ def load_whole_state(run: Run, state: dict) -> list[str]:
     changes = restore(run, state)
     run.scaler.load_state_dict(state["scaler"])
     run.guard.load_state_dict(state["guard"])
-    run.step, run.scores, run.best = state["step"], state["scores"], state["best"]
+    run.step = state["step"]
+    run.scores = state["scores"]
+    run.best = state["best"]
     if run.rank < len(state["rng"]):
         checkpoint.set_rng_state(state["rng"][run.rank], run.device)
     return changes
