@@ -61,10 +61,12 @@ def shaken(theirs, amount):
 @torch.no_grad()
 def test_the_published_networks_compute_what_torchvisions_do(name, size):
     make = {"swin-t": torchvision.models.swin_t, "swin-v2-t": torchvision.models.swin_v2_t}[name]
+    torch.manual_seed(0)
     ours = build(name, num_classes=1000).eval()
     for path, module in ours.named_modules():
         if path.endswith(("qv", "mlp.0", "reduction")):  # begins with the published deviation
-            assert module.weight.std().item() == pytest.approx(0.02, rel=0.05), path
+            # the smallest has 1,024 numbers: 10 % is 4.5 deviations of their deviation
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.1), path
     theirs = shaken(make(), 0.02)
     copy_torchvisions_weights(theirs, ours)
     images = torch.randn(1, 3, size, size).to(memory_format=torch.channels_last)
