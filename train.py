@@ -124,8 +124,9 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     run.guard.open(step)
     while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
-        run.guard.carry("unsure_rank", unsure.rank)
-        run.guard.carry("unsure_kind", unsure.kind)
+        if unsure.kind:
+            run.guard.carry("unsure_rank", unsure.rank)
+            run.guard.carry("unsure_kind", unsure.kind)
         try:
             if run.graph and not (eager or sampler or looks):
                 run.graph(images, labels)
