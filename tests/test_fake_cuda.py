@@ -35,6 +35,7 @@ from optim import ClippedAdamW, Schedule, master_params, warmup_cosine
 from rescue.probes import Probes
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = str(Path(torch.__file__).resolve().parents[1])
 CUDA = torch.device("cuda", 0)
 KNOWN = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")
 pytestmark = [
@@ -48,6 +49,11 @@ VIEWS = ("detach", "empty", "alias", "select", "slice", "split", "unbind", "view
          "device")
 
 
+def is_ours(file):
+    """Not this test, and no package: an environment may lie inside of the repository."""
+    return file.startswith(str(ROOT)) and file != __file__ and not file.startswith(PACKAGES)
+
+
 class Watch(TorchDispatchMode):
     """Lists what a GPU would wait for, as "file:line: what", and counts launches.
 
@@ -59,9 +65,7 @@ class Watch(TorchDispatchMode):
 
     def say(self, what):
         frame = sys._getframe(2)
-        while frame and not (
-            frame.f_code.co_filename.startswith(str(ROOT)) and frame.f_code.co_filename != __file__
-        ):
+        while frame and not is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a backward"
         self.seen.append(f"{place}: {what}")
