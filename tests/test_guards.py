@@ -16,7 +16,6 @@ import guards
 from guards import Guard
 from optim import ClippedAdamW
 from rescue.inject import Injector, parse_inject
-from rescue.probes import SpikeDetector
 
 
 def network(seed=0):
@@ -269,17 +268,19 @@ def test_buffers_that_were_exchanged_or_moved_are_watched_anew():
     assert same(before, snapshot(net))
 
 
-def test_a_spike_stands_in_the_verdict_and_state_survives_a_round_trip():
-    guard = Guard(network(), lag=False, spikes=SpikeDetector(warmup=10))
-    for n in range(20):
-        verdict = closed(guard, loss=1.0 if n < 19 else 50.0)
-    assert verdict.accepted and "loss 50" in verdict.spikes[0]
-    closed(guard, 1.0)
+def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
+    guard = Guard(network())
+    for n in range(21):
+        closed(guard, float(n == 20), loss=n)
     state = guard.state_dict()
-    other = Guard(network(), spikes=SpikeDetector(warmup=10))
+    other = Guard(network())
     other.load_state_dict(state)
-    assert (other.steps, other.skipped, other.skipped_in_a_row, other.number) == (21, 1, 1, 20)
+    assert (other.steps, other.skipped, other.number) == (20, 0, 20)
     assert other.state_dict() == state
+    for one in (guard, other):
+        last = one.flush()
+        assert (last.step, last.accepted, last.stats["loss"]) == (20, False, 20.0)
+        assert (one.steps, one.skipped, one.skipped_in_a_row) == (21, 1, 1)
 
 
 def test_copied_alone_it_demonstrates_itself_and_its_paste_block_runs(tmp_path):
@@ -314,8 +315,9 @@ def test_inject_specs_mean_what_they_say():
     with pytest.raises(ValueError, match="no grad is named"):
         Injector(net, (a,), rank=1)
     injector = Injector(net, parse_inject("big:param:*.bias@step=2"))
-    assert injector.begin(1) == []
-    assert injector.begin(2) == ["0.bias"]
+    injector.begin(1)
+    assert net[0].bias[0] < 1e30
+    injector.begin(2)
     assert net[0].bias[0] == 1e30
     with pytest.raises(ValueError, match="uint8"):
         injector = Injector(net, parse_inject("nan:input@step=0"))
