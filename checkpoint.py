@@ -54,7 +54,6 @@ import random
 import re
 import shutil
 import signal
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -420,22 +419,3 @@ class StopSignals:
         if number == signal.SIGINT:
             # Nothing is cleaned up the second time: a half-written file has no final name yet.
             signal.signal(number, lambda *_: os._exit(128 + number))
-
-
-def main() -> None:
-    """One bit of the last file flips: it is noticed, and the file before it is found."""
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}")
-    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
-        for step in (40, 50):
-            checkpoints.save({"weight": torch.full((1000,), float(step))}, step)
-        checkpoints.wait()
-        raw = bytearray(checkpoints.last.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        checkpoints.last.write_bytes(raw)
-        path, state = checkpoints.newest()
-        print(f"resumed at step {state['step']} from {path.name}: {state['weight'].unique()}")
-        checkpoints.save({"weight": torch.tensor([1.0, float("nan")])}, step=60)
-
-
-if __name__ == "__main__":
-    main()

@@ -187,28 +187,26 @@ class Injector:
         def hook(m: nn.Module, args: Any, out: tuple) -> tuple | None:
             return (self.loss(out[0]), *out[1:]) if m.training else None
 
-        if any(f.where in ("loss", "buffer") for f in self.faults):
+        if self.faults:
             model.register_forward_hook(hook)
 
     def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None,
-              state: bool = True) -> list[str]:
-        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns
-        the names written. state=False: a step that is run again, whose weights are as they are."""
+              state: bool = True) -> None:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once.
+        state=False: a step that is run again, whose weights are as they are."""
         self.step = step
         self.micro = 0
         self.repeats = False
         for f, gate in self._gates:
             gate.fill_(f.first <= step <= f.last)
-        written = []
         if state:
-            written += self._write("param", self.net.named_parameters())
+            self._write("param", self.net.named_parameters())
         moments = [(name, t) for optimizer in optimizers for of in optimizer.state.values()
                    for name, t in of.items() if isinstance(t, Tensor) and t.dim()]
         if moments:  # a name is a key of the state, as exp_avg
-            written += self._write("optstate", moments)
+            self._write("optstate", moments)
         if scale is not None:
-            written += self._write("scale", [("scale", scale)])
-        return written
+            self._write("scale", [("scale", scale)])
 
     def repeat(self, micro: int) -> None:
         """Until the next begin() every forward repeats this micro-batch: the loss is struck again,
@@ -242,35 +240,13 @@ class Injector:
     def _due(self, where: str) -> list[Fault]:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
-    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        names = []
+    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> None:
         due = self._due(where)
         tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
         for f in due:
-            names.append(pick(f, tensors))
-            t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward to come
+            # .data: a buffer may be saved for a backward to come
+            t = tensors[pick(f, tensors)].data
             if f.kind == "flip":
                 t.copy_(flipped(t))
             else:
                 t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
-        return names
-
-
-def demo() -> None:
-    """A NaN in the output of the first layer, and which numbers it reaches."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    injector = Injector(net, parse_inject("nan:act:0@step=2"))
-    for step in (1, 2, 3):
-        injector.begin(step)
-        net.zero_grad()
-        net(torch.randn(8, 3)).square().mean().backward()
-        gradients = {f"{name}.grad": p.grad for name, p in net.named_parameters()}
-        tensors = dict(net.named_buffers()) | gradients
-        bad = [name for name, t in tensors.items() if not t.isfinite().all()]
-        print(f"step {step}: non-finite numbers in {bad}")
-    print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every "
-          "evaluation will be NaN.")
-
-
-if __name__ == "__main__":
-    demo()
