@@ -61,7 +61,7 @@ HALF = (torch.float16, torch.bfloat16)
 # --- fp32 islands
 
 def keep_fp32(
-    net: nn.Module, patterns: Iterable[str | type], keep_output: bool = False
+    net: nn.Module, patterns: str | type | Iterable[str | type], keep_output: bool = False
 ) -> list[str]:
     """Pin modules: they compute in fp32 from now on. Returns their names.
 
@@ -78,6 +78,8 @@ def keep_fp32(
     """
     names = _names(net)
     chosen = {}
+    if isinstance(patterns, str | type):
+        patterns = [patterns]
     for pattern in patterns:
         hits = {module: name for module, name in names.items() if _matches(module, name, pattern)}
         if not hits:

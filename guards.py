@@ -49,13 +49,12 @@ nothing) and `grad_scale` (divide the gradients by it; None: as they are) in its
 other optimizer the verdict is read once a step, and a rejected step is not called.
 
 This file does not find the operation that made the number (autopsy.py does) and does not cure. Copy
-it alone: it needs torch. `python guards.py` shows it at work.
+it alone: it needs torch.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -83,7 +82,7 @@ def magnitude(x: Tensor) -> Tensor:
     if x.is_cpu:  # the CPU's norm is a plain loop, ten times as slow
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).float()
-    return torch.linalg.vector_norm(x, math.inf).float()
+    return torch.linalg.vector_norm(x, torch.inf).float()
 
 
 def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -154,7 +153,7 @@ class Guard:
 
     net: the bare network, or a list of networks. device: where the flags live; None: with the net.
     num_classes: class labels must be in [0, num_classes) or be `ignore_index`. None: no check.
-    ignore_index: None: no label is left out. carries: names for carry().
+    carries: names for carry().
     lag: verdict() is of the step before, and nothing waits. False: of this step, and it waits.
     """
 
@@ -167,7 +166,7 @@ class Guard:
         num_classes: int | None = None,
         device=None,
         lag: bool = True,
-        ignore_index: int | None = -100,
+        ignore_index: int = -100,
         carries: Iterable[str] = (),
     ):
         self.num_classes = num_classes
@@ -267,9 +266,7 @@ class Guard:
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
             self._see("label" if is_label else "input", magnitude(x))
         elif is_label and self.num_classes:
-            safe = x.clamp(0, self.num_classes - 1)
-            if self.ignore_index is not None:
-                safe = torch.where(x == self.ignore_index, x, safe)
+            safe = torch.where(x == self.ignore_index, x, x.clamp(0, self.num_classes - 1))
             self._see("label", (safe == x).all().reciprocal())  # 1 / False is inf
             return safe
         return x
@@ -399,18 +396,15 @@ class Guard:
         """At the first step of an optimizer, on the host: mistakes that nothing else would show."""
         self._known.add(optimizer)
         optimizer.register_step_pre_hook(self._beside)
-        mistakes = []
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
-            mistakes.append("the optimizer steps no parameter of the guard's network: make it "
-                            "Guard(net) of the network that is trained")
+            warnings.warn("the optimizer steps no parameter of the guard's network: make it "
+                          "Guard(net) of the network that is trained", stacklevel=3)
         if self._state == "open" and not self._losses:
-            mistakes.append("the guard has not seen the loss: add guard.see_loss(loss) before "
-                            "loss.backward()")
+            warnings.warn("the guard has not seen the loss: add guard.see_loss(loss) before "
+                          "loss.backward()", stacklevel=3)
         if scaler is None and any(map(is_used_scaler, gc.get_objects())):
-            mistakes.append("a GradScaler has scaled a loss, and the guard does not divide by its "
-                            "scale: make it guard.step(optimizer, scaler)")
-        for mistake in mistakes:
-            warnings.warn(mistake, stacklevel=3)
+            warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
+                          "scale: make it guard.step(optimizer, scaler)", stacklevel=3)
 
     def _beside(self, *_):
         if not Guard._stepping:
@@ -498,14 +492,3 @@ class Guard:
             step, row, keys = state["pending"]
             self._pending = step, torch.tensor(row), None, tuple(keys)
             self.number = step
-
-
-if __name__ == "__main__":  # an inf in the batch of step 3
-    net = nn.BatchNorm1d(8)
-    optimizer = torch.optim.AdamW(net.parameters())
-    guard = Guard(net, lag=False)
-    for factor in (1, 1, 1, math.inf, 1):
-        net(torch.randn(32, 8) * factor).square().sum().backward()
-        guard.step(optimizer)
-        optimizer.zero_grad()
-        print(guard.verdict())
