@@ -280,7 +280,7 @@ class Guard:
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
         for flag, tree in trees.items():
             for t in tree_leaves(tree):
-                if isinstance(t, Tensor) and t.dtype in CHECKED:
+                if getattr(t, "dtype", None) in CHECKED:
                     self._see(flag, magnitude(t))
 
     def _see(self, flag, magnitude):
@@ -318,12 +318,10 @@ class Guard:
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
-        """End the step. found_inf: 1.0 = rejected. stats: 0-dim device tensors, at most 31.
+        """End the step, after decide(). found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
-        if not self.decided:
-            self.decide()
         rejected = found_inf > 0
         for b in self._buffers:
             torch.where(rejected, b.before, b.after, out=b.before)  # the next step begins here
@@ -368,14 +366,14 @@ class Guard:
         self._see("grad", norm)
         bad = self.decide()
         if scaled:  # update() adds to what it finds here
-            heard = {self.device: bad.clone()}
-            scaler._per_optimizer_states[id(o)]["found_inf_per_device"] = heard
+            state = scaler._per_optimizer_states[id(o)]
+            state["found_inf_per_device"] = {self.device: bad.clone()}
         if clip and on_device:
             factor = (norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
         elif clip:
             nn.utils.clip_grads_with_norm_(params, clip, norm)
-        rejected = not on_device and bool(bad > 0)  # the one host sync
+        rejected = not on_device and bool(bad)  # the one host sync
         for o in () if rejected else optimizers:
             if on_device:
                 o.found_inf = bad
@@ -456,7 +454,7 @@ class Guard:
         self.steps += 1
         self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
-        reasons = [name for name in FLAGS[:FAULTS] if flags[name]] or ["grad"]
+        reasons = [name for name in FLAGS[:FAULTS] if flags[name]]
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
             warnings.warn(f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "

@@ -91,6 +91,7 @@ def test_a_nested_batch_is_looked_into_and_comes_back_in_its_form():
 
 def closed(guard, found_inf=0.0, **stats):
     guard.open()
+    guard.decide()
     guard.close(torch.tensor(found_inf), **{k: torch.tensor(v) for k, v in stats.items()})
     return guard.verdict()
 
@@ -107,6 +108,7 @@ def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
     assert guard.flush() is None
     assert closed(guard).step == 4
     guard.open(100)
+    guard.decide()
     guard.close(torch.tensor(1.0))
     assert guard.verdict().step == 100
 
@@ -116,6 +118,7 @@ def test_verdicts_that_nobody_asks_for_are_counted_all_the_same():
     guard = Guard(network())
     for n in range(20):
         guard.open(n)
+        guard.decide()
         guard.close(torch.tensor(float(n % 4 == 0)), loss=torch.tensor(float(n)))
     guard.flush()
     assert (guard.steps, guard.skipped) == (20, 5)
@@ -247,6 +250,7 @@ def test_a_backward_that_began_before_the_buffers_went_back_still_works():
     guard = Guard(net)
     guard.open()
     loss = net(torch.randn(2, 3, 8, 8)).sum()
+    guard.decide()
     guard.close(torch.ones(()))
     loss.backward()
 
