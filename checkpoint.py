@@ -85,16 +85,12 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) for every tensor in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         yield prefix, tree
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = enumerate(tree)
-    for key, value in items:
-        # optimizer.state is keyed by the parameters themselves
-        word = "" if isinstance(key, Tensor) else str(key)
-        yield from named_tensors(value, ".".join(filter(None, (prefix, word))))
+    elif isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            # optimizer.state is keyed by the parameters themselves
+            name = prefix if isinstance(key, Tensor) else f"{prefix}.{key}".lstrip(".")
+            yield from named_tensors(value, name)
 
 
 @torch.no_grad()

@@ -148,10 +148,9 @@ class Schedule:
         self.optimizers = list(optimizers)
         groups = self._groups()
         peaks = torch.tensor([g["lr"] * g.get("lr_scale", 1.0) for g in groups])
-        self._whole = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
-        self._table = self._whole.clone()  # times the factor
-        self._rates = self._whole[:1].clone()
-        self.lr = self._rates[0, 0]  # the first group's, 0-dim; the next update() writes into it
+        self._table = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
+        self._rates = self._table[0].clone()
+        self.lr = self._rates[0]  # the first group's, 0-dim; the next update() writes into it
         self.factor = torch.ones_like(self.lr)
         self.updates = torch.zeros_like(self.lr, dtype=torch.int64)
         self._write()
@@ -166,18 +165,14 @@ class Schedule:
 
     def slow_down(self, factor: float) -> None:
         """Multiply all rates from now on."""
-        self._set_factor(self.factor * factor)
-
-    def _set_factor(self, factor: Tensor) -> None:
-        self.factor.copy_(factor)
-        torch.mul(self._whole, self.factor, out=self._table)
+        self.factor *= factor
         self._write()
 
     def _write(self) -> None:
         # index_select, because table[updates] would read the index on the host.
-        row = self.updates.clamp(max=len(self._table) - 1)
-        torch.index_select(self._table, 0, row, out=self._rates)
-        for g, rate in zip(self._groups(), self._rates[0], strict=True):
+        row = self._table.index_select(0, self.updates.clamp(max=len(self._table) - 1))
+        torch.mul(row[0], self.factor, out=self._rates)
+        for g, rate in zip(self._groups(), self._rates, strict=True):
             g["lr"] = rate  # at each update, because load_state_dict() exchanges it
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -185,7 +180,8 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.updates.copy_(state["updates"])
-        self._set_factor(state["factor"])
+        self.factor.copy_(state["factor"])
+        self._write()
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
