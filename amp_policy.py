@@ -36,7 +36,7 @@ What popular snippets get wrong:
     clip_grad_norm_ before unscale_  clips 65536 * g to 1, then divides by 65536: almost no step
     GradScaler as it comes           no floor: 166 bad steps take 2^16 to exactly 0, and the next
                                      *good* step, divided by it, writes NaN into every weight
-                                     (pytorch #99640). Run this file to watch it.
+                                     (pytorch #99640)
 
 Half precision is not always faster: a CPU that multiplies bf16 without AMX may take twice fp32's
 time. So "auto" times what is safe, and takes half precision where it saves 10 % or more.
@@ -394,22 +394,3 @@ class LossScaler(torch.amp.GradScaler):
                 f"the checkpoint's loss scale is {scale}: it starts at {self._init_scale:g}",
                 stacklevel=2,
             )
-
-
-def main() -> None:
-    """The choice on this machine, and the scale that collapses."""
-    policy = choose_policy("auto")
-    print(f"auto -> {policy}\n\nA weight of 1.0 after 166 bad steps and a good one:")
-    for scaler in (torch.amp.GradScaler(policy.device), LossScaler(policy.device)):
-        weight = torch.ones(1, device=policy.device, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        for factor in [math.inf] * 166 + [1.0]:
-            optimizer.zero_grad()
-            scaler.scale((weight * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        print(f"  {type(scaler).__name__}: scale {scaler.get_scale():g}, weight {weight.item():g}")
-
-
-if __name__ == "__main__":
-    main()

@@ -54,7 +54,6 @@ import random
 import re
 import shutil
 import signal
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -86,16 +85,12 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) for every tensor in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         yield prefix, tree
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = enumerate(tree)
-    for key, value in items:
-        # optimizer.state is keyed by the parameters themselves
-        word = "" if isinstance(key, Tensor) else str(key)
-        yield from named_tensors(value, ".".join(filter(None, (prefix, word))))
+    elif isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            # optimizer.state is keyed by the parameters themselves
+            name = prefix if isinstance(key, Tensor) else f"{prefix}.{key}".lstrip(".")
+            yield from named_tensors(value, name)
 
 
 @torch.no_grad()
@@ -420,22 +415,3 @@ class StopSignals:
         if number == signal.SIGINT:
             # Nothing is cleaned up the second time: a half-written file has no final name yet.
             signal.signal(number, lambda *_: os._exit(128 + number))
-
-
-def main() -> None:
-    """One bit of the last file flips: it is noticed, and the file before it is found."""
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}")
-    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
-        for step in (40, 50):
-            checkpoints.save({"weight": torch.full((1000,), float(step))}, step)
-        checkpoints.wait()
-        raw = bytearray(checkpoints.last.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        checkpoints.last.write_bytes(raw)
-        path, state = checkpoints.newest()
-        print(f"resumed at step {state['step']} from {path.name}: {state['weight'].unique()}")
-        checkpoints.save({"weight": torch.tensor([1.0, float("nan")])}, step=60)
-
-
-if __name__ == "__main__":
-    main()

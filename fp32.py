@@ -61,7 +61,7 @@ HALF = (torch.float16, torch.bfloat16)
 # --- fp32 islands
 
 def keep_fp32(
-    net: nn.Module, patterns: Iterable[str | type], keep_output: bool = False
+    net: nn.Module, patterns: str | type | Iterable[str | type], keep_output: bool = False
 ) -> list[str]:
     """Pin modules: they compute in fp32 from now on. Returns their names.
 
@@ -78,13 +78,10 @@ def keep_fp32(
     """
     names = _names(net)
     chosen = {}
+    if isinstance(patterns, str | type):
+        patterns = [patterns]
     for pattern in patterns:
-        if isinstance(pattern, type):
-            pattern = pattern.__name__
-        hits = {
-            module: name for module, name in names.items()
-            if fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
-        }
+        hits = {module: name for module, name in names.items() if _matches(module, name, pattern)}
         if not hits:
             raise ValueError(
                 f"keep_fp32: no module matches {pattern!r}; "
@@ -100,6 +97,12 @@ def keep_fp32(
             if buffer.dtype in HALF:
                 buffer.data = buffer.data.float()
     return list(chosen.values())
+
+
+def _matches(module: nn.Module, name: str, pattern: str | type) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
 def pinned(net: nn.Module, keep_output: bool = False) -> list[str]:
@@ -374,19 +377,3 @@ def _watched(net: nn.Module, run: Any, context: Any) -> Any:
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    # LPPool1d squares numbers near 500 and takes the root: 65504 is the largest fp16 number.
-    net = nn.Sequential(nn.Linear(8, 32), nn.LPPool1d(2, 2), nn.Linear(16, 4))
-    x, y = 1000 * torch.randn(64, 8), torch.randint(4, (64,))
-    half = torch.autocast("cpu", dtype=F16)
-    for islands in ([], [nn.LPPool1d]):
-        keep_fp32(net, islands)
-        print(f"in fp32: {[kind.__name__ for kind in islands]}")
-        print(f"    {disagreement(net, x, y, half, loss=nn.CrossEntropyLoss())}")
-
-
-if __name__ == "__main__":
-    main()

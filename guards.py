@@ -49,12 +49,12 @@ nothing) and `grad_scale` (divide the gradients by it; None: as they are) in its
 other optimizer the verdict is read once a step, and a rejected step is not called.
 
 This file does not find the operation that made the number (autopsy.py does) and does not cure. Copy
-it alone: it needs torch. `python guards.py` shows it at work.
+it alone: it needs torch.
 """
 
 from __future__ import annotations
 
-import math
+import gc
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -82,13 +82,13 @@ def magnitude(x: Tensor) -> Tensor:
     if x.is_cpu:  # the CPU's norm is a plain loop, ten times as slow
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).float()
-    return torch.linalg.vector_norm(x, math.inf).float()
+    return torch.linalg.vector_norm(x, torch.inf).float()
 
 
 def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """2-norm of all gradients together, 0-dim fp32 on `device`. Nothing is written, no sync.
+    """2-norm of all tensors together, 0-dim fp32 on `device`. Nothing is written, no sync.
 
-    Half gradients are summed in fp32. Sparse, complex and sharded ones (DTensor) count too.
+    Half numbers are summed in fp32. Sparse, complex and sharded tensors (DTensor) count too.
     """
     kinds = {}  # a foreach kernel is one launch only for one device, dtype and class
     for g in gradients:
@@ -122,6 +122,10 @@ def skips_on_device(optimizer):
     return ready and optimizer.defaults.get("fused")
 
 
+def is_used_scaler(x):
+    return issubclass(type(x), torch.amp.GradScaler) and getattr(x, "_scale", None) is not None
+
+
 class Verdict(NamedTuple):
     """What became of one step, on the host."""
 
@@ -132,16 +136,16 @@ class Verdict(NamedTuple):
     carried: dict  # see Guard.carry
     signal: int
     rank: int  # the (highest) guilty one; -1: no flag names one
-    spikes: tuple  # sentences; a spike alone never rejects a step
 
 
 class Buffers(NamedTuple):
-    """Buffers of one dtype; flat: two rows, before the step and after it; parts: views of those."""
+    """Buffers of one device, and what they held before the step and after it, side by side."""
 
     live: list
-    flat: Tensor
-    parts: list
-    checked: bool
+    before: Tensor
+    after: Tensor
+    parts_before: list
+    parts_after: list
 
 
 class Guard:
@@ -149,8 +153,8 @@ class Guard:
 
     net: the bare network, or a list of networks. device: where the flags live; None: with the net.
     num_classes: class labels must be in [0, num_classes) or be `ignore_index`. None: no check.
+    carries: names for carry().
     lag: verdict() is of the step before, and nothing waits. False: of this step, and it waits.
-    spikes: a SpikeDetector (probes.py), or None. carries: names for carry().
     """
 
     _stepping = False  # inside of some guard's step()
@@ -163,19 +167,17 @@ class Guard:
         device=None,
         lag: bool = True,
         ignore_index: int = -100,
-        spikes=None,
         carries: Iterable[str] = (),
     ):
         self.num_classes = num_classes
         self.ignore_index = ignore_index
         self.lag = lag
-        self.spikes = spikes
         self.names = (*FLAGS, *carries)
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
         self.steps = self.skipped = self.skipped_in_a_row = 0
         self.number = -1
-        self.decided = self._opened = self._is_read = False
+        self.decided = self._is_read = False
         self._state = "new"  # then "open", "closed" and "sent", step by step
         self._pending = None  # numbers on their way to the host
         self._known = set()  # optimizers that have stepped
@@ -194,21 +196,25 @@ class Guard:
         self.device = constants.device
         self._zero, self._one, self._up = constants
         self._raised = constants.new_zeros(len(self.names))
+        self._is_raised = False
         self._row = constants.new_zeros(len(self.names) + 32)
+        self._checked = []
         kinds = {}
         for name, b in self.net.named_buffers():
             if 0 in (*b.stride(), b.numel()):  # expanded (it stays) or empty
                 continue
-            checked = b.dtype in CHECKED
-            if checked and "running_" not in name:
-                checked = bool(magnitude(b) <= LIMIT)
-            # .data counts no version: a backward that is under way goes on.
-            kinds.setdefault((b.device, b.dtype, checked), []).append(b.data)
+            live = b.data  # counts no version: a backward that is under way goes on
+            is_number = b.dtype in CHECKED
+            if is_number and ("running_" in name or magnitude(b) <= LIMIT):
+                self._checked.append(live)
+            if live.is_contiguous():  # as bytes: one kernel for all dtypes
+                live = live.view(-1).view(torch.uint8)
+            kinds.setdefault((b.device, live.dtype), []).append(live)
         self._buffers = []
-        for (_, _, checked), live in kinds.items():
-            flat = torch.stack([_flatten_dense_tensors(live)] * 2)
-            parts = [_unflatten_dense_tensors(row, live) for row in flat]
-            self._buffers.append(Buffers(live, flat, parts, checked))
+        for live in kinds.values():
+            rows = [_flatten_dense_tensors(live) for _ in range(2)]
+            parts = [_unflatten_dense_tensors(row, live) for row in rows]
+            self._buffers.append(Buffers(live, *rows, *parts))
 
     def open(self, step=None):
         """Begin a step (attempted, not update) exactly here. `step`: its number; None: count.
@@ -217,8 +223,7 @@ class Guard:
         """
         self._begin(step)
         for b in self._buffers:
-            torch._foreach_copy_(b.parts[0], b.live)
-        self._opened = True
+            torch._foreach_copy_(b.parts_before, b.live)
 
     def _begin(self, step=None):
         if self._state == "closed":  # nobody asked for the last verdict; it still counts
@@ -226,8 +231,10 @@ class Guard:
         if [*map(id, self.net.buffers())] != [*map(id, self._owners)]:
             self.watch(self.net)
         self.number = self.number + 1 if step is None else step
-        self._raised.zero_()
-        self._seen = {}
+        if self._is_raised:
+            self._raised.zero_()
+            self._is_raised = False
+        self._seen = {}  # flag -> largest magnitude
         self._losses = []
         self._state = "open"
         self.decided = False
@@ -235,7 +242,7 @@ class Guard:
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
         for b in self._buffers:
-            torch._foreach_copy_(b.live, b.parts[0])
+            torch._foreach_copy_(b.live, b.parts_before)
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
@@ -273,14 +280,12 @@ class Guard:
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
         for flag, tree in trees.items():
             for t in tree_leaves(tree):
-                if isinstance(t, Tensor) and t.dtype in CHECKED:
+                if getattr(t, "dtype", None) in CHECKED:
                     self._see(flag, magnitude(t))
 
     def _see(self, flag, magnitude):
         if self._state != "open":
             self._begin()
-            for b in self._buffers:
-                b.flat[0].copy_(b.flat[1])
         magnitude = magnitude.to(self.device)
         if flag in self._seen:
             magnitude = torch.maximum(self._seen[flag], magnitude)  # keeps NaN
@@ -295,14 +300,15 @@ class Guard:
         """A number (exact up to 2^24) that rejects nothing. verdict.carried[name] is the largest
         of all ranks, 0 where none was given."""
         self._raised[self.names.index(name)] = value
+        self._is_raised = True
 
     def decide(self) -> Tensor:
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank."""
         self.decided = True
         for b in self._buffers:
-            torch._foreach_copy_(b.parts[1], b.live)
-            if b.checked:
-                self._see("buffer", magnitude(b.flat[1]))
+            torch._foreach_copy_(b.parts_after, b.live)
+        if self._checked:
+            self._see("buffer", gradient_norm(self._checked, self.device))
         row = torch.stack([self._seen.get(name, self._zero) for name in self.names])
         self._flags = torch.where(row <= LIMIT, self._raised, self._up)  # NaN is not below
         if self.together:
@@ -312,16 +318,14 @@ class Guard:
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
-        """End the step. found_inf: 1.0 = rejected. stats: 0-dim device tensors, at most 31.
+        """End the step, after decide(). found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
-        if not self.decided:
-            self.decide()
         rejected = found_inf > 0
         for b in self._buffers:
-            torch.where(rejected, b.flat[0], b.flat[1], out=b.flat[1])
-            torch._foreach_copy_(b.live, b.parts[1])
+            torch.where(rejected, b.before, b.after, out=b.before)  # the next step begins here
+            torch._foreach_copy_(b.live, b.parts_before)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = tuple(stats)
@@ -350,7 +354,7 @@ class Guard:
         scale = None
         for o in optimizers:
             if o not in self._known:
-                self._check_use(o)
+                self._check_use(o, scaler)
             if scaled and scaler._per_optimizer_states[id(o)]["stage"].name == "READY":
                 if on_device:
                     scale = scaler.scale(self._one)  # the kernel divides by it
@@ -362,14 +366,14 @@ class Guard:
         self._see("grad", norm)
         bad = self.decide()
         if scaled:  # update() adds to what it finds here
-            heard = {self.device: bad.clone()}
-            scaler._per_optimizer_states[id(o)]["found_inf_per_device"] = heard
+            state = scaler._per_optimizer_states[id(o)]
+            state["found_inf_per_device"] = {self.device: bad.clone()}
         if clip and on_device:
             factor = (norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
         elif clip:
             nn.utils.clip_grads_with_norm_(params, clip, norm)
-        rejected = not on_device and bool(bad > 0)  # the one host sync
+        rejected = not on_device and bool(bad)  # the one host sync
         for o in () if rejected else optimizers:
             if on_device:
                 o.found_inf = bad
@@ -386,19 +390,19 @@ class Guard:
         self.close(bad, **stats, grad_norm=norm)
         return bad
 
-    def _check_use(self, optimizer):
-        """At the first step of an optimizer, on the host: mistakes that nothing else would show.
-
-        A scaler that is left out of step() is told by torch: scaler.update() raises.
-        """
+    def _check_use(self, optimizer, scaler):
+        """At the first step of an optimizer, on the host: mistakes that nothing else would show."""
         self._known.add(optimizer)
         optimizer.register_step_pre_hook(self._beside)
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
             warnings.warn("the optimizer steps no parameter of the guard's network: make it "
                           "Guard(net) of the network that is trained", stacklevel=3)
-        if self._opened and not self._losses:
+        if self._state == "open" and not self._losses:
             warnings.warn("the guard has not seen the loss: add guard.see_loss(loss) before "
                           "loss.backward()", stacklevel=3)
+        if scaler is None and any(map(is_used_scaler, gc.get_objects())):
+            warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
+                          "scale: make it guard.step(optimizer, scaler)", stacklevel=3)
 
     def _beside(self, *_):
         if not Guard._stepping:
@@ -432,14 +436,17 @@ class Guard:
         self.lag = lag
         return last
 
+    def _arrived(self):
+        step, host, event, keys = self._pending
+        if event:
+            event.synchronize()  # waits for that step's numbers, not for the device
+        return step, host.tolist(), keys
+
     def _read(self):
         if self._pending is None:
             return None
-        step, host, event, keys = self._pending
+        step, row, keys = self._arrived()
         self._pending = None
-        if event:
-            event.synchronize()  # waits for that step's numbers, not for the device
-        row = host.tolist()
         flags = dict(zip(self.names, row, strict=False))
         found_inf, *numbers = row[len(flags) :]
         stats = dict(zip(keys, numbers, strict=False))
@@ -447,7 +454,7 @@ class Guard:
         self.steps += 1
         self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
-        reasons = [name for name in FLAGS[:FAULTS] if flags[name]] or ["grad"]
+        reasons = [name for name in FLAGS[:FAULTS] if flags[name]]
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
             warnings.warn(f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "
@@ -460,26 +467,19 @@ class Guard:
             {name: flags[name] for name in self.names[len(FLAGS) :]},
             int(flags["signal"]),
             int(max(row[:FAULTS])) - 1,
-            tuple(self.spikes.sentences(stats)) if self.spikes and not rejected else (),
         )
 
     def state_dict(self) -> dict:
-        """Counters, spike statistics, and the verdict under way, which stays unread: a run that
-        goes on from here reads it at its next step. Plain numbers. Waits for the device."""
+        """Counters and the verdict under way, which stays unread: a run that goes on from here
+        reads it at its next step. Plain numbers. Waits for the device."""
         if self._state == "closed":
             self._send()
         pending = None
         if self._pending:
-            step, host, event, keys = self._pending
-            if event:
-                event.synchronize()
-            row = host.tolist()
+            step, row, keys = self._arrived()
             row[self.names.index("signal")] = 0.0  # it has been obeyed
             pending = [step, row, list(keys)]
-        return {name: getattr(self, name) for name in COUNTERS} | {
-            "spikes": dict(self.spikes.seen) if self.spikes else {},
-            "pending": pending,
-        }
+        return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 
     def load_state_dict(self, state: dict):
         for name in COUNTERS:
@@ -490,17 +490,3 @@ class Guard:
             step, row, keys = state["pending"]
             self._pending = step, torch.tensor(row), None, tuple(keys)
             self.number = step
-        if self.spikes:
-            self.spikes.seen = state["spikes"]
-
-
-if __name__ == "__main__":  # an inf in the batch of step 3
-    net = nn.BatchNorm1d(8)
-    optimizer = torch.optim.AdamW(net.parameters())
-    guard = Guard(net, lag=False)
-    for step in range(5):
-        x = torch.randn(32, 8) * (math.inf if step == 3 else 1.0)
-        net(x).square().sum().backward()
-        guard.step(optimizer)
-        optimizer.zero_grad()
-        print(guard.verdict())

@@ -57,7 +57,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +172,7 @@ class Schedule:
         # index_select, because table[updates] would read the index on the host.
         row = self._table.index_select(0, self.updates.clamp(max=len(self._table) - 1))
         torch.mul(row[0], self.factor, out=self._rates)
-        for g, rate in zip(self._groups(), self._rates.unbind(), strict=True):
+        for g, rate in zip(self._groups(), self._rates, strict=True):
             g["lr"] = rate  # at each update, because load_state_dict() exchanges it
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -203,11 +202,7 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """2-norm over all tensors together, 0-dim fp32: one read, fp32 accumulators, no sync."""
-    if tensors[0].is_cpu:
-        # Over 1e8 elements at once a CPU's norm is 1.1 % too small (CUDA sums in pieces).
-        tensors = [piece for t in tensors for piece in t.reshape(-1).split(2**18)]
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    return torch.stack(norms).norm()
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -258,45 +253,42 @@ class ClippedAdamW(torch.optim.AdamW):
             raise ValueError(why)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None,
-             skip: Tensor | None = None) -> StepResult | Any:
+    def step(self, closure: Callable[[], Any] | None = None, *,
+             grad_scale: Tensor | None = None) -> StepResult | Any:
         """Remove the loss scale, clip and update, or reject; decided on the device, without a sync.
 
         grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: the attribute
-        grad_scale, if GradScaler or a guard has set it. skip: 0-dim; anything but 0 (NaN too)
-        rejects the step. So does the attribute found_inf. With a closure, which computes loss and
-        gradients, step() returns the loss, as torch's optimizers do.
+        grad_scale, if GradScaler or a guard has set it. The attribute found_inf = 1 rejects the
+        step. With a closure, which computes loss and gradients, step() returns the loss, as torch's
+        optimizers do.
         """
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        targets = {p: t for p, t in master_params([self]).items() if p.grad is not None}
-        grads = self._gradients(targets)
+        work = [row for row in map(self._work, self.param_groups) if row[1]]
+        if not work:
+            raise ValueError("no parameter has a gradient: call backward() before step()")
         if grad_scale is None:
             grad_scale = getattr(self, "grad_scale", None)
-        flags = [skip, getattr(self, "found_inf", None)]
-        rejected = [flag != 0 for flag in flags if flag is not None]  # NaN is not 0
-        alone = not rejected
+        found_inf = getattr(self, "found_inf", None)
+        alone = found_inf is None
         norm = None
         if alone or self.clip:
-            scaled_norm = total_norm(list(grads.values()))
+            scaled_norm = total_norm([grad for _, _, grads, _ in work for grad in grads])
             scale = 1.0 if grad_scale is None else grad_scale
             norm = scaled_norm / scale
-            rejected.append(~(norm <= LIMIT))  # NaN is not below
+            too_large = (~(norm <= LIMIT)).float()  # NaN is not below
+            found_inf = too_large if alone else too_large.maximum(found_inf)
             if self.clip:
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
-        found_inf = reduce(torch.logical_or, rejected).float()
-        accepted = 1 - found_inf
-        torch._foreach_add_([self.state[p]["step"] for p in grads], [accepted] * len(grads))
-        for g in self.param_groups:
-            beta1, beta2 = g["betas"]
-            params = [p for p in g["params"] if p in grads]
-            if not params:
-                continue
-            columns = [[targets[p] for p in params], [grads[p] for p in params]]
+        steps = [state["step"] for *_, states in work for state in states]
+        torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+        for g, targets, grads, states in work:
+            columns = [targets, grads]
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
-                columns.append([self.state[p][name] for p in params if name in self.state[p]])
+                columns.append([state[name] for state in states if name in state])
             for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
+                beta1, beta2 = g["betas"]
                 torch._fused_adamw_(  # writes nothing where found_inf is 1
                     *tensors, lr=g["lr"], beta1=beta1, beta2=beta2, eps=g["eps"],
                     weight_decay=g["weight_decay"], amsgrad=g["amsgrad"], maximize=g["maximize"],
@@ -307,22 +299,21 @@ class ClippedAdamW(torch.optim.AdamW):
             self._warn(found_inf)
         return StepResult(norm, found_inf) if closure is None else loss
 
-    def _gradients(self, targets: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Gradients in the dtype and memory layout of the targets; state where there is none."""
-        if not targets:
-            raise ValueError("no parameter has a gradient: call backward() before step()")
-        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self.defaults["amsgrad"]
-        copies = {}
-        for p, t in targets.items():
+    def _work(self, g: dict[str, Any]) -> tuple:
+        """A group, what is updated in it, gradients of that dtype and memory layout, and state."""
+        params = [p for p in g["params"] if p.grad is not None]
+        targets = [self.masters.get(p, p) for p in params]
+        grads = [p.grad for p in params]
+        if [(x.dtype, x.stride()) for x in grads] != [(t.dtype, t.stride()) for t in targets]:
+            grads = [torch.empty_like(t) for t in targets]
+            torch._foreach_copy_(grads, [p.grad for p in params])
+        for p, t in zip(params, targets, strict=True):
             if not self.state[p]:
                 self._check(p)
+                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * g["amsgrad"]
                 self.state[p] = {name: torch.zeros_like(t) for name in names}
                 self.state[p]["step"] = torch.zeros((), device=t.device)
-            if p.dtype is not t.dtype or p.grad.stride() != t.stride():
-                copies[p] = torch.empty_like(t)
-        if copies:
-            torch._foreach_copy_(list(copies.values()), [p.grad for p in copies])
-        return {p: copies.get(p, p.grad) for p in targets}
+        return g, targets, grads, [self.state[p] for p in params]
 
     def _warn(self, found_inf: Tensor) -> None:
         """Without a guard: say the first skipped step, and ten in a row."""
@@ -375,12 +366,3 @@ def widen(optimizers: Iterable[Optimizer]) -> None:
                 state = optimizer.state[p]
                 optimizer.state[p] = {name: value.float() for name, value in state.items()}
         getattr(optimizer, "masters", {}).clear()
-
-
-if __name__ == "__main__":  # the eps trap: one step at lr 1e-3; right is 0, -1e-3, -1e-3
-    p = torch.zeros(3, dtype=torch.float16)
-    p.grad = torch.tensor([0.0, 1e-3, 1.0], dtype=p.dtype)
-    torch.optim.AdamW([p], foreach=False).step()
-    print("torch.optim.AdamW on float16:", p)
-    ClippedAdamW([p.zero_()], masters=True).step()
-    print("ClippedAdamW with masters:", p)

@@ -48,7 +48,7 @@ from ranks import (
     refusing,
 )
 from record import Run
-from rescue import inject, probes, resume
+from rescue import inject, resume
 
 Saved = dict[str, Any] | None  # the content of the checkpoint to go on from, and its "path"
 CARRIED = ("micro_batches", "unsure_rank", "unsure_kind", "checksum", "negative_checksum")
@@ -336,7 +336,6 @@ def training(run: Run, warmup: int) -> None:
         run.net,
         num_classes=None if run.data.regression else len(run.data.classes),
         device=run.device,
-        spikes=probes.SpikeDetector(),
         carries=CARRIED,
     )
     if args.ema:

@@ -80,7 +80,7 @@ def train_step(run, images, labels, inspect=None, eager=False):
             part = loss if share == 1 else loss * share
             ranks.backward(scaler.scale(part), run.ddp, lambda: heal.out_of_memory(run))
         for name, value in (metrics | {"loss": loss.detach()}).items():
-            mean = value.mean()
+            mean = value.mean() if value.ndim else value
             sums[name] = mean if share == 1 else sums.get(name, 0.0) + mean * share
     if inspect:
         inspect()
@@ -257,8 +257,6 @@ def digest(run, verdict):
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
             findings.append(Finding("too many", step, verdict, f"{in_a_row} steps in a row were "
                                     f"rejected, the last one for {', '.join(reasons)}"))
-    for sentence in verdict.spikes:
-        run.log.write(event="spike", step=step, text=sentence)
     if verdict.signal:
         findings.append(Finding("signal", step, verdict))
     if step % run.args.log_every == 0:

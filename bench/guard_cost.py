@@ -57,7 +57,6 @@ from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
 from ranks import agreed  # noqa: E402
 from record import Run  # noqa: E402
-from rescue.probes import SpikeDetector  # noqa: E402
 from train import train_step  # noqa: E402
 
 GOALS = {  # ours / its partner, at most
@@ -206,7 +205,7 @@ def contestants(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             policy=choose_policy("fp16" if scales else "bf16", capabilities(device), trial=None),
             scaler=LossScaler(device.type, enabled=scales),
-            guard=Guard(net, num_classes=classes, device=device, spikes=SpikeDetector()),
+            guard=Guard(net, num_classes=classes, device=device),
             optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4)], clip=1.0,
         )  # fmt: skip
         take = partial(train_step, run)

@@ -79,11 +79,3 @@ class EMA:
         if [a.shape for a in state["average"]] != [a.shape for a in self.average]:
             raise ValueError("the checkpoint's average belongs to other parameters")
         torch._foreach_copy_([*self.average, self.updates], [*state["average"], state["updates"]])
-
-
-if __name__ == "__main__":
-    moving = torch.zeros(1)
-    ema = EMA([moving], decay=0.9)
-    for n in (1.0, 2.0, 3.0, float("nan"), 4.0):
-        ema.update([moving.fill_(n)], (~moving.isfinite().all()).float())
-        print(f"weight {n}: average {ema.average[0].item():.3f}, updates {ema.updates.item():g}")

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from typing import Any
 
@@ -87,17 +87,16 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
 
-    lr, momentum, nesterov, ns_steps: torch.optim.Muon's, with its defaults. masters: True keeps
-    fp32 masters of half matrices, None refuses half matrices, False trains them as they are.
+    lr, momentum, ns_steps: torch.optim.Muon's, with its defaults. masters: True keeps fp32 masters
+    of half matrices, None refuses half matrices, False trains them as they are.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     skips_on_device = True
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
-                 ns_steps: int = 5, nesterov: bool = True, *, masters: bool | None = None):
-        own = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, nesterov=nesterov)
-        super().__init__(params, own)
+                 ns_steps: int = 5, *, masters: bool | None = None):
+        super().__init__(params, dict(lr=lr, momentum=momentum, ns_steps=ns_steps))
         self.masters = {}  # half matrix -> fp32 master
         for p in self._params():
             if p.ndim < 2 or not p.any():
@@ -111,18 +110,13 @@ class Muon(torch.optim.Optimizer):
         return [p for g in self.param_groups for p in g["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:
         """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
         by the attribute grad_scale. No host sync."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for g in self.param_groups:
             params = [p for p in g["params"] if p.grad is not None]
             if params:
                 self._update(g, sorted(params, key=lambda p: p.flatten(1).shape))
-        return loss
 
     def _update(self, g: dict[str, Any], params: list[Tensor]) -> None:
         """params: matrices of one shape stand side by side."""
@@ -141,7 +135,7 @@ class Muon(torch.optim.Optimizer):
             grad = grad / self.grad_scale
         old_momentum = torch.cat([m.flatten() for m in momenta])
         momentum = old_momentum.lerp(grad, 1 - g["momentum"])
-        update = grad.lerp(momentum, g["momentum"]) if g["nesterov"] else momentum
+        update = grad.lerp(momentum, g["momentum"])  # Nesterov's
         old = torch.cat([w.flatten() for w in weights]).float()
         new = old.clone()
         norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
@@ -184,16 +178,3 @@ class Muon(torch.optim.Optimizer):
                 self._momentum(p).copy_(state_dict["state"][i]["momentum_buffer"])
         for (p, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
             p.copy_(master.copy_(saved))
-
-
-if __name__ == "__main__":  # three steps of which one is rejected: the norm stays, the angle is lr
-    torch.manual_seed(0)
-    w = torch.nn.Parameter(torch.randn(64, 32))
-    optimizer = Muon([w], lr=1e-3)
-    for poison in (1.0, math.nan, 1.0):
-        old = w.detach().clone()
-        w.grad = torch.randn(64, 32) * poison
-        optimizer.found_inf = w.grad.isnan().any().float()
-        optimizer.step()
-        moved = (w - old).norm() / old.norm()
-        print(f"gradient * {poison}: norm {w.norm():.4f}, turned by {moved:.4f} rad")

@@ -27,7 +27,6 @@ from data import synthetic
 from fp32 import fp32_eval
 from guards import Guard
 from optim import ClippedAdamW
-from rescue import probes
 
 F32 = torch.float32
 BF16 = torch.bfloat16
@@ -51,7 +50,6 @@ class Outcome:
     first: int = 0
     what: str = ""
     report: autopsy.Report | None = None
-    spikes: list[str] = field(default_factory=list)
 
     @property
     def sick(self) -> list[str]:
@@ -240,7 +238,7 @@ def guarded(
     torch.manual_seed(1)
     net = copy.deepcopy(net)
     outcome = Outcome(net)
-    guard = Guard(net, lag=False, spikes=probes.SpikeDetector())
+    guard = Guard(net, lag=False)
     scaler = LossScaler("cpu", enabled=dtype is F16)
     optimizer = ClippedAdamW(net.parameters(), lr, weight_decay=0.0, clip=None, **options)
     for step, (images, labels) in enumerate(batches, 1):
@@ -259,7 +257,6 @@ def guarded(
         verdict = guard.verdict()
         outcome.losses.append(verdict.stats["loss"])
         outcome.scales.append(scaler.get_scale())
-        outcome.spikes += [f"step {step}: {sentence}" for sentence in verdict.spikes]
         if verdict.accepted:
             continue
         outcome.skipped.append(step)

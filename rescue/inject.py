@@ -2,15 +2,15 @@
 """
 Inject: plant a fault, because a guard that was never seen to bark is no guard.
 
-    injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))  # before torch.compile
+    injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))
     injector.attach(model)                    once; model(images, labels) returns (loss, metrics)
     injector.begin(step, optimizers, scale)   at the beginning of each step
     images, labels = injector.batch(images, labels)   before the batch is cut into micro-batches
 
 A bad number can enter a step at nine places: input, label, act (a module's output), loss, grad (a
 parameter's gradient, before DDP reduces it), param, buffer, optstate, scale. A fault strikes one
-element, in sample 0 of micro-batch 0. Hooks plant it by a select on a flag on the device: the host
-does not wait, nothing is compiled anew, and a step that is run again meets the same fault.
+element, in sample 0 of micro-batch 0. A step that is run again meets the same fault. Hooks plant
+it, so train.py neither compiles nor records a model with a fault.
 
 Two kinds are no bad numbers. "flip" is hardware that lies: one bit of the largest number changes,
 and the number stays finite. At act and grad a flip strikes one pass only: a step that is run again
@@ -98,8 +98,7 @@ def flipped(x: Tensor) -> Tensor:
     """x with the highest bit of the fraction of its largest number flipped: up to a half off, and
     finite. (A flip at 0 would do no harm.)"""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
-    x = x.detach()
-    other = (x.view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
+    other = (x.detach().view(bits) ^ int(0.5 / torch.finfo(x.dtype).eps)).view(x.dtype)
     largest = torch.arange(x.numel(), device=x.device).view(x.shape) == x.abs().argmax()
     return torch.where(largest, other, x)
 
@@ -116,25 +115,23 @@ def pick(fault: Fault, names: Iterable[str]) -> str:
     return fits[0]
 
 
-def spoil(tree: Any, kind: str, gate: Tensor) -> Any:
-    """The first element of the first tensor is replaced where `gate` (0-dim bool) is set: no
-    branch, no host sync."""
+def spoil(tree: Any, kind: str) -> Any:
+    """The first element of the first tensor is replaced."""
     leaves, shape = tree_flatten(tree)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    if kind == "flip":
-        leaves[i] = torch.where(gate.clone(), flipped(leaves[i]), leaves[i])
-        gate.fill_(False)
-        return tree_unflatten(leaves, shape)
-    where = torch.zeros_like(leaves[i], dtype=torch.bool)
-    where[(0,) * where.dim()] = gate
-    hole = where.to(leaves[i].dtype)
+    x = leaves[i]
+    first = torch.zeros_like(x, dtype=torch.bool)
+    first[(0,) * x.dim()] = True
+    one = first.to(x.dtype)
     # By arithmetic, as in a model: a NaN that the script itself writes down would be bad data.
-    if kind == "nan" and hole.is_floating_point():
-        leaves[i] = leaves[i] + (-hole).sqrt()
-    elif kind == "inf" and hole.is_floating_point():
-        leaves[i] = leaves[i] - (1 - hole).log()
+    if kind == "flip":
+        leaves[i] = flipped(x)
+    elif kind == "nan" and x.is_floating_point():
+        leaves[i] = x + (-one).sqrt()
+    elif kind == "inf" and x.is_floating_point():
+        leaves[i] = x - (1 - one).log()
     else:
-        leaves[i] = leaves[i].masked_fill(where, fault_value(kind, leaves[i].dtype))
+        leaves[i] = x.masked_fill(first, fault_value(kind, x.dtype))
     return tree_unflatten(leaves, shape)
 
 
@@ -150,14 +147,13 @@ class Injector:
         self.micro = 0  # micro-batches of this step so far
         self.repeats = False
         self.faults = [f for f in faults if f.rank in (None, rank)]
-        device = next(net.parameters()).device
+        self._struck: set[Fault] = set()  # flips that have been
         self._size = 0  # "oom": images in this micro-batch
         self._room = 0  # and how many of them fit
         if any(f.kind == "oom" for f in self.faults):
             net.register_forward_pre_hook(self._measure)
-        self._gates = [(f, torch.zeros((), dtype=torch.bool, device=device)) for f in self.faults]
-        for f, gate in self._gates:
-            strike = functools.partial(self._strike, f, gate)
+        for f in self.faults:
+            strike = functools.partial(self._strike, f)
             if f.where == "act":  # without a name: the first module that has no modules inside
                 every = dict(net.named_modules())
                 names = [n for n, m in every.items() if n and (f.name or not any(m.children()))]
@@ -171,10 +167,14 @@ class Injector:
         self._size = len(args[0])
         self._room = self._room or max(1, self._size // 2)
 
-    def _strike(self, f: Fault, gate: Tensor, tree: Any) -> Any:
+    def _strike(self, f: Fault, tree: Any) -> Any:
+        if not f.first <= self.step <= f.last or f in self._struck:
+            return tree
         if f.kind != "oom":
-            return spoil(tree, f.kind, gate)
-        if f.first <= self.step <= f.last and self._size > self._room:
+            if f.kind == "flip":
+                self._struck.add(f)
+            return spoil(tree, f.kind)
+        if self._size > self._room:
             size = self._size
             self._size = 0  # once a pass
             raise torch.OutOfMemoryError(
@@ -187,28 +187,25 @@ class Injector:
         def hook(m: nn.Module, args: Any, out: tuple) -> tuple | None:
             return (self.loss(out[0]), *out[1:]) if m.training else None
 
-        if any(f.where in ("loss", "buffer") for f in self.faults):
+        if self.faults:
             model.register_forward_hook(hook)
 
     def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None,
-              state: bool = True) -> list[str]:
-        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Returns
-        the names written. state=False: a step that is run again, whose weights are as they are."""
+              state: bool = True) -> None:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once.
+        state=False: a step that is run again, whose weights are as they are."""
         self.step = step
         self.micro = 0
         self.repeats = False
-        for f, gate in self._gates:
-            gate.fill_(f.first <= step <= f.last)
-        written = []
+        self._struck.clear()
         if state:
-            written += self._write("param", self.net.named_parameters())
+            self._write("param", self.net.named_parameters())
         moments = [(name, t) for optimizer in optimizers for of in optimizer.state.values()
                    for name, t in of.items() if isinstance(t, Tensor) and t.dim()]
         if moments:  # a name is a key of the state, as exp_avg
-            written += self._write("optstate", moments)
+            self._write("optstate", moments)
         if scale is not None:
-            written += self._write("scale", [("scale", scale)])
-        return written
+            self._write("scale", [("scale", scale)])
 
     def repeat(self, micro: int) -> None:
         """Until the next begin() every forward repeats this micro-batch: the loss is struck again,
@@ -218,11 +215,11 @@ class Injector:
 
     def batch(self, images: Any, labels: Any) -> tuple[Any, Any]:
         """The whole batch, with the faults of input and label in sample 0."""
-        for f, gate in self._gates:
+        for f in self.faults:
             if f.where == "input":
-                images = spoil(images, f.kind, gate)
+                images = self._strike(f, images)
             elif f.where == "label":
-                labels = spoil(labels, f.kind, gate)
+                labels = self._strike(f, labels)
         return images, labels
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -242,35 +239,13 @@ class Injector:
     def _due(self, where: str) -> list[Fault]:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
-    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        names = []
+    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> None:
         due = self._due(where)
         tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
         for f in due:
-            names.append(pick(f, tensors))
-            t = tensors[names[-1]].data  # .data: a buffer may be saved for a backward to come
+            # .data: a buffer may be saved for a backward to come
+            t = tensors[pick(f, tensors)].data
             if f.kind == "flip":
                 t.copy_(flipped(t))
             else:
                 t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
-        return names
-
-
-def demo() -> None:
-    """A NaN in the output of the first layer, and which numbers it reaches."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    injector = Injector(net, parse_inject("nan:act:0@step=2"))
-    for step in (1, 2, 3):
-        injector.begin(step)
-        net.zero_grad()
-        net(torch.randn(8, 3)).square().mean().backward()
-        gradients = {f"{name}.grad": p.grad for name, p in net.named_parameters()}
-        tensors = dict(net.named_buffers()) | gradients
-        bad = [name for name, t in tensors.items() if not t.isfinite().all()]
-        print(f"step {step}: non-finite numbers in {bad}")
-    print("No fault was planted in step 3. BatchNorm's running statistics are still bad: every "
-          "evaluation will be NaN.")
-
-
-if __name__ == "__main__":
-    demo()

@@ -2,14 +2,13 @@
 """
 Probes: what will go wrong, said before a number is non-finite.
 
-guards.py sees a non-finite number when it is there. Four tools here see what comes before it:
+guards.py sees a non-finite number when it is there. Three tools here see what comes before it:
 
     Probes              how near activations are to overflow (fp16 ends at 65504), and which
                         gradients underflow (fp16's smallest normal number is 6.1e-5)
     TensorFigures       of each parameter: gradient norm, weight norm, and how far one step moves it
     first_step_checks   after the first backward: a parameter without gradient, memory that nobody
                         initialised, a head of the wrong size
-    SpikeDetector       the loss or the gradient norm leaves its own past
 
 None of them rejects a step or changes a number. To copy this file: it needs torch, nothing else.
 Paste::
@@ -36,47 +35,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-
-class SpikeDetector:
-    """z-score of log(value) against a moving mean and variance.
-
-    Non-finite values never enter these statistics. A spike enters cut down to the threshold, so a
-    lasting new level is learnt in time.
-    """
-
-    def __init__(self, threshold: float = 6.0, warmup: int = 50, momentum: float = 0.02):
-        self.threshold, self.warmup, self.momentum = threshold, warmup, momentum
-        self.seen: dict[str, list[float]] = {}  # name: [count, mean, variance] of the log
-
-    def see(self, name: str, value: float) -> float:
-        """Standard deviations above the mean: inf for a non-finite value, 0.0 in the warm-up."""
-        if not math.isfinite(value):
-            return math.inf
-        x = math.log(max(value, 1e-30))
-        count, mean, variance = self.seen.get(name, [0, x, 0.0])
-        std = max(math.sqrt(variance), 0.05)  # a loss that moves by less than 5 % has no spikes
-        z = 0.0
-        if count >= self.warmup:
-            z = (x - mean) / std
-            x = min(x, mean + self.threshold * std)
-        rate = max(self.momentum, 1.0 / (count + 1))
-        variance = (1 - rate) * (variance + rate * (x - mean) ** 2)
-        self.seen[name] = [count + 1, mean + rate * (x - mean), variance]
-        return z
-
-    def sentences(self, stats: Mapping[str, float]) -> list[str]:
-        """Take in the loss and the gradient norm of an accepted step; a sentence for a spike."""
-        spikes = []
-        for name in ("loss", "grad_norm"):
-            if name not in stats:
-                continue
-            z = self.see(name, stats[name])
-            if not z <= self.threshold:
-                spikes.append(
-                    f"{name} {stats[name]:.4g} is {z:.1f} standard deviations above its recent mean"
-                )
-        return spikes
 
 
 def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[str]:

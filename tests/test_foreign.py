@@ -1,5 +1,6 @@
 """Loops in the manner of public projects, guarded: a clean run keeps its bits, no fault gets in."""
 
+import gc
 import math
 import os
 import warnings
@@ -460,19 +461,36 @@ def test_a_guard_of_another_network_and_a_loss_that_was_not_seen_are_told():
     net, optimizer = small()
     with pytest.warns(UserWarning, match="of the network that is trained"):
         one_step(net, lambda: Guard(small()[0]).step(optimizer))
-    guard = Guard(net)
-    guard.open()
-    with pytest.warns(UserWarning, match=r"add guard.see_loss\(loss\)"):
-        one_step(net, lambda: guard.step(optimizer))
+    for begin in (Guard.open, lambda guard: guard.see_batch(torch.ones(1))):
+        guard = Guard(net)
+        begin(guard)
+        with pytest.warns(UserWarning, match=r"add guard.see_loss\(loss\)"):
+            one_step(net, lambda guard=guard: guard.step(optimizer))
 
 
-def test_a_scaler_that_is_left_out_is_told_by_torch():
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, LossScaler])
+def test_a_scaler_that_is_left_out_is_told_before_the_update(kind):
     net, optimizer = small()
-    scaler = torch.amp.GradScaler("cpu")
+    before = net.weight.detach().clone()
+    scaler = kind("cpu")
     scaler.scale(net(torch.ones(4, 3)).sum()).backward()
-    Guard(net).step(optimizer)
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"make it guard.step\(optimizer, scaler\)"):
+            Guard(net).step(optimizer)
+        assert torch.equal(net.weight, before)
+        Guard(net).step(optimizer, scaler)
         scaler.update()
+    assert 0 < (net.weight - before).norm() < 2  # and not 65536 times that
+
+
+def test_a_disabled_scaler_that_is_left_out_is_no_mistake():
+    net, optimizer = small()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    gc.collect()  # scalers of other tests
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(net, lambda: scaler.scale(net.bias.sum()), lambda: Guard(net).step(optimizer))
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -113,7 +113,9 @@ def test_pinning_is_by_name_or_type_idempotent_and_survives_a_checkpoint():
     assert keep_fp32(net, ["LayerNorm", "1.0"]) == ["1.1", "1.0"]
     assert keep_fp32(net, ["1.*"]) == pinned(net) == ["1.0", "1.1"]
     assert list(net.state_dict()) == keys
-    assert keep_fp32(net, [nn.Linear]) == ["0", "1.0"]
+    assert keep_fp32(net, [nn.Linear]) == keep_fp32(net, nn.Linear) == ["0", "1.0"]
+    assert keep_fp32(net, nn.modules.linear.Linear) == keep_fp32(net, "Linear")
+    assert keep_fp32(nn.Sequential(nn.LazyLinear(2), nn.GELU()), [nn.Linear]) == ["0"]  # a subclass
     twin = copy.deepcopy(net)
     nn.init.zeros_(twin[0].weight)
     nn.init.zeros_(twin[0].bias)
