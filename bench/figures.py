@@ -79,7 +79,8 @@ def died_and_healed():
         right.plot(steps, scales, color=colour, linewidth=1.6)
         right.annotate(f"ends at {scales[-1]:.1g}", (len(steps), scales[-1]), (-4, -12),
                        textcoords="offset points", color=colour, ha="right")
-    right.set(yscale="log", xlabel="step", ylabel="loss scale")
+    lowest = run["died_scales"][-1] / 1e5  # room for its label
+    right.set(yscale="log", xlabel="step", ylabel="loss scale", ylim=(lowest, None))
     save(figure, "died_and_healed.svg", "died_and_healed-cpu")
 
 
