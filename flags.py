@@ -127,8 +127,8 @@ def parse(
     flag("--seed", type=number(int, 0, below=2**32), default=0)
     flag("--deterministic", **switch, help="bit-identical reruns on CUDA too")
     flag("--compile", **switch, help="torch.compile; minutes at the start")
-    flag("--cuda-graph", action=argparse.BooleanOptionalAction, help="the step as one CUDA graph; "
-         "default: the model's recipe")
+    flag("--cuda-graph", action=argparse.BooleanOptionalAction, default=True,
+         help="the step as one CUDA graph where it runs on one GPU")
     flag("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     flag("--log-every", type=count, default=10)
     flag("--tensorboard", **switch, help="scalars and pictures, if it is installed")
@@ -147,7 +147,7 @@ def parse(
         refuse(2, "--precision, --amp-opt-level and --disable-amp say the same: give one of them")
     args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
     recipe = models[args.model][1]
-    for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon", "cuda_graph"):
+    for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon"):
         if getattr(args, name) is None:
             setattr(args, name, recipe[name])
     args.lr_reason = f"lr {args.lr} as asked"

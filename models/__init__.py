@@ -111,7 +111,6 @@ RECIPE = {
     "augment": "crop",
     "small": 0.0,
     "epochs": 30,
-    "cuda_graph": False,
 }
 CIFARNET = RECIPE | {
     "lr": 2e-2,
@@ -124,7 +123,6 @@ CIFARNET = RECIPE | {
     "label_smoothing": 0.2,
     "small": 0.6,
     "epochs": 10,
-    "cuda_graph": True,
 }
 RESNET = RECIPE | {"label_smoothing": 0.1}
 RESNET18 = RESNET | {
