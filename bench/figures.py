@@ -57,7 +57,7 @@ def died_and_healed():
     """Left the losses, with every step that the stock loop lost; right the loss scale."""
     run = raw("died_and_healed-cpu")
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 3.2), width_ratios=(2, 1), layout="constrained"
+        1, 2, figsize=(6.4, 3.2), width_ratios=(3, 2), layout="constrained"
     )
     steps = range(1, len(run["died"]) + 1)
     lost = [step for step, loss in zip(steps, run["died"], strict=True) if loss is None]
@@ -70,38 +70,43 @@ def died_and_healed():
     for cure in [event for event in run["events"] if event["event"] == "cure"]:
         text = f"step {cure['step']}: {cure['module']}\nis kept in fp32 from now on"
         point = cure["step"] + 1, healed[cure["step"]]  # the step after has a loss
-        left.annotate(text, point, (cure["step"] - 20, bottom + 0.25), color=BLUE,
+        left.annotate(text, point, (cure["step"] - 20, bottom + 0.2), color=BLUE,
                       arrowprops={"arrowstyle": "->", "color": BLUE})
     left.set(xlabel="step", ylabel="training loss (mean of 10)",
              ylim=(bottom - 0.05, max(filter(None, run["died"])) + 0.12))
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.17), ncols=3)
+    figure.legend(loc="outside upper center", ncols=3, columnspacing=1.2)
     for scales, colour in ((run["healed_scales"], BLUE), (run["died_scales"], ORANGE)):
         right.plot(steps, scales, color=colour, linewidth=1.6)
         right.annotate(f"ends at {scales[-1]:.1g}", (len(steps), scales[-1]), (-4, -12),
                        textcoords="offset points", color=colour, ha="right")
-    right.set(yscale="log", xlabel="step", ylabel="loss scale")
+    lowest = run["died_scales"][-1] / 1e5  # room for its label
+    right.set(yscale="log", xlabel="step", ylabel="loss scale", ylim=(lowest, None))
     save(figure, "died_and_healed.svg", "died_and_healed-cpu")
 
 
 def stock_and_guarded():
-    """The same bad batch in two loops: their training losses agree, their evaluations do not."""
+    """One bad batch in two loops: the stock loop trains on, and its evaluation is NaN."""
     run = raw("stock_and_guarded-cpu")
-    figure, axes = pyplot.subplots(1, 2, figsize=(7, 3.2), layout="constrained", sharey=True)
-    titles = ("training loss: both skip step 20", "evaluation after each step, fp32")
-    for axis, curve, title in zip(axes, ("train", "evaluation"), titles, strict=True):
-        for name, colour, width in (("guarded", BLUE, 3.0), ("stock", ORANGE, 1.2)):
-            losses = [float("nan") if x is None else x for x in run[name][curve]]
-            label = {"guarded": "guarded loop", "stock": "stock AMP loop"}[name]
-            axis.plot(range(1, len(losses) + 1), losses, color=colour, linewidth=width, label=label)
-        axis.axvline(run["bad step"], color=GREY, linewidth=0.8, linestyle="--")
-        axis.set(title=title, xlabel="step", yscale="log")
-    lost = [step for step, x in enumerate(run["stock"]["evaluation"], 1) if x is None]
-    bottom = min(filter(None, run["guarded"]["evaluation"]))
-    axes[1].plot(lost, [bottom] * len(lost), "|", color=RED, markersize=9)
-    axes[1].annotate(f"stock: NaN from step {lost[0]} on.\nIts weights are finite,\n"
-                     "BatchNorm's statistics are not", (lost[0], bottom), (lost[0] + 1, 1.0),
-                     color=RED, arrowprops={"arrowstyle": "->", "color": RED})
-    axes[0].legend(loc="lower left")
+    stock, guarded = run["stock"], run["guarded"]
+    figure, axis = pyplot.subplots(figsize=(4.4, 3.2), layout="constrained")
+    curves = (
+        (guarded["evaluation"], BLUE, 3.0, "guarded loop: evaluation"),
+        (stock["evaluation"], ORANGE, 1.4, "stock AMP loop: evaluation"),
+        (stock["train"], ORANGE, 0.8, "stock AMP loop: training"),
+    )
+    for curve, colour, width, label in curves:
+        losses = [float("nan") if x is None else x for x in curve]
+        style = "--" if curve is stock["train"] else "-"
+        axis.plot(range(1, len(losses) + 1), losses, style, color=colour, linewidth=width,
+                  label=label)
+    axis.axvline(run["bad step"], color=GREY, linewidth=0.8, linestyle=":")
+    lost = [step for step, x in enumerate(stock["evaluation"], 1) if x is None]
+    bottom = min(filter(None, guarded["evaluation"])) / 2
+    axis.plot(lost, [bottom] * len(lost), "|", color=RED, markersize=9)
+    axis.text(lost[0] - 1, bottom, f"stock: NaN from step {lost[0]}", color=RED, ha="right",
+              va="center")
+    axis.set(xlabel="step", ylabel="loss", yscale="log")
+    figure.legend(loc="outside upper left", ncols=1)
     save(figure, "stock_and_guarded.svg", "stock_and_guarded-cpu")
 
 

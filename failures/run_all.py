@@ -1,6 +1,7 @@
 """
-All failures, one after the other, and one table: python failures/run_all.py   (2 cores: about a
-minute)
+All failures, one after the other, and one table: python failures/run_all.py
+
+It takes about two minutes on two cores.
 
 It prints the table and the claims of each case. Then it prints one line for each case, and writes
 these lines as Markdown to failures/TABLE.md. It exits with 1 if a claim failed.
