@@ -200,8 +200,8 @@ def precision(run: Run, saved: dict | None) -> float:
     if resumes:  # nothing measured may change a run that goes on
         wanted = saved["facts"]["precision"]
     images = args.batch_size // run.world_size
-    # Half a micro-batch: what just fits in half precision has to fit in fp32 here.
-    count = max(1, min(images // run.accum // 2, 64))
+    # A quarter of a micro-batch: what just fits in half precision has to fit in fp32 here.
+    count = max(1, min(images // run.accum // 4, 64))
 
     @functools.cache
     def step(dtype: torch.dtype) -> float:
