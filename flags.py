@@ -10,6 +10,7 @@ an error.
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,6 +48,67 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+from_0 = number(int, 0, below=MANY)
+count = number(int, 1, below=MANY)
+share = number(float, 0, below=1)
+positive = number(float, 0, above=True)
+at_least_0 = number(float, 0)
+
+# Name, what it takes (a list: one of these; bool: a switch), default, help. None as the default:
+# it is decided later, and the help says by what.
+TABLE = {
+    "data": [
+        ("--num-classes", count, None, "default: the data's; anything else is refused"),
+        ("--data-dir", folder, None, "folder of CIFAR-10, or train/<class>/* and val/<class>/*"),
+        ("--image-size", count, None, "default: the data's own, or 224 where sizes differ"),
+        ("--workers", from_0, 0, "stream with N processes instead of caching"),
+        ("--cutout", from_0, 0, "cut squares out of images"),
+        ("--max-bad-share", at_least_0, 0.01, "unreadable files to put up with"),
+    ],
+    "optimizer (defaults: the model's recipe)": [
+        ("--lr", positive, None, "peak learning rate, as it is; default: the recipe's, scaled to "
+         "--batch-size by the recipe's rule"),
+        ("--warmup-updates", from_0, None, "default: the recipe's share of the run"),
+        ("--weight-decay", at_least_0, None, ""),
+        ("--adam-eps", at_least_0, 1e-8, ""),
+        ("--amsgrad", bool, False, ""),
+        ("--clip-grad", at_least_0, 1.0, "largest norm of the gradient; 0: off"),
+        ("--drop-path", share, None, "drop residual branches of swin and vmamba"),
+        ("--batch-size", count, None, "images per update, over all ranks and micro-batches"),
+        ("--accum-steps", count, 1, "micro-batches per update"),
+        ("--ema", share, None, "evaluate averaged weights; 0: off"),
+        ("--eval-precision", ["fp32", "same"], "fp32", "same: as in training"),
+    ],
+    "guards": [
+        ("--on-nonfinite", ["heal", "skip", "stop"], "heal", ""),
+        ("--max-skips", count, 25, "rejected steps in a row before giving up"),
+        ("--max-cures", count, 8, "healings before giving up"),
+        ("--probe-every", count, None, "warn of activations near the limit"),
+        ("--verify-every", from_0, None, "look for hardware that lies with finite numbers, every N "
+         "steps; default: once an epoch; 0: never"),
+        ("--detect-anomaly", bool, False, "autograd's own anomaly mode; slow"),
+        ("--inject", str, "", "plant a fault: nan:grad:head.weight@step=5"),
+        ("--replay", Path, None, "examine a recorded bad step again and leave"),
+    ],
+    "run": [
+        ("--out-dir", folder, None, "default: runs/MODEL-DATASET-PRECISION-TIME"),
+        ("--ckpt-every", count, None, "steps between two checkpoints; default: an epoch"),
+        ("--resume", str, "none", "auto, none, or the path of a checkpoint"),
+        ("--seed", number(int, 0, below=2**32), 0, ""),
+        ("--deterministic", bool, False, "bit-identical reruns on CUDA too"),
+        ("--compile", bool, False, "torch.compile; minutes at the start"),
+        ("--cuda-graph", bool, True, "the step as one CUDA graph where it runs on one GPU"),
+        ("--device", ["auto", "cpu", "cuda", "mps"], "auto", ""),
+        ("--log-every", count, 10, "steps between two lines of metrics.jsonl"),
+        ("--tensorboard", bool, False, "the same numbers for TensorBoard, if it is installed"),
+    ],
+}
+
+
+def dashed(name: re.Match) -> str:
+    return name[0].replace("_", "-")
+
+
 def parse(
     argv: Sequence[str] | None, about: str, models: dict, datasets: Sequence[str]
 ) -> argparse.Namespace:
@@ -62,90 +124,35 @@ def parse(
         allow_abbrev=False,
     )
     parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists all flags)")
-    number_of = number(int, 0, below=MANY)  # may be 0
-    count = number(int, 1, below=MANY)
-    share = number(float, 0, below=1)
-    positive = number(float, 0, above=True)
-    at_least_0 = number(float, 0)
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
-
-    flag = parser.add_argument_group("what to train").add_argument
+    flag = parser.add_argument
     flag("--model", default="cifarnet", choices=models, metavar="NAME", help=", ".join(models))
-    flag("--num-classes", type=count, help="default: the data's; anything else is refused")
-
-    flag = parser.add_argument_group("data").add_argument
     flag("--dataset", choices=datasets, help="default: cifar10, else synthetic")
-    flag("--data-dir", type=folder, help="folder of CIFAR-10, or train/<class>/* and val/<class>/*")
-    flag("--image-size", type=count, help="default: the data's own, or 224 where sizes differ")
-    flag("--workers", type=number_of, default=0, help="stream with N processes instead of caching")
-    flag("--cutout", type=number_of, default=0, help="cut squares out of images")
-    flag("--max-bad-share", type=at_least_0, default=0.01, help="unreadable files to put up with")
-
-    flag = parser.add_argument_group("precision").add_argument
-    flag("--precision", default="auto", choices=["auto", *POLICIES])
-    flag("--amp-opt-level", choices=POLICIES, help="the same as --precision, as Swin spells it")
-    flag("--disable-amp", **switch, help="the same as --precision fp32")
-    flag("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
-    flag("--eval-precision", default="fp32", choices=["fp32", "same"])
-
-    flag = parser.add_argument_group("optimizer (defaults: the model's recipe)").add_argument
-    flag("--lr", type=positive, help="peak learning rate, as it is; default: the recipe's, scaled "
-         "to --batch-size by the recipe's rule")
-    flag("--warmup-updates", type=number_of, help="default: the recipe's share of the run")
-    flag("--weight-decay", type=at_least_0)
-    flag("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
-    flag("--betas", nargs=2, type=share, default=(0.9, 0.99))
-    flag("--adam-eps", type=at_least_0, default=1e-8)
-    flag("--amsgrad", **switch)
-    flag("--clip-grad", type=at_least_0, default=1.0, help="largest norm of the gradient; 0: off")
-    flag("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
-    flag("--drop-path", type=share, help="drop residual branches of swin and vmamba")
-    flag("--batch-size", type=count, help="images per update, over all ranks and micro-batches")
-    flag("--accum-steps", type=count, default=1, help="micro-batches per update")
-    flag("--ema", type=share, help="evaluate averaged weights; 0: off")
-
-    group = parser.add_argument_group("length (default: the recipe; on a CPU what takes 2 minutes)")
-    flag = group.add_mutually_exclusive_group().add_argument
-    flag("--epochs", type=number(float, 0, above=True, below=MANY))
+    flag = parser.add_mutually_exclusive_group().add_argument
+    flag("--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES])
+    flag("--disable-amp", dest="precision", action="store_const", const="fp32")
+    flag = parser.add_mutually_exclusive_group().add_argument
+    flag("--epochs", type=number(float, 0, above=True, below=MANY), help="default: the recipe's; "
+         "on a CPU as many steps as take two minutes")
     flag("--max-steps", type=count)
-
-    flag = parser.add_argument_group("guards").add_argument
-    flag("--on-nonfinite", default="heal", choices=["heal", "skip", "stop"])
-    flag("--max-skips", type=count, default=25, help="rejected steps in a row before giving up")
-    flag("--max-cures", type=count, default=8, help="healings before giving up")
-    flag("--probe-every", type=count, help="warn of activations near the limit")
-    flag("--verify-every", type=number_of, metavar="STEPS", help="look for hardware that lies with "
-         "finite numbers; default: once an epoch; 0: never")
-    flag("--detect-anomaly", **switch, help="autograd's own anomaly mode; slow")
-    flag("--inject", default="", metavar="SPEC", help="plant a fault: nan:grad:head.weight@step=5")
-    flag("--replay", type=Path, help="examine a recorded bad step again and leave")
-
-    flag = parser.add_argument_group("run").add_argument
-    flag("--out-dir", type=folder, help="default: runs/MODEL-DATASET-PRECISION-TIME")
-    flag("--ckpt-every", type=count, metavar="STEPS", help="default: every epoch")
-    flag("--resume", default="none", metavar="auto|PATH|none")
-    flag("--seed", type=number(int, 0, below=2**32), default=0)
-    flag("--deterministic", **switch, help="bit-identical reruns on CUDA too")
-    flag("--compile", **switch, help="torch.compile; minutes at the start")
-    flag("--cuda-graph", action=argparse.BooleanOptionalAction, default=True,
-         help="the step as one CUDA graph where it runs on one GPU")
-    flag("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    flag("--log-every", type=count, default=10)
-    flag("--tensorboard", **switch, help="scalars and pictures, if it is installed")
-
+    flag = parser.add_argument
+    flag("--betas", nargs=2, type=share, default=(0.9, 0.99))
+    flag("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
+    flag("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
+    flag("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    for title, rows in TABLE.items():
+        group = parser.add_argument_group(title)
+        for name, takes, default, text in rows:
+            if takes is bool:
+                kind = {"action": argparse.BooleanOptionalAction}
+            elif isinstance(takes, list):
+                kind = {"choices": takes}
+            else:
+                kind = {"type": takes}
+            group.add_argument(name, default=default, help=text, **kind)
+    words = sys.argv[1:] if argv is None else argv
     # --amp_opt_level O1 is --amp-opt-level O1; what stands behind a "=" is a value and stays
-    words = []
-    for word in sys.argv[1:] if argv is None else argv:
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        words.append(name + equals + value)
-    args = parser.parse_args(words)
+    args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
     args.betas = tuple(args.betas)
-    spellings = [args.precision != "auto", args.amp_opt_level is not None, args.disable_amp]
-    if sum(spellings) > 1:
-        refuse(2, "--precision, --amp-opt-level and --disable-amp say the same: give one of them")
-    args.precision = "fp32" if args.disable_amp else args.amp_opt_level or args.precision
     recipe = models[args.model][1]
     for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon"):
         if getattr(args, name) is None:

@@ -30,26 +30,12 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from data import batches, imagefolder
 from fp32 import fp32_eval
 from models import MODELS
-
-if TYPE_CHECKING:  # to predict takes none of what a run needs
-    from record import Run
-
-
-def describe(run: Run) -> dict:
-    """What model.json says of the weights in best.pt."""
-    return {
-        "model": run.args.model,
-        **run.data.describe(),
-        "precision": "fp32",
-        "evaluated": {"step": run.step, "ema": run.args.ema, **run.scores},
-    }
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from one function to another: what a function finds, it returns. All wiring may 
 import argparse
 import math
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -45,14 +44,10 @@ class Trend:
     first: list[float] = field(default_factory=list)  # the first ten losses
     start: float = math.inf  # the loss before anything was learnt
     usual: float = 0.0  # moving mean, without the losses that are far above it
-    mean: float = 0.0  # moving mean of all losses
+    mean: float = math.nan  # moving mean of all losses
     lowest: float = math.inf  # the lowest moving mean
-    high: int = 0  # steps in a row far above all that was usual
-    unlearnt: int = 0  # steps in a row near the start again
-    dead: int = 0  # steps in a row without a gradient
-    chance_since: int = 0  # the step from which on all validations were at chance
-    epoch_sum: float = 0.0  # since the last validation
-    epoch_count: int = 0
+    chance_since: int = 0  # the step from which on all validations were at chance; 0: none
+    suspicions: dict[str, int] = field(default_factory=dict)  # open ones: steps in a row
 
 
 @dataclass
@@ -60,13 +55,12 @@ class Healing:
     """What healing has done and what it watches. All of it is in the checkpoint."""
 
     healed: list[str] = field(default_factory=list)  # modules now in fp32, precisions gone to
-    cures: Counter[str] = field(default_factory=Counter)  # by verdict
+    cures: list[str] = field(default_factory=list)  # the verdict of each
     hunt_until: int = 0  # after a bad step: the last step to record before it runs
     examined_until: int = 0  # the last step that ran before the last cure
     extra_steps: int = 0  # that a turn back has added to the run
     trend: Trend = field(default_factory=Trend)
-    looks: int = 0  # at each tensor
-    silent: list[str] = field(default_factory=list)  # tensors whose gradient was 0 at every look
+    still: list[str] | None = None  # tensors that did not move at any look
     repeatable: dict[str, bool] = field(default_factory=dict)  # by image size and precision
 
 

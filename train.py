@@ -18,12 +18,11 @@ Written to be read from top to bottom and changed: no trainer class, no callback
     train_step    the step: the only copy of it
     train         the loop; digest() reads what happened, answer() responds, at one place each
     conclude      how the run ended: "done" is a claim that is checked
-    setup         every decision before the first step, in order; each is in prepare.py
+    prepare.py    every decision before the first step, in order
 """
 
 import contextlib
 import errno
-import math
 import os
 import sys
 import time
@@ -44,7 +43,7 @@ import report
 import validation
 from data import NAMES
 from extras import graphs
-from models import MODELS, wrap
+from models import MODELS
 from record import End, Run
 from rescue import capsule, heal, notice, probes, resume, verify
 
@@ -108,19 +107,18 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel."""
     args = run.args
     verifies = bool(args.verify_every) and step % args.verify_every == 0
-    looks = verifies or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
+    samples = bool(args.probe_every) and step % args.probe_every == 0
+    looks = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
     unsure = verify.run_twice(run, step, images, labels) if verifies else verify.SURE
-    sampler = None
-    if args.probe_every and step % args.probe_every == 0:
-        sampler = probes.Probes(run.net, run.device).attach()
-    figures = []
+    sampler = probes.Probes(run.net, run.device).attach() if samples else None
+    seen = None
 
     def inspect():
-        figures[:] = [look_at_all(run, step, sampler)]
+        nonlocal seen
+        seen = notice.look_at_all(run, step, sampler)
 
     # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
-    tunes = run.device.type == "cuda" and not args.deterministic
-    torch.backends.cudnn.benchmark = tunes
+    torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
     run.guard.open(step)
     while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
@@ -128,11 +126,12 @@ def attempt(run, step, images, labels, signal=0, eager=False):
             run.guard.carry("unsure_rank", unsure.rank)
             run.guard.carry("unsure_kind", unsure.kind)
         try:
-            if run.graph and not (eager or sampler or looks):
+            if looks:
+                train_step(run, images, labels, inspect, eager or samples)
+            elif run.graph and not eager:
                 run.graph(images, labels)
             else:
-                asks = looks or sampler
-                train_step(run, images, labels, inspect if asks else None, eager or bool(sampler))
+                train_step(run, images, labels, eager=eager)
             break
         except RuntimeError as error:
             if not ranks.out_of_memory(error):
@@ -142,29 +141,11 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
     if looks:
-        notice.note_figures(run, step, figures[0].read())
+        sentences, figures = seen
+        notice.note_figures(run, step, figures.read())
+        for sentence in sentences:
+            warn(run, sentence)
     return verdict
-
-
-def look_at_all(run, step, sampler):
-    """Between the last backward and the decision: what is too dear for every step. It may ask the
-    device. Returns the figures of all tensors."""
-    moments = [optimizer.state for optimizer in run.optimizers]
-    run.guard.see_state(param=dict(run.net.named_parameters()), optstate=moments)
-    if run.world_size > 1 and run.args.verify_every:
-        verify.carry_checksum(run)
-    sentences = []
-    if step == 1:
-        has_a_head = run.model is not run.net  # else the model has its own loss
-        outputs = len(run.data.classes) if has_a_head else None
-        sentences += probes.first_step_checks(run.net, outputs)
-    if sampler:
-        sampler.detach()
-        sentences += sampler.warnings(float(run.scaler.scale_tensor))
-    for sentence in sentences:
-        warn(run, sentence)
-    named = {name: p for name, p in run.net.named_parameters() if p.grad is not None}
-    return probes.TensorFigures(named, optim.master_params(run.optimizers), run.scaler.scale_tensor)
 
 
 # --- The loop
@@ -181,12 +162,16 @@ class Finding(NamedTuple):
 def main(argv=None):
     args = flags.parse(argv, __doc__, MODELS, NAMES)
     if args.replay:
-        with ranks.refusing(ValueError, OSError):
-            return capsule.replay(args.replay, MODELS, wrap, heal.rerun)
+        with ranks.refusing(checkpoint.CheckpointError, ValueError):
+            return capsule.replay(args.replay, heal.rerun)
     run = Run(args=args)
     try:
         with checkpoint.StopSignals(at_once=True) as stop:
-            setup(run)
+            decided, warnings = prepare.setup(run, train_step)
+            for name, decision in decided.items():
+                say(run, f"{name:<11} {decision}")
+            for text in warnings:
+                warn(run, text)
             stop.at_once = False  # from now on there is something to save first
             end = train(run, stop)
     except checkpoint.Stopped as signal:
@@ -246,24 +231,26 @@ def digest(run, verdict):
     elif "veto" in verdict.reasons:  # see heal.out_of_memory
         findings.append(Finding("no memory", step, verdict))
     else:
-        reasons = verdict.reasons or ("grad",)  # no flag was up: it was the gradient's norm
-        run.log.write(event="skip", step=step, reasons=reasons, rank=verdict.rank, **stats)
+        run.log.write(event="skip", step=step, reasons=verdict.reasons, rank=verdict.rank, **stats)
         heals = run.args.on_nonfinite == "heal"
         if heals:
             run.healing.hunt_until = step + 50
-        if heals and step > run.healing.examined_until:
             findings.append(Finding("rejected", step, verdict))
         in_a_row = run.guard.skipped_in_a_row
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
             findings.append(Finding("too many", step, verdict, f"{in_a_row} steps in a row were "
-                                    f"rejected, the last one for {', '.join(reasons)}"))
+                                    f"rejected, the last one for {', '.join(verdict.reasons)}"))
     if verdict.signal:
         findings.append(Finding("signal", step, verdict))
     if step % run.args.log_every == 0:
         run.log.write(step=step, **stats, skipped=run.guard.skipped)
-        shown = {name: f"{value:.4g}" for name, value in stats.items()}
-        run.bar.set_postfix(shown, skipped=run.guard.skipped)
+        run.bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()})
     return findings
+
+
+def goes_on(end):
+    """Whether there is no end yet, or a stop by a signal: it waits for what is not answered yet."""
+    return end is None or end.code > 128
 
 
 def answer(run, findings, record=None):
@@ -275,11 +262,10 @@ def answer(run, findings, record=None):
         elif kind == "too many":
             end = End("diverged", 3, reason)
         elif kind == "no memory":
-            for late in retake(run, step):
-                end = answer(run, digest(run, late)) or end
+            end = retake(run, step) or end
         elif kind == "rejected" and step <= run.healing.examined_until:
             continue  # it ran before the cure of another finding
-        elif end is None or end.code > 128:  # a stop waits for what is not answered yet
+        elif goes_on(end):
             if kind == "mismatch":
                 cure = verify.compare_ranks(run, verdict)
             elif kind == "lost":
@@ -292,11 +278,9 @@ def answer(run, findings, record=None):
 
 
 def retake(run, step):
-    """A step that did not fit into memory on some rank, once more: in smaller micro-batches.
-    Returns the verdicts of the step before it and of this one."""
-    run.injector.begin(step, state=False)
-    before = attempt(run, step, *run.injector.batch(*run.stream.at(step - 1)))
-    return [before, run.guard.flush()]
+    """A step that did not fit into memory on some rank, once more: in smaller micro-batches."""
+    before = attempt(run, step, *heal.batch_again(run, step))
+    return answer(run, digest(run, before) + digest(run, run.guard.flush()))
 
 
 def publish(run, cure):
@@ -315,21 +299,16 @@ def publish(run, cure):
 def end_of_step(run, end):
     """Validate where an epoch ends, save where it is time. Returns the end of the run, or None."""
     last = run.step >= run.total_steps
-    stopped = end is not None and end.code > 128
     validates = last or run.step % run.epoch_steps == 0
     saves = validates or run.step % (run.args.ckpt_every or run.epoch_steps) == 0
-    if saves and (end is None or stopped):
-        found = answer(run, digest(run, run.guard.flush()))
-        end = found or end
-        last = run.step >= run.total_steps  # a turn back makes the run longer
-        stopped = end is not None and end.code > 128
-    if end is None or stopped:
-        if validates:
-            end = validate(run) or end
-        if saves or stopped:
-            end = save(run, good=saves) or end
-        if last and run.step >= run.total_steps and (end is None or stopped):
-            end = conclude(run)
+    if saves and goes_on(end):
+        end = answer(run, digest(run, run.guard.flush())) or end
+    if validates and goes_on(end):
+        end = validate(run) or end
+    if goes_on(end) and (saves or end):
+        end = save(run, good=saves) or end
+    if goes_on(end) and run.step >= run.total_steps:  # a turn back has made the run longer
+        end = conclude(run)
     run.checkpoints.poll()
     return end
 
@@ -339,14 +318,15 @@ def validate(run):
     if warning := validation.validate(run):
         warn(run, warning)
     trend, epoch = run.healing.trend, run.step / run.epoch_steps
-    mean = trend.epoch_sum / trend.epoch_count if trend.epoch_count else math.nan
-    trend.epoch_sum, trend.epoch_count = 0.0, 0
-    run.log.write(step=run.step, epoch=epoch, train_loss=mean, **run.scores)
-    shown = [f"{name} {x:.4f}" for name, x in run.scores.items() if name.startswith("val_")]
-    per_second = run.speed.images / max(run.speed.seconds, 1e-9)
-    say(run, f"epoch {epoch:.2f}  step {run.step}  loss {mean:.4f}  {'  '.join(shown)}  "
-             f"skipped {run.guard.skipped}  {per_second:.0f} images/s")
-    reason = validation.is_lost(run, run.scores, patient=True)
+    run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
+    shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
+    say(run, f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
+    reason = validation.is_lost(run, run.scores)
+    at_chance = validation.is_at_chance(run, run.scores, kept=0.2)
+    trend.chance_since = (trend.chance_since or run.step) if at_chance else 0
+    lasts = run.step - trend.chance_since >= 50  # a high rate may bring a model there and back
+    if lasts or run.step >= run.total_steps:
+        reason = reason or at_chance
     return answer(run, [Finding("lost", run.step, None, reason)] if reason else [])
 
 
@@ -354,9 +334,7 @@ def save(run, good):
     """Every rank brings its RNG; rank 0 writes. A state that holds a non-finite number is not
     written: the run turns back. `good`: this may become last_good, if nothing is suspicious."""
     ranks.share_buffers(run.net)
-    rng = [checkpoint.rng_state(run.device)] * run.world_size
-    if run.world_size > 1:
-        dist.all_gather_object(rng, rng[0])
+    rng = ranks.all_values(checkpoint.rng_state(run.device))
     good = good and not notice.is_suspicious(run) and validation.sample_is_sound(run)
     bad = []
     if run.rank == 0:
@@ -371,14 +349,13 @@ def save(run, good):
 
 
 def conclude(run):
-    """How did the run end? From evidence: weights, moments and buffers are finite and on disk, most
-    steps were accepted, each tensor has learnt, the last validation is sound, and nothing is
-    suspicious."""
-    reasons = notice.evidence_of_loss(run)
+    """How did the run end? validate() and save() come just before, so that the validation is sound
+    and a finite state is on disk. Here: most steps were accepted, each tensor has learnt, and
+    nothing is suspicious."""
     run.checkpoints.wait()  # raises where the last save failed
-    if not reasons:
-        return End("done", 0)
-    return End("diverged", 3, "; ".join(reasons))
+    if reasons := notice.evidence_of_loss(run):
+        return End("diverged", 3, "; ".join(reasons))
+    return End("done", 0)
 
 
 def say(run, text):
@@ -402,10 +379,8 @@ def explain(error):
         checkpoint.CheckpointError: "",
     }
     disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if disk_is_full:
-        print(f"train.py: {error}", file=sys.stderr)
-    elif type(error) in advice:
-        print(f"train.py: {error}\n  {advice[type(error)]}".rstrip(), file=sys.stderr)
+    if disk_is_full or type(error) in advice:
+        print(f"train.py: {error}\n  {advice.get(type(error), '')}".rstrip(), file=sys.stderr)
     else:
         traceback.print_exception(error)
 
@@ -413,21 +388,22 @@ def explain(error):
 def finish(run, end):
     """The summary, on standard output as the last line, however the run has ended."""
     args = run.args
-    scores = {name: round(x, 4) for name, x in run.scores.items() if name.startswith("val_")}
     summary = {
         "status": end.status, "reason": end.reason, "model": args.model,
-        "dataset": run.data.name if run.data else args.dataset,
+        "dataset": args.dataset,
         "precision": run.policy.name if run.policy else args.precision,
         "steps": run.step, "updates": run.updates,
         "skipped": run.guard.skipped if run.guard else 0, "healed": run.healing.healed,
-        "quarantined": sorted(run.stream.quarantine) if run.stream else [], **scores,
+        "quarantined": sorted(run.stream.quarantine) if run.stream else [], **run.scores,
         "warnings": run.warnings, "seconds": round(time.time() - run.began, 1),
         "images_per_second": round(run.speed.images / max(run.speed.seconds, 1e-9), 1),
         "peak_memory_mb": report.peak_memory_mb(run.device.type == "cuda"),
     }
     if run.log:
         try:
-            run.log.finish(summary)
+            run.log.write(event="end", **summary)
+            if run.rank == 0:
+                report.draw_curves(run.log.path)
         except Exception as error:  # a full disk, say: the line below is printed all the same
             explain(error)
     if ranks.is_main_process():
@@ -437,17 +413,6 @@ def finish(run, end):
         dist.barrier()  # torchrun ends all processes when one leaves: rank 0 has to have printed
         dist.destroy_process_group()
     return end.code
-
-
-# --- Everything decided before the first step
-
-def setup(run):
-    """Make `run` ready for its first step: see prepare.py."""
-    lines, warnings = prepare.setup(run, train_step)
-    for line in lines:
-        say(run, line)
-    for text in warnings:
-        warn(run, text)
 
 
 if __name__ == "__main__":

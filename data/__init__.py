@@ -64,6 +64,13 @@ class Dataset:
         if not self.mean:
             self.mean, self.std = batches.statistics(self.train[0])
 
+    def place(self, device: torch.device) -> None:
+        """The images on the device, where they fit."""
+        images, labels = self.train
+        self.train = batches.place(images, device), labels
+        images, labels = self.val
+        self.val = batches.place(images, device), labels
+
     @property
     def regression(self) -> bool:
         return self.train[1].is_floating_point()
@@ -139,6 +146,8 @@ def load(
     except FileNotFoundError:
         if name or folder:
             raise
+        say("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images\n"
+            "  (--data-dir DIR names a folder that has it; .cache is looked at too)")
         return Dataset("synthetic", *synthetic.load())
 
 

@@ -39,7 +39,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import amp_policy
@@ -72,10 +71,10 @@ def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.
     return kept
 
 
-def recall(run: Run, step: int) -> autopsy.StepRecord:
-    """The record of a step that is over: its batches, with weights, buffers and RNG of now."""
-    run.injector.begin(step, state=False)  # a planted fault comes again, but not those of weights
-    return record_step(run, step, *run.injector.batch(*run.stream.at(step - 1)))
+def batch_again(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """The batch of a step that is over, with the faults that were planted in it."""
+    run.injector.begin(step, state=False)  # not those of weights: these are as they are
+    return run.injector.batch(*run.stream.at(step - 1))
 
 
 def rerun(run: Run, kept: autopsy.StepRecord, model: nn.Module | None = None) -> Callable:
@@ -90,43 +89,36 @@ def rerun(run: Run, kept: autopsy.StepRecord, model: nn.Module | None = None) ->
     return run_step
 
 
-def forward_backward(run: Run, batch: tuple, fp32: bool = False,
-                     model: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Module | None = None,
+                     pieces: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by name of a micro-batch: whole, or in 2, 4, ... pieces, as many as it
     takes to fit into memory. (What just fits in training may not fit in fp32.)"""
-    pieces, model = 1, model or run.model
-    while True:
-        try:
-            return _in(pieces, run, batch, fp32, model)
-        except RuntimeError as error:
-            if pieces >= len(batch[0]) or not ranks.out_of_memory(error):
-                raise
-            pieces *= 2
-            run.net.zero_grad(set_to_none=True)
-
-
-def _in(pieces: int, run: Run, batch: tuple, fp32: bool, model: nn.Module) -> tuple[Tensor, dict]:
     total = torch.zeros((), device=batch[0].device)
-    with fp32_eval(run.net) if fp32 else nullcontext():
-        for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
-            with nullcontext() if fp32 else run.policy.autocast():
-                loss, _ = model(x, y)
-            loss = loss * (len(x) / len(batch[0]))
-            loss.backward()  # outside of autocast, which would cast an island's gradients to half
-            total += loss.detach()
-        # Inside fp32_eval: it computes on fp32 copies of half parameters, which hold the gradients.
-        return total, {name: p.grad for name, p in run.net.named_parameters()}
+    try:
+        with fp32_eval(run.net) if fp32 else nullcontext():
+            for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):
+                with nullcontext() if fp32 else run.policy.autocast():
+                    loss, _ = (model or run.model)(x, y)
+                loss = loss * (len(x) / len(batch[0]))
+                loss.backward()  # outside of autocast: it would cast an island's gradients to half
+                total += loss.detach()
+            # Inside fp32_eval: its fp32 copies of half parameters hold the gradients.
+            return total, {name: p.grad for name, p in run.net.named_parameters()}
+    except RuntimeError as error:
+        if pieces >= len(batch[0]) or not ranks.out_of_memory(error):
+            raise
+    run.net.zero_grad(set_to_none=True)
+    return forward_backward(run, batch, fp32, model, 2 * pieces)
 
 
 # --- The turn
 
 def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     """Examine a rejected step and do what helps. `kept`: its record, made before the step."""
-    exact = kept is not None
-    report = examine(run, kept or recall(run, step))
+    report = examine(run, kept or record_step(run, step, *batch_again(run, step)))
     if calibrates(run, report):
         return Cure(report, "")
-    if report.verdict in ("divergence", "not reproducible") and not exact:
+    if report.verdict in ("divergence", "not reproducible") and kept is None:
         return Cure(report, "passed over: one step alone; if one of the next 50 is like it, this "
                             "is acted on")
     cure = respond(run, report)
@@ -137,19 +129,18 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
 
 def examine(run: Run, kept: autopsy.StepRecord) -> autopsy.Report:
     """What was wrong with the recorded step. The first time, the guilty rank writes a capsule."""
-    facts = {"precision": run.policy.name, "num_classes": run.guard.num_classes}
     compiled = None
     if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
         compiled = rerun(run, kept, torch.compile(run.model))
     moments = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     report = autopsy.agree(autopsy.examine(
         rerun(run, kept), kept, run.net, state=dict(enumerate(moments)),
-        scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled, **facts,
+        num_classes=run.guard.num_classes, precision=run.policy.name,
+        scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled,
     ))
     first = not any(run.folder.glob("bad_step_*"))
     if report.rank == run.rank and first and not calibrates(run, report):
-        path = run.folder / f"bad_step_{report.step}_rank{run.rank}.pt"
-        capsule.save(path, kept, report, capsule.about(run, kept) | facts)
+        capsule.save(run.folder / f"bad_step_{kept.step}_rank{run.rank}.pt", run, kept, report)
     return report
 
 
@@ -162,28 +153,29 @@ def calibrates(run: Run, report: autopsy.Report) -> bool:
 def respond(run: Run, report: autopsy.Report) -> Cure:
     """One rung of the ladder."""
     verdict, cures = report.verdict, run.healing.cures
-    cures[verdict] += 1
-    if verdict in ("not reproducible", "calibration"):  # the loss scale is at its floor
-        end = End("suspected hardware", 5, report.symptom) if cures[verdict] >= 5 else None
-        return Cure(report, "passed over", end)
-    if verdict == "error":
-        return Cure(report, "passed over: the step cannot be run again")
-    if verdict == "data":
-        too_many = cures[verdict] > max(3, 0.01 * report.step)
-        end = End("bad data", 4, report.symptom) if too_many else None
-        run.stream.leave_out(report.indices)
-        more = ", these samples are never drawn again" if report.indices else ""
-        return Cure(report, f"passed over{more}", end)
-    if sum(cures[name] for name in LASTING) > run.args.max_cures:
+    cures.append(verdict)
+    end = None
+    if verdict in LASTING and sum(cure in LASTING for cure in cures) > run.args.max_cures:
+        action = f"given up after {run.args.max_cures} cures"
         end = End("diverged", 3, report.symptom)
-        return Cure(report, f"given up after {run.args.max_cures} cures", end)
-    if verdict == "compiler":
+    elif verdict == "data":
+        if cures.count(verdict) > max(3, 0.01 * report.step):
+            end = End("bad data", 4, report.symptom)
+        run.stream.leave_out(report.indices)
+        action = "passed over, these samples are never drawn again"
+    elif verdict == "compiler":
         run.compiled = run.ddp
         run.healing.healed.append("eager mode")
-        return Cure(report, "the run goes on in eager mode: --compile is given up")
-    if verdict == "precision":
-        return Cure(report, more_precise(run, report))
-    return Cure(report, rewind(run, slower=verdict == "divergence"))
+        action = "the run goes on in eager mode: --compile is given up"
+    elif verdict == "precision":
+        action = more_precise(run, report)
+    elif verdict in LASTING:  # weights, divergence
+        action = rewind(run, slower=verdict == "divergence")
+    else:  # not reproducible; an error when it ran again; calibration at the lowest loss scale
+        action = "passed over"
+        if verdict != "error" and cures.count(verdict) >= 5:
+            end = End("suspected hardware", 5, report.symptom)
+    return Cure(report, action, end)
 
 
 def more_precise(run: Run, report: autopsy.Report) -> str:
@@ -195,7 +187,7 @@ def more_precise(run: Run, report: autopsy.Report) -> str:
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         run.healing.healed.append(name)
         return f"{name} is kept in fp32 from now on" + (", its result too" if keep_output else "")
-    if run.policy.dtype not in (torch.float16, torch.bfloat16):
+    if run.policy.dtype not in amp_policy.HALF:
         return rewind(run)
     native = amp_policy.capabilities(run.device).native_bf16
     resume.adopt(run, "bf16" if run.policy.dtype is torch.float16 and native else "fp32")
@@ -206,25 +198,23 @@ def more_precise(run: Run, report: autopsy.Report) -> str:
 def rewind(run: Run, slower: bool = False) -> str:
     """Weights, moments and average of last_good. The data goes on where it is."""
     run.checkpoints.wait()
-    if dist.is_initialized():
-        dist.barrier()
+    ranks.agreed(None)  # no rank reads the file before rank 0 has written it
     state = checkpoint.load(run.checkpoints.last_good)
-    factor = float(run.schedule.factor)
+    factor = run.schedule.factor * (0.5 if slower else 1.0)  # it outlives the turn back
     resume.restore(run, state)
-    run.schedule.slow_down(factor * (0.5 if slower else 1.0) / float(run.schedule.factor))
+    run.schedule.slow_down(factor / run.schedule.factor)
     taken_back = run.step - state["step"]
     run.total_steps += taken_back
     run.healing.extra_steps += taken_back
-    rate = f", learning rate x {factor * (0.5 if slower else 1.0):g}"
-    return f"back to the weights of step {state['step']}{rate if rate[-3:] != 'x 1' else ''}"
+    rate = "" if factor == 1 else f", learning rate x {float(factor):g}"
+    return f"back to the weights of step {state['step']}{rate}"
 
 
 def turn_back(run: Run, symptom: str) -> Cure:
     """The response to a run that is lost with finite numbers, or whose state is not finite."""
     report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank,
                             precision=run.policy.name, symptom=symptom)
-    trend = run.healing.trend
-    trend.high = trend.unlearnt = trend.dead = trend.chance_since = 0
+    run.healing.trend.suspicions = {}
     if run.args.on_nonfinite != "heal":
         return Cure(report, "the run ends", End("diverged", 3, symptom))
     return respond(run, report)

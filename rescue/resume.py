@@ -4,36 +4,71 @@ Resume: all of a run that a checkpoint carries, and back again, at another preci
 A run that stops may have been healed: modules pinned to fp32, a lower precision given up, samples
 left out, a learning rate halved, a verdict not answered yet. A checkpoint without these repeats the
 failure that they answer. And a state may be of another level than the run: O2 keeps half weights
-with fp32 masters, fp32 keeps fp32 weights; the masters are then the weights. This file is wiring.
+with fp32 masters, fp32 keeps fp32 weights. So a checkpoint holds the masters in place of the half
+weights: a master, rounded, is its half weight to the bit. This file is wiring.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import amp_policy
 import checkpoint
 import optim
 from fp32 import keep_fp32, pinned
-from ranks import parallel
-from record import Run, Trend
+from ranks import parallel, refuse, refusing
+from record import Healing, Run, Trend
+
+NEEDED = ("facts", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores")
+
+
+def read_checkpoint(run: Run) -> dict | None:
+    """The checkpoint to go on from, and its "path"; None: a new run."""
+    args = run.args
+    if args.resume == "none":
+        return None
+    if args.resume == "auto" and not args.out_dir:
+        refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
+    with refusing(checkpoint.CheckpointError, OSError):
+        if args.resume != "auto":
+            return checkpoint.load_run(args.resume, NEEDED) | {"path": args.resume}
+        checkpoints = checkpoint.Checkpoints(args.out_dir)
+        newest = checkpoints.newest(NEEDED)
+        if newest is None:
+            return None
+        path, state = newest
+        if run.rank == 0:
+            check_last_good(checkpoints.last_good, state["facts"])
+        return state | {"path": path}
+
+
+def check_last_good(path: Path, facts: dict) -> None:
+    """What a cure would turn back to is of this run."""
+    try:
+        good = checkpoint.load(path)
+    except checkpoint.CheckpointError:
+        path.unlink(missing_ok=True)  # missing or damaged: the run begins with another
+    else:
+        checkpoint.describe_changes(good["facts"], facts)
 
 
 def whole_state(run: Run, rng: list[dict]) -> dict:
     """All that a run needs to go on, and what is not answered yet."""
-    healing = run.healing
+    names = {p: name for name, p in run.net.named_parameters()}
+    masters = {names[p]: master for p, master in optim.master_params(run.optimizers).items()}
     return {
-        "healing": asdict(healing) | {"cures": dict(healing.cures)},
+        "healing": asdict(run.healing),
         "pinned": pinned(run.net),
         "keep_output": pinned(run.net, keep_output=True),
         "policy": run.policy.name,
-        "start_policy": run.facts["precision"],
         "accum": run.accum,
         "quarantine": sorted(run.stream.quarantine),
-        "model": run.net.state_dict(),
+        "model": run.net.state_dict() | masters,
         "optimizers": [optimizer_state(optimizer) for optimizer in run.optimizers],
         "schedule": run.schedule.state_dict(),
         "scaler": run.scaler.state_dict(),
@@ -44,7 +79,6 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
         "updates": run.updates,
         "scores": run.scores,
         "best": run.best,
-        "figures": run.log.figures,
     }
 
 
@@ -53,18 +87,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
     Half moments, which O3 has, as fp32: loading rounds them back to the same bits."""
     state = optimizer.state_dict()
     groups = [group | {"lr": float(group["lr"])} for group in state["param_groups"]]
-    moments = {i: {name: t.float() if t.dtype in amp_policy.HALF else t for name, t in of.items()}
-               for i, of in state["state"].items()}
-    return state | {"param_groups": groups, "state": moments}
+    return {"param_groups": groups, "state": tree_map_only(Tensor, Tensor.float, state["state"])}
 
 
-def load_whole_state(run: Run, state: dict) -> list[str]:
-    """Go on where a whole_state() ends. Returns sentences about what differs."""
+def load_whole_state(run: Run, state: dict) -> None:
+    """Go on where a whole_state() ends."""
     healing = state["healing"]
-    for name, value in healing.items():
-        setattr(run.healing, name, value)
-    run.healing.cures = Counter(healing["cures"])
-    run.healing.trend = Trend(**healing["trend"])
+    run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
     run.total_steps += run.healing.extra_steps
     run.accum = max(run.accum, state["accum"])
     run.stream.leave_out(state["quarantine"])
@@ -73,10 +102,9 @@ def load_whole_state(run: Run, state: dict) -> list[str]:
     if "eager mode" in run.healing.healed:
         run.compiled = run.ddp
     run.guard.watch(run.net)  # pinning may have exchanged buffers
-    demoted = state["policy"] != state["start_policy"]
-    if demoted and state["start_policy"] == run.policy.name:
+    if run.policy.name == state["facts"]["precision"]:  # as it began; it may have been given up
         adopt(run, state["policy"])
-    changes = restore(run, state)
+    restore(run, state)
     run.scaler.load_state_dict(state["scaler"])
     run.guard.load_state_dict(state["guard"])
     run.step = state["step"]
@@ -84,34 +112,19 @@ def load_whole_state(run: Run, state: dict) -> list[str]:
     run.best = state["best"]
     if run.rank < len(state["rng"]):
         checkpoint.set_rng_state(state["rng"][run.rank], run.device)
-    return changes
 
 
-def restore(run: Run, state: dict) -> list[str]:
-    """Weights, masters, moments, schedule and average of a state of any precision level. Returns a
-    sentence where the level differs."""
+def restore(run: Run, state: dict) -> None:
+    """Weights, masters, moments, schedule and average of a state of any precision level."""
+    run.net.load_state_dict(state["model"])
     names = {p: name for name, p in run.net.named_parameters()}
-    model, optimizers, changes = dict(state["model"]), [], []
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        was_half = [names[p] for p in params if model[names[p]].dtype in amp_policy.HALF]
-        is_half = [names[p] for p in params if p.dtype in amp_policy.HALF]
-        model |= dict(zip(was_half, saved.get("masters", []), strict=False))  # O3 keeps none
-        if was_half != is_half:
-            changes.append("half weights become fp32" if was_half else "fp32 weights become half")
-        if saved.get("masters") or is_half:
-            keeps = bool(getattr(optimizer, "masters", {}))
-            masters = [model[name].float() for name in is_half] if keeps else []
-            saved = saved | {"masters": masters}
-        optimizers.append(saved)
-    run.net.load_state_dict(model)
-    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
-        optimizer.load_state_dict(saved)
+        masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
+        optimizer.load_state_dict(saved | {"masters": masters})
     run.schedule.load_state_dict(state["schedule"])
     if run.ema and state["ema"] is not None:
         run.ema.load_state_dict(state["ema"])
     run.updates = state["updates"]
-    return sorted(set(changes))
 
 
 def adopt(run: Run, precision: str) -> None:

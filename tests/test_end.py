@@ -105,7 +105,7 @@ def struck(run, monkeypatch):
 
 RUINS = [
     ("running_var", -1.0, "validation is not finite"),
-    ("running_mean", 1e5, "outputs no longer"),
+    ("running_mean", 1e5, "accuracy is 10.0 %"),
 ]
 
 
@@ -221,7 +221,7 @@ def judged(losses, norms=None):
 def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not():
     learnt = [2.3] * 10 + [1.0] * 50
     said, trend = judged(learnt + [80.0] * 15 + [0.9] * 100)
-    assert not any(said) and trend.high == 0
+    assert not any(said) and not trend.suspicions
     said, _ = judged(learnt + [80.0] * 20)
     assert not any(said[:-1]) and "far above its past for 20 steps" in said[-1]
     said, _ = judged(learnt + [2.25] * 45 + [1.0] * 30)
@@ -235,27 +235,3 @@ def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_le
     assert not any(judged([1.0] * len(norms), norms)[0])
     assert "dead for 20 steps" in judged([1.0] * 30, [1.0] * 10 + [0.0] * 20)[0][-1]
     assert not any(judged([2.3] * 10 + [0.0] * 50, [1.0] * 10 + [0.0] * 50)[0])
-
-
-def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
-    x = torch.arange(3.0).repeat_interleave(4).view(12, 1, 1, 1)
-    y = torch.arange(3).repeat_interleave(4)
-
-    def model(x, y):
-        loss = x.flatten() + 0.5
-        return loss.mean(), {"loss": loss}
-
-    class Model(nn.Module):
-        forward = staticmethod(model)
-
-    scores = train.validation.evaluate(Model(), [(x, y)], alone=True)
-    assert train.validation.INDEPENDENT not in scores
-    noisy = x + torch.rand(12, 1, 1, 1) * 0.1
-
-    class Ignores(nn.Module):
-        def forward(self, x, y):
-            loss = torch.full((len(x),), 2.3)
-            return loss.mean(), {"loss": loss}
-
-    scores = train.validation.evaluate(Ignores(), [(noisy, y)], alone=True)
-    assert scores[train.validation.INDEPENDENT]

@@ -122,7 +122,6 @@ def test_a_fault_outside_of_modules_ends_well_at_every_level_of_fp16(run, model,
     assert last["updates"] >= 25 and action.endswith(f"the run goes on in {last['precision']}")
     state = last_state(run)
     assert state["model"]["head.weight"].dtype == torch.float32
-    assert not any(optimizer.get("masters") for optimizer in state["optimizers"])
     resumed = run(*flags, "--max-steps", 34, "--resume", "auto")[1]
     assert resumed["updates"] == last["updates"] + 4
 
@@ -244,33 +243,27 @@ def test_a_run_goes_on_at_another_level_with_the_weights_it_had(
     state = last_state(run)
     names = [name for name, _ in mlp[-1].named_parameters()]
     before = {name: state["model"][name] for name in names}
-    masters = state["optimizers"][0].get("masters") or []
-    half = [name for name in names if before[name].dtype == torch.float16]
-    groups = state["optimizers"][0]["param_groups"]
-    assert len(masters) == (len(half) if first == "O2" else 0) and len(groups) == 2
+    if first != "O3":
+        assert all(weight.dtype == torch.float32 for weight in before.values())
+    if first == "O2":  # the masters, not the half weights
+        assert any(not torch.equal(weight, weight.half().float()) for weight in before.values())
 
     seen, restore = [], train.resume.restore
 
     def watched(run, state):
-        changes = restore(run, state)
+        restore(run, state)
         seen.append({k: v.clone() for k, v in train.optim.master_params(run.optimizers).items()})
-        return changes
 
     monkeypatch.setattr(train.resume, "restore", watched)
     flags = (*flags, "--precision", second, "--max-steps", 12, "--resume", "auto")
     code, last, _, _ = run(*flags)
     assert (code, last["steps"], last["precision"]) == (0, 12, second)
     by_name = {name: seen[0][p] for name, p in mlp[-1].named_parameters()}
-    if first != "O2":
-        for name in names:
-            assert torch.equal(by_name[name], before[name].float()), name
+    for name in names:
+        assert torch.equal(by_name[name], before[name].float()), name
     for p, weight in seen[0].items():
         assert weight.dtype == torch.float32
         assert p.dtype == (torch.float16 if second == "O2" else torch.float32)
-    if first == "O2":
-        wanted = sorted(float(t.double().sum()) for t in masters)
-        got = sorted(float(t.double().sum()) for t in seen[0].values())
-        assert wanted == got, "the masters are the weights, bit for bit"
 
 
 # --- Capsules
@@ -291,8 +284,7 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
     files = ["text", "hostile", "foreign", "missing", "empty", "fork"]
     for key in whole:
         torch.save({k: v for k, v in whole.items() if k != key}, tmp_path / f"no_{key}.pt")
-        if key in train.capsule.NEEDED:
-            files.append(f"no_{key}")
+        files.append(f"no_{key}")
     for name in files:
         with pytest.raises(SystemExit) as left:
             train.main(["--replay", str(tmp_path / f"{name}.pt")])

@@ -274,7 +274,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
     refused(run(*finished, "--resume", "auto"), "model: vit -> cifarnet-tiny")
     for path in run.folder.glob("*.pt"):
         path.unlink()
-    refused(run(*finished, "--resume", "auto"), "holds a run without its checkpoints")
+    refused(run(*finished, "--resume", "auto"), "a run without its checkpoints")
 
 
 LOCK = """
@@ -286,7 +286,7 @@ input()
 """
 
 
-def test_a_folder_belongs_to_one_run_at_a_time(run, few_images, tmp_path, monkeypatch):
+def test_a_folder_belongs_to_one_run_at_a_time(run, few_images):
     run.folder.mkdir()
     other = subprocess.Popen([sys.executable, "-c", LOCK, run.folder / ".lock"], text=True,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -295,8 +295,8 @@ def test_a_folder_belongs_to_one_run_at_a_time(run, few_images, tmp_path, monkey
     other.kill()
     other.wait()
     assert run("--data-dir", few_images, "--batch-size", 20, "--max-steps", 2)[0] == 0
-    monkeypatch.setattr(time, "strftime", lambda _: "now")  # two that start in one second
     two = SimpleNamespace(args=SimpleNamespace(out_dir=None, model="m"),
                           data=SimpleNamespace(name="d"), policy=SimpleNamespace(name="p"))
-    names = [prepare.make_folder(two).name for _ in range(3)]
+    # Runs that start in the same second.
+    names = [prepare.make_folder(two, new=True).name for _ in range(3)]
     assert len(set(names)) == 3 and all((Path("runs") / name).is_dir() for name in names)
