@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
@@ -33,6 +34,15 @@ def pytest_collection_modifyitems(items):
         slow = slow or item.get_closest_marker("slow")
         item.add_marker("slow" if slow else "quick")
     items.sort(key=place)
+
+
+@pytest.fixture
+def one_rank():
+    """This process is the only one of a process group."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
