@@ -1,10 +1,6 @@
 """Plant every fault, see it flagged, and see that nothing of it stays."""
 
 import math
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -84,13 +80,9 @@ def test_a_nested_batch_is_looked_into_and_comes_back_in_its_form():
     reasons, safe = reasons_of(guard, nested)
     assert reasons == ("label",) and safe["inputs"][1]["label"].tolist() == [3, 9]
     assert safe["image_id"] is ids
-    targets = [{"boxes": torch.ones(1, 4), "labels": bad, "image_id": ids}]
-    reasons, safe = reasons_of(guard, ids, targets)
-    assert reasons == ("label",) and safe[0]["image_id"] is ids
     packed = nn.utils.rnn.pack_sequence([torch.tensor([1.0, math.inf]), torch.ones(1)])
-    reasons, safe = reasons_of(guard, packed)
-    assert reasons == ("input",) and type(safe) is type(packed)
-    assert reasons_of(guard, (ids, {"image_id": ids}))[0] == ()
+    reasons, safe = reasons_of(guard, packed, [{"labels": ids % 10, "image_id": ids}])
+    assert reasons == ("input",) and safe[0]["image_id"] is ids
 
 
 def closed(guard, found_inf=0.0, **stats):
@@ -113,16 +105,6 @@ def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
     guard.open(100)
     guard.close(torch.tensor(1.0))
     assert guard.verdict().step == 100
-
-
-@pytest.mark.filterwarnings("ignore:step .* was skipped")
-def test_verdicts_that_nobody_asks_for_are_counted_all_the_same():
-    guard = Guard(network())
-    for n in range(20):
-        guard.open(n)
-        guard.close(torch.tensor(float(n % 4 == 0)), loss=torch.tensor(float(n)))
-    guard.flush()
-    assert (guard.steps, guard.skipped) == (20, 5)
 
 
 def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
@@ -180,11 +162,10 @@ class Masked(nn.Module):
     def __init__(self):
         super().__init__()
         whole = torch.arange(64.0).view(8, 8)
-        names = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "int8"]
-        buffers = {f"some_{name}": torch.arange(3).to(getattr(torch, name)) for name in names}
+        buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(
+            (*guards.CHECKED, torch.complex64, torch.int64, torch.int8, torch.bool))}
         buffers |= {
-            "flags": torch.tensor([True, False]), "number": torch.tensor(3.0), "empty": whole[:0],
-            "every_other": whole[:, ::2], "turned": torch.ones(4, 5).t(),
+            "number": torch.tensor(3.0), "empty": whole[:0], "every_other": whole[:, ::2],
             "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
             "mask": torch.full((4, 4), -math.inf).triu(1), "one": torch.ones(1).expand(5),
         }  # fmt: skip
@@ -195,26 +176,24 @@ class Masked(nn.Module):
 
 def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_flag():
     net = Masked()
-    guard = Guard(net)
-    before = snapshot(net)
+    guard, before = Guard(net), snapshot(net)
     changing = {n: b for n, b in net.named_buffers() if n not in ("one", "empty")}
-    guard.open()
-    for b in changing.values():
-        b.copy_(~b if b.dtype == torch.bool else b + 1)
-    assert guard.decide() == 0
-    guard.close(torch.ones(()))
-    assert same(before, snapshot(net))
+
+    def change(which, value):
+        guard.open()
+        for b in which:
+            b.fill_(value)
+        bad = guard.decide()
+        guard.close(torch.ones(()))
+        assert same(before, snapshot(net))
+        return bad
+
+    assert change(changing.values(), 1) == 0
     for name, b in changing.items():
         if b.is_floating_point() and name != "mask":
-            for value in (math.nan, math.inf):
-                guard.open()
-                b[(-1,) * b.ndim] = value
-                assert guard.decide() == 1, name
-                guard.close(torch.ones(()))
-                assert same(before, snapshot(net))
+            assert change([b.view(-1)[-1:] if b.is_contiguous() else b], math.nan) == 1, name
     guard.open()
     net.every_other.zero_()
-    assert guard.decide() == 0
     guard.close(torch.zeros(()))
     assert not net.every_other.any()
 
@@ -282,17 +261,6 @@ def test_a_spike_stands_in_the_verdict_and_state_survives_a_round_trip():
     assert other.state_dict() == state
 
 
-def test_copied_alone_it_demonstrates_itself_and_its_paste_block_runs(tmp_path):
-    shutil.copy(guards.__file__, tmp_path)
-    block = re.search(r"Paste::\n\n((?:    .*\n)+)", guards.__doc__)[1]
-    assert len(block.splitlines()) <= 12
-    (tmp_path / "block.py").write_text("if 1:\n" + block)
-    for script, words in (("guards.py", "step=3, accepted=False"), ("block.py", "")):
-        out = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
-        assert out.returncode == 0 and words in out.stdout, out.stderr
-    assert "step 7 was skipped" in out.stderr
-
-
 @pytest.mark.parametrize(
     "spec",
     ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
@@ -309,15 +277,6 @@ def test_inject_specs_mean_what_they_say():
     assert a == ("nan", "grad", "head.weight", 5, 5, 1)
     assert b == ("inf", "act", "stages.2", 5, 8, None)
     assert parse_inject("") == ()
-    net = network()
-    assert Injector(net, (a,), rank=0).faults == []
+    assert Injector(network(), (a,), rank=0).faults == []
     with pytest.raises(ValueError, match="no grad is named"):
-        Injector(net, (a,), rank=1)
-    injector = Injector(net, parse_inject("big:param:*.bias@step=2"))
-    assert injector.begin(1) == []
-    assert injector.begin(2) == ["0.bias"]
-    assert net[0].bias[0] == 1e30
-    with pytest.raises(ValueError, match="uint8"):
-        injector = Injector(net, parse_inject("nan:input@step=0"))
-        injector.begin(0)
-        injector.batch(torch.zeros(2, dtype=torch.uint8), torch.zeros(2))
+        Injector(network(), (a,), rank=1)
