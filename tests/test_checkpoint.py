@@ -3,12 +3,10 @@
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -72,20 +70,18 @@ def flip(path, position, bit=0):
 # --- Whole files
 
 def test_a_state_comes_back_with_its_types_dtypes_and_strides(tmp_path):
-    base = torch.arange(1000.0)
-    waves = torch.complex(torch.ones(3), torch.zeros(3))
-    plain = {"list": [1, 2.5, True, None, "x", (1, (2,)), 1j, b"x"], "size": torch.Size([2, 3]),
-             "device": torch.device("cpu"), "dtype": torch.float16, "layout": torch.strided}
-    tensors = {"t": torch.randn(3, 4).t(), "empty": torch.empty(0, 3), "scalar": torch.tensor(3),
-               "bf16": torch.randn(5).bfloat16(), "waves": waves}
-    state = {**plain, 7: tensors, "inf": INF, "view": base[:2], "conjugate": waves.conj()}
-    save(tmp_path / "x.pt", {**state, "parameter": torch.nn.Parameter(torch.ones(2))})
+    waves = torch.complex(torch.ones(3), torch.zeros(3)).conj()
+    plain = {"list": [1, 2.5, True, None, "x", (1, (2,)), 1j, b"x"], "inf": INF,
+             "size": torch.Size([2, 3]), "device": torch.device("cpu"), "dtype": torch.float16}
+    tensors = {"t": torch.randn(3, 4).t(), "empty": torch.empty(0, 3),
+               "bf16": torch.ones(5, dtype=torch.bfloat16),
+               "parameter": torch.nn.Parameter(torch.ones(2)), 7: torch.tensor(3)}
+    save(tmp_path / "x.pt", plain | tensors | {"view": torch.arange(1000.0)[:2], "waves": waves})
     back = load(tmp_path / "x.pt")
     assert {key: back[key] for key in plain} == plain
     assert type(back["list"][5]) is tuple and type(back["size"]) is torch.Size
-    assert back["inf"] == INF and same(back[7], tensors)
-    assert back[7]["t"].stride() == tensors["t"].stride()
-    assert torch.equal(back["conjugate"], waves.conj())
+    assert same({key: back[key] for key in tensors}, tensors) and torch.equal(back["waves"], waves)
+    assert back["t"].stride() == tensors["t"].stride()
     assert back["view"].untyped_storage().nbytes() == 8  # a view does not drag its buffer along
     assert type(back["parameter"]) is torch.Tensor
 
@@ -94,7 +90,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     save(tmp_path / "x.pt", toy())
     whole = (tmp_path / "x.pt").read_bytes()
     cut = tmp_path / "cut.pt"
-    for length in [*range(0, len(whole), 7), *range(len(whole) - 100, len(whole))]:
+    for length in [*range(0, len(whole), 29), *range(len(whole) - 30, len(whole))]:
         cut.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"cut\.pt"):
             load(cut)
@@ -105,7 +101,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_does_not_matter(tmp_path):
     path, dice, refused = tmp_path / "x.pt", random.Random(0), 0
     save(path, toy())
     whole = path.read_bytes()
-    flips = [(position, dice.randrange(8)) for position in range(0, len(whole), 2)]
+    flips = [(position, dice.randrange(8)) for position in range(0, len(whole), 9)]
     for record in range(4):  # the bit of a folder: torch.load skips the record, without a word
         flips.append((whole.rindex(b"archive/data/%d" % record) - 8, 4))
     for position, bit in flips:
@@ -123,14 +119,11 @@ def test_a_flipped_bit_anywhere_is_refused_or_does_not_matter(tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x80\x02}q\0.", "zip", "folder", None])
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\0.", "folder", None])
 def test_a_foreign_file_gives_one_sentence_with_its_name(tmp_path, content):
     path = tmp_path / "foreign.pt"
     if content == "folder":
         path.mkdir()
-    elif content == "zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("hello.txt", "hello")
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"foreign\.pt") as caught:
@@ -358,17 +351,6 @@ def test_a_disk_that_refuses_leaves_every_file_as_it_was(folder, monkeypatch, ow
     assert checkpoints.newest()[1]["step"] == 3
 
 
-def test_a_write_that_the_kernel_cuts_short_leaves_every_file_as_it_was(folder):
-    before, (soft, hard) = contents(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # half of the file fits
-        with pytest.raises(CheckpointError, match=r"last\.pt was not saved \(File too large\)"):
-            wrote(Checkpoints(folder), {"weight": torch.ones(50_000)}, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert contents(folder) == before
-
-
 @pytest.mark.parametrize("call", ["save", "poll", "wait", "newest"])
 def test_an_error_in_the_background_surfaces_once_at_the_next_call(folder, monkeypatch, call):
     checkpoints = Checkpoints(folder)
@@ -446,10 +428,6 @@ def test_a_mask_may_hold_minus_infinity_and_nothing_else_may(low):
         assert non_finite({"attn.mask": spoiled}) == ["attn.mask"]
 
 
-class Wrapped(torch.Tensor):
-    pass
-
-
 def sharded():
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -459,23 +437,16 @@ def sharded():
 @pytest.mark.parametrize(("name", "make", "why"), [
     ("model", sharded, r"DTensor.*full_tensor\(\)"),
     ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
-    ("model", lambda: torch.ones(2).as_subclass(Wrapped), "Wrapped"),
     ("guard", lambda: signal.SIGTERM, "Signals"), ("guard", lambda: {1, 2}, "set"),
     ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),
-    ("optimizer", lambda: torch.ones(2).bfloat16(), "bfloat16, it must be fp32"),
-    ("exp_avg_sq", lambda: torch.ones(2).half(), "it must be fp32")])
-def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(folder, name, make, why):
+    ("exp_avg_sq", lambda: torch.ones(2).bfloat16(), "it must be fp32")])
+def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(
+    folder, one_rank, name, make, why
+):
     before = contents(folder)
-    if make is sharded:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        why = rf"not saved: .*{name}\.0\.w is .*{why}"
-        with pytest.raises(CheckpointError, match=why) as caught:
-            Checkpoints(folder).save({name: [{"w": make()}]}, 3)
-    finally:
-        if make is sharded:
-            torch.distributed.destroy_process_group()
+    why = rf"not saved: .*{name}\.0\.w is .*{why}"
+    with pytest.raises(CheckpointError, match=why) as caught:
+        Checkpoints(folder).save({name: [{"w": make()}]}, 3)
     assert "\n" not in str(caught.value) and contents(folder) == before
 
 
@@ -522,13 +493,12 @@ def test_changes_are_described_and_another_model_is_refused_by_name():
 
 # --- Signals
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_sets_the_number_and_the_old_handler_returns(name):
     number, received = signal.Signals[name], []
     before = signal.signal(number, lambda n, _: received.append(n))
     try:
         with StopSignals() as stop:
-            assert stop.number == 0
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.number == number and received == []  # the first one names the exit code
