@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,12 +36,10 @@ def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left
 
 def test_nan_is_a_word_in_every_line(tmp_path):
     file = report.MetricsFile(tmp_path, {"lr": INF})
-    file.write(step=1, loss=NAN, grad_norm=-INF, nested={"a": [NAN]})
+    file.write(step=1, loss=NAN, nested={"a": [-INF], "where": Path("x")})
     header, line = lines_of(file)
     assert header["lr"] == "inf"
-    assert line == {"step": 1, "loss": "nan", "grad_norm": "-inf", "nested": {"a": ["nan"]}}
-    assert report.strict_json({"val_loss": NAN, "where": Path("x")}) == (
-        '{"val_loss": "nan", "where": "x"}')
+    assert line == {"step": 1, "loss": "nan", "nested": {"a": ["-inf"], "where": "x"}}
 
 
 CLOSED = """
@@ -72,9 +69,8 @@ def test_standard_output_that_goes_away_is_said_once_and_ends_nothing(tmp_path, 
 
 
 @pytest.mark.parametrize("name, values", {
-    "all bad": [NAN, INF, -INF], "now and then": [0.0, NAN, 1.0], "dead": [0.0, 0.0],
-    "too large": [1.0, 1e38, 1e300, -1e300], "tiny": [1e-300, 5e-324], "below zero": [-1.0, -2.0],
-    "none": [],
+    "all bad": [NAN, INF, -INF, NAN], "dead": [0.0, 0.0], "too large": [1.0, 1e38, 1e300, -1e300],
+    "tiny": [1e-300, 5e-324, NAN], "none": [],
 }.items())
 def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
     file = report.MetricsFile(tmp_path, {})
@@ -121,11 +117,11 @@ def looks(folder, *rows):
 def test_planted_tensors_that_stand_out_are_named_and_the_rest_is_not(tmp_path):
     planted = {"t31": {"grad_norm": NAN}, "t7": {"weight_norm": INF}, "t12": {"grad_norm": 0.0},
                "t20": {"update_ratio": 0.9}, "t3": {"grad_norm": 1e-6}}
-    named, = looks(tmp_path, figures(**planted))
+    bad = {"only": dict.fromkeys(("grad_norm", "weight_norm", "update_ratio"), NAN)}
+    named, nothing, _ = looks(tmp_path, figures(**planted), {}, bad)
     assert set([*named][:2]) == {"t31", "t7"} and [*named][2:] == ["t12", "t3", "t20"]
-    assert named["t31"] == {"grad_norm": "nan", "weight_norm": 33.0, "update_ratio": 0.00131,
-                            "figure": "grad_norm", "decades": "inf", "change": None}
-    assert named["t7"]["figure"] == "weight_norm" and named["t12"]["decades"] == -99
+    assert named["t31"]["grad_norm"] == "nan" and named["t7"]["figure"] == "weight_norm"
+    assert named["t12"]["decades"] == -99 and not nothing
     assert named["t20"]["decades"] == pytest.approx(math.log10(0.9 / 1.2e-3), abs=0.01)
 
 
@@ -143,25 +139,13 @@ def test_a_planted_jump_is_named_and_what_moves_every_tensor_is_none(tmp_path):
     assert "t38" in named[3] and len(named[5]) == 5  # biases that leave zero move no other
 
 
-@pytest.mark.parametrize("bad", [0.0, NAN, INF])
-def test_a_look_at_nothing_and_at_nothing_but_bad_figures_is_written(tmp_path, bad):
-    one = {"only": {"grad_norm": bad, "weight_norm": bad, "update_ratio": bad}}
-    assert [len(named) for named in looks(tmp_path, {}, one, figures(), one)] == [0, 0, 5, 0]
-
-
-def test_the_board_gets_every_figure_and_the_picture_marks_what_the_file_says(
-    tmp_path, monkeypatch
-):
+def test_the_picture_marks_what_the_file_says(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    scalars, drawn, plot = [], {}, Axes.plot
-    board = SimpleNamespace(add_scalar=lambda *args: scalars.append(args))
-    stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
-    file = report.MetricsFile(tmp_path, {}, tensorboard=True)
+    drawn, plot = {}, Axes.plot
+    file = report.MetricsFile(tmp_path, {})
     planted = {"t9": {"grad_norm": NAN}, "t8": {"grad_norm": 0.0}, "t7": {"grad_norm": 1e30}}
     file.tensors(100, figures(**planted))
-    assert len(scalars) == 40 * 3 and ("grad_norm/t7", 1e30, 100) in scalars
 
     def watched(axis, x, y, style, label):
         drawn[label] = y, axis
