@@ -99,7 +99,7 @@ def server():
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
-def run_together(jobs, folder, timeout=600):
+def run_together(jobs, folder, timeout=1800):
     """Each of `jobs`, (argv, working folder, environment), as `python *argv` runs it, all at once:
     [(exit code, out, err)]. `folder`: for what they print."""
     printed = [str(Path(folder) / f"printed.{next(numbers)}") for _ in jobs]
