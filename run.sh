@@ -62,7 +62,7 @@ case ${1:-} in
     ;;
   bench)
     set_up tqdm requirements.txt
-    for bench in guard_cost precision_ladder optim_step adam_in_half save_stall scan odd_runs; do
+    for bench in guard_cost precision_ladder optim_step save_stall scan odd_runs; do
       "$python" "$here/bench/$bench.py"
     done
     "$python" "$here/bench/kill_resume.py" --kills 25  # a hundred without the number

@@ -165,7 +165,7 @@ def profile(args):
             continue
         shape = (8 if args.smoke else 1000, 3, size, size)
         build = lambda: guard_cost.MODELS["cifarnet"][0](CLASSES, 32)  # noqa: E731
-        makers = guard_cost.contestants(build, shape, device, torch.bfloat16)
+        makers = guard_cost.contestants(build, shape, device)
         step = guard_cost.warm(makers[way])
         with torch.profiler.profile(activities=activities) as watched:
             step()

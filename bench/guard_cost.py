@@ -3,7 +3,6 @@ What the guard costs: time of a training step as a ratio to the bare loop, besid
 
     python bench/guard_cost.py               the GPU if there is one (3 minutes), else the CPU (6)
     python bench/guard_cost.py --smoke       does it run?
-    python bench/guard_cost.py --net my_model.py:build --shape 32 3 224 224      your own network
 
 The bare loop is the fastest honest one: autocast, backward, torch.optim.AdamW(fused=True). No
 clipping, no checks. "ours" is train.train_step itself, "guards.py in the bare loop" the usual loop
@@ -17,9 +16,9 @@ begins and ends with a synchronisation; whatever else waits for the device (the 
 does so by its own doing.
 
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows.
-Two pairs take Python out: "CUDA graph" and "compiled" (the model). Each of ours is compared with
-its own bare partner. Then come micro-batches, two ranks, and growth in parameters and in tensors
-with a tiny batch, where the optimizer dominates: the worst case.
+The pair "CUDA graph" takes Python out; ours is compared with its own bare partner there. Then come
+two ranks, and growth in parameters and in tensors with a tiny batch, where the optimizer dominates:
+the worst case.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -44,7 +41,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -55,7 +51,7 @@ from guards import Guard  # noqa: E402
 from models import MODELS  # noqa: E402
 from models.classifier import Classifier  # noqa: E402
 from optim import ClippedAdamW, param_groups  # noqa: E402
-from ranks import agreed  # noqa: E402
+from ranks import agreed, parallel  # noqa: E402
 from record import Run  # noqa: E402
 from train import train_step  # noqa: E402
 
@@ -68,11 +64,7 @@ NAMES = [str(i) for i in range(10)]
 STOCK, OWN = "stock AMP recipe (clip)", "guards.py in the bare loop"
 TRIO = ("bare", "ours", STOCK)
 SLOW = ("isnan().any() a parameter", "detect_anomaly", "underflow/overflow hooks")
-PARTNER = {  # of all others: "bare"
-    "ours, CUDA graph": "bare, CUDA graph",
-    "ours, compiled": "bare, compiled",
-    "ours, 4 micro-batches": "bare, 4 micro-batches",
-}
+PARTNER = {"ours, CUDA graph": "bare, CUDA graph"}  # of all others: "bare"
 WORKLOADS = {  # model, batch, pixels
     "cpu": [("cifarnet", 64, 32), ("cifarnet", 256, 32), ("vit", 64, 32), ("vit", 256, 32),
             ("resnet50", 16, 64)],
@@ -119,7 +111,7 @@ def all_finite(params: list[Tensor]) -> bool:
 
 
 def contestants(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    build: Callable[[], nn.Module], shape: tuple[int, ...], device: torch.device
 ) -> dict[str, Callable]:
     """Name -> function that copies the network and returns one training step."""
     torch.manual_seed(0)
@@ -132,36 +124,27 @@ def contestants(
     for _ in range(4):
         x = torch.randn(shape, device=device).to(memory_format=layout)
         batches.append((x, torch.randint(0, classes, shape[:1], device=device)))
-    scales = dtype is torch.float16
-    autocast = partial(torch.autocast, device.type, dtype)
+    autocast = partial(torch.autocast, device.type, torch.bfloat16)
 
-    def copied(compiled=False):
+    def copied():
         model = Classifier(copy.deepcopy(original))
-        if not dist.is_initialized():
-            return model, torch.compile(model) if compiled else model
-        # as train.py wraps it; torch 2.15 has a new name for broadcast_buffers
-        known = inspect.signature(DistributedDataParallel).parameters
-        new = "forward_sync_buffers"
-        sync = new if new in known else "broadcast_buffers"
-        return model, DistributedDataParallel(model, **{sync: False})
+        return model, parallel(model, device)
 
-    def stock(check=None, clip=False, anomaly=False, hooks=False, graph=False, compiled=False,
-              accum=1):  # fmt: skip
+    def stock(check=None, clip=False, anomaly=False, hooks=False, graph=False):
         """The usual loop; `check`: called with the parameters after backward, False = skip."""
-        model, forward = copied(compiled)
+        model, forward = copied()
         own = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True, capturable=graph)
-        scaler = torch.amp.GradScaler(device.type, enabled=scales and clip)
+        scaler = torch.amp.GradScaler(device.type, enabled=False)  # as the recipe is in bf16
         count = itertools.count()
         if hooks:
             watch_under_and_overflow(model.net)
 
         def take(images, labels):
-            for x, y in zip(images.chunk(accum), labels.chunk(accum), strict=True):
-                with torch.autograd.detect_anomaly() if anomaly else contextlib.nullcontext():
-                    with autocast():
-                        loss, _ = forward(x, y)
-                    scaler.scale(loss if accum == 1 else loss / accum).backward()
+            with torch.autograd.detect_anomaly() if anomaly else contextlib.nullcontext():
+                with autocast():
+                    loss, _ = forward(images, labels)
+                scaler.scale(loss).backward()
             if clip:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(own, 1.0)
@@ -178,7 +161,6 @@ def contestants(
         model, _ = copied()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         guard = Guard(model, num_classes=classes)
-        scaler = torch.amp.GradScaler(device.type, enabled=scales)
         count = itertools.count()
 
         def step():
@@ -188,23 +170,22 @@ def contestants(
             with autocast():
                 loss, _ = model(x, y)
             guard.see_loss(loss)
-            scaler.scale(loss).backward()
-            guard.step(optimizer, scaler)
-            scaler.update()
+            loss.backward()
+            guard.step(optimizer)
             optimizer.zero_grad()
             guard.verdict()
 
         return step
 
-    def ours(graph=False, compiled=False, accum=1):
+    def ours(graph=False):
         """train.py's step."""
-        model, forward = copied(compiled)
+        model, forward = copied()
         net = model.net
         run = Run(
-            net=net, model=model, ddp=forward, compiled=forward, device=device, accum=accum,
+            net=net, model=model, ddp=forward, compiled=forward, device=device, accum=1,
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
-            policy=choose_policy("fp16" if scales else "bf16", capabilities(device), trial=None),
-            scaler=LossScaler(device.type, enabled=scales),
+            policy=choose_policy("bf16", capabilities(device), trial=None, stopwatch=None),
+            scaler=LossScaler(device.type, enabled=False),
             guard=Guard(net, num_classes=classes, device=device),
             optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4)], clip=1.0,
         )  # fmt: skip
@@ -217,8 +198,7 @@ def contestants(
             run.guard.raise_flag("signal", 0)
             take(*batches[next(count) % 4])
             verdict = run.guard.verdict()
-            # fp16 may reject: its loss scale finds its place
-            if verdict and not verdict.accepted and not scales:
+            if verdict and not verdict.accepted:
                 raise FloatingPointError(f"a rejected step takes another time: {verdict}")
 
         return step
@@ -231,12 +211,8 @@ def contestants(
         "isnan().any() a parameter": partial(stock, all_finite),
         "detect_anomaly": partial(stock, anomaly=True),
         "underflow/overflow hooks": partial(stock, hooks=True),
-        "bare, 4 micro-batches": partial(stock, accum=4),
-        "ours, 4 micro-batches": partial(ours, accum=4),
         "bare, CUDA graph": partial(stock, graph=True),
         "ours, CUDA graph": partial(ours, graph=True),
-        "bare, compiled": partial(stock, compiled=True),
-        "ours, compiled": partial(ours, compiled=True),
     }
 
 
@@ -279,22 +255,12 @@ def table(title: str, rounds: list[dict], head: dict, key: str = "ratios") -> No
               f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else ""))
 
 
-def compare(work: tuple, device: torch.device, dtype: torch.dtype, names: list[str],
-            seconds: float, least: int, head: dict, key: str = "ratios") -> None:  # fmt: skip
+def compare(work: tuple, device: torch.device, names: list[str], seconds: float, least: int,
+            head: dict, key: str = "ratios") -> None:
     title, build, shape = work
-    makers = contestants(build, shape, device, dtype)
-    steps = {}
-    for name in names:
-        try:
-            steps[name] = warm(makers[name])
-        except Exception as error:  # a compiler or a graph may refuse: the others go on
-            if "graph" not in name and "compiled" not in name:
-                raise
-            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            head["failed"][f"{title}: {name}"] = why
-            print(f"{title}: {name} failed: {why}")
+    makers = contestants(build, shape, device)
+    steps = {name: warm(makers[name]) for name in names}
     table(title, measure(steps, device, seconds, least), head, key)
-    torch.compiler.reset()
 
 
 def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, least: int) -> None:
@@ -306,7 +272,7 @@ def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, le
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=2)
     build = partial(MODELS["cifarnet"][0], NAMES, 32)
-    makers = contestants(build, (batch, 3, 32, 32), device, torch.bfloat16)
+    makers = contestants(build, (batch, 3, 32, 32), device)
     steps = {name: warm(makers[name]) for name in TRIO}
     rounds = measure(steps, device, seconds, least)
     if rank == 0:
@@ -315,25 +281,12 @@ def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, le
     os._exit(0)  # gloo's threads sometimes abort a process that has ended well
 
 
-def yours(spec: str) -> Callable[[], nn.Module]:
-    """The function of FILE.py:FUNCTION; its network is called with images and returns logits."""
-    path, _, name = spec.partition(":")
-    found = importlib.util.spec_from_file_location("yours", path)
-    module = importlib.util.module_from_spec(found)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    found.loader.exec_module(module)
-    return getattr(module, name or "build")
-
-
 def main(argv: list[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
     parser = record.arguments(__doc__)
     parser.add_argument("--seconds", type=float, help="a workload; default: 35, on a GPU 3")
     parser.add_argument("--only", nargs="*", help='workloads; "ranks" and "growth" are two more')
     parser.add_argument("--graph", type=int, default=cuda, help="1: the CUDA graph pair")
-    parser.add_argument("--compile", type=int, default=cuda, help="1: the compiled pair")
-    parser.add_argument("--net", metavar="FILE.py:FUNCTION", help="your network; no file is left")
-    parser.add_argument("--shape", type=int, nargs="+", default=[32, 3, 224, 224], help="of --net")
     args = parser.parse_args(argv)
     ignored = "Anomaly Detection|This instance was constructed with capturable"
     warnings.filterwarnings("ignore", message=ignored)
@@ -346,28 +299,18 @@ def main(argv: list[str] | None = None) -> None:
         shape = (4 if smoke else batch, 3, size, size)
         works.append((title, partial(MODELS[name][0], NAMES, size), shape))
     works.append(("1,600 tensors, batch 64", partial(Chain, 64, 4 if smoke else 400), (64, 64)))
-    if args.net:
-        works = [(args.net, yours(args.net), tuple(args.shape))]
     titles = [title for title, *_ in works]
-    chosen = titles if args.net else args.only or [*titles, "ranks", "growth"]
+    chosen = args.only or [*titles, "ranks", "growth"]
     if unknown := set(chosen) - {*titles, "ranks", "growth"}:
         parser.error(f"--only: {unknown} not in {', '.join(titles)}, ranks, growth")
 
     head = record.header("guard_cost", vars(args) | {"seconds": seconds}, device)
-    head |= {"ratios": {}, "growth": {}, "failed": {}, "milliseconds": {}}
+    head |= {"ratios": {}, "growth": {}, "milliseconds": {}}
     print(f"{head['hardware']}, torch {head['torch']}; ratios to the bare loop")
     for title, *what in [work for work in works if work[0] in chosen]:
-        names = [*TRIO, OWN, *(() if args.net else SLOW)]
+        names = [*TRIO, OWN, *SLOW]
         names += ["bare, CUDA graph", "ours, CUDA graph"] if args.graph else []
-        if title == "cifarnet, batch 64":
-            names += ["bare, 4 micro-batches", "ours, 4 micro-batches"]
-        if args.compile and title.endswith("batch 64"):  # compiling takes half a minute
-            names += ["bare, compiled", "ours, compiled"]
-        work = (f"{title}, bfloat16", *what)
-        compare(work, device, torch.bfloat16, names, seconds, least, head)
-        if device.type == "cuda":  # a CPU only emulates fp16
-            work = (f"{title}, float16", *what)
-            compare(work, device, torch.float16, [*TRIO], seconds / 2, least, head)
+        compare((f"{title}, bfloat16", *what), device, names, seconds, least, head)
     if "ranks" in chosen and device.type == "cuda" and torch.cuda.device_count() < 2:
         print("\n2 ranks: left out, this machine has one GPU")
     elif "ranks" in chosen:
@@ -385,8 +328,8 @@ def main(argv: list[str] | None = None) -> None:
         width = max(16, math.isqrt(int(millions * (1e4 if smoke else 1e6) / depth)))
         title = f"{millions} million parameters in {4 * depth:,} tensors"
         work = title, partial(Chain, width, depth), (8, width)
-        compare(work, device, torch.bfloat16, [*TRIO], seconds / 6, least, head, "growth")
-    if not smoke and not args.net:
+        compare(work, device, [*TRIO], seconds / 6, least, head, "growth")
+    if not smoke:
         record.write(head, args.results, device, samples=("milliseconds",))
 
 

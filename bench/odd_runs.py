@@ -1,7 +1,7 @@
 """
 Healthy but odd: short runs that look lost and are not. Each must end "done", without a cure.
 
-    python bench/odd_runs.py                            all of them, five minutes on two cores
+    python bench/odd_runs.py                            all of them, three minutes on two cores
     python bench/odd_runs.py "one class" "batch 1"      these
 
 A watch that cries wolf is switched off. So each row is a run that a rule for lost runs could take
@@ -60,18 +60,6 @@ def colours(images: Tensor, labels: Tensor) -> Split:
     return (bits * 255).to(torch.uint8)[..., None, None].repeat(1, 1, 32, 32), labels
 
 
-def some_black(images: Tensor, labels: Tensor) -> Split:
-    return images * (torch.rand(len(labels)) > 0.3).to(torch.uint8).view(-1, 1, 1, 1), labels
-
-
-def black_and_white(images: Tensor, labels: Tensor) -> Split:
-    return (images > 127).to(torch.uint8) * 255, labels
-
-
-def few(images: Tensor, labels: Tensor) -> Split:
-    return images[:64], labels[:64]
-
-
 def sorted_by_class(images: Tensor, labels: Tensor) -> Split:
     order = labels.argsort()
     return images[order], labels[order]
@@ -84,37 +72,24 @@ def outliers(images: Tensor, labels: Tensor) -> Split:
     return images, torch.where(noise, labels.roll(1), labels)
 
 
-SETS = (noisy, imbalanced, one_class, same_in_class, colours, some_black, black_and_white, few,
-        sorted_by_class, outliers)  # fmt: skip
+SETS = (noisy, imbalanced, one_class, same_in_class, colours, sorted_by_class, outliers)
 ROWS = {  # name: (flags, what is done to the data, flags of a second leg that resumes the first)
     **{function.__name__.replace("_", " "): ({}, function) for function in SETS},
-    **{f"batch {n}": ({"batch-size": n},) for n in (1, 2, 3, 4)},
-    **{f"vit, batch {n}": ({"batch-size": n, "model": "vit-test"},) for n in (1, 2)},
-    **{f"{n} steps": ({"max-steps": n},) for n in (1, 2, 3, 5, 8, 12)},
+    **{f"batch {n}": ({"batch-size": n},) for n in (1, 2)},
+    **{f"{n} steps": ({"max-steps": n},) for n in (1, 2, 12)},
     **{name: ({"model": name},) for name in ("vit-test", "swin-test", "swin-v2-test",
                                              "vmamba-test", "dit-test", "slat_vae-test",
                                              "vlm-test")},
     "dit, batch 2": ({"model": "dit-test", "batch-size": 2},),
-    "autoencoder, batch 2": ({"model": "slat_vae-test", "batch-size": 2},),
     "one class, one step": ({"max-steps": 1}, one_class),
-    "one class, vit": ({"model": "vit-test"}, one_class),
-    "same in class, vit": ({"model": "vit-test"}, same_in_class),
     "loss 0": ({"model": "linear", "lr": 0.02, "max-steps": 150}, colours),
-    "loss 0, one class": ({"model": "linear", "lr": 0.1, "max-steps": 100}, one_class),
     "rate 100 times lower": ({"lr": 2e-4},),
     "no clipping": ({"clip-grad": 0},),
     "clipped to 0.001": ({"clip-grad": 1e-3},),
-    "warm-up all the way": ({"warmup-updates": 60},),
-    "no warm-up": ({"warmup-updates": 0},),
     "weight decay 2": ({"weight-decay": 2.0},),
     "averaged weights": ({"ema": 0.999},),
-    "cutout 16": ({"cutout": 16},),
-    "bf16": ({"precision": "bf16"},),
-    "16 micro-batches": ({"accum-steps": 16},),
-    "verified at each step": ({"verify-every": 1, "max-steps": 20},),
     "ten times the rate, resumed": ({"ckpt-every": 30}, None, {"max-steps": 90, "lr": 0.2}),
     "a tenth of the rate, resumed": ({}, None, {"max-steps": 90, "lr": 2e-3}),
-    "stronger augmentation, resumed": ({}, None, {"max-steps": 90, "cutout": 16}),
     "bf16, resumed": ({}, None, {"max-steps": 90, "precision": "bf16"}),
 }
 

@@ -16,12 +16,10 @@ latency. (Unscaled 20 times the gradients get tiny, which takes a GPU no longer.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -29,7 +27,7 @@ import torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.record import header, spread, write  # noqa: E402
+from bench import record  # noqa: E402
 from optim import ClippedAdamW  # noqa: E402
 
 SCALE = 2.0**16
@@ -65,10 +63,10 @@ def contestants(shapes, device):
     grads = [torch.randn(s, device=device) * 1e-3 for s in shapes]
     scale = torch.tensor(SCALE, device=device)
 
-    def params(dtype=torch.float32):
-        new = [torch.randn(s, device=device).to(dtype) * 0.02 for s in shapes]
+    def params():
+        new = [torch.randn(s, device=device) * 0.02 for s in shapes]
         for p, g in zip(new, grads, strict=True):
-            p.grad = g.to(dtype)
+            p.grad = g
         return new
 
     def stock(scaled, **kind):
@@ -88,16 +86,13 @@ def contestants(shapes, device):
 
     ours = ClippedAdamW(params(), lr=1e-4)
     ours_fp16 = ClippedAdamW(params(), lr=1e-4)
-    masters = ClippedAdamW(params(torch.float16), lr=1e-4, masters=True)
     source = torch.randn(sum(g.numel() for g in grads), device=device)
     target = torch.empty_like(source)
     return {
         "copy": lambda: target.copy_(source),
         "ours": ours.step,
         "ours fp16": lambda: ours_fp16.step(grad_scale=scale),
-        "ours O2 masters": lambda: masters.step(grad_scale=scale),
         "clip+fused": stock(False, fused=True),
-        "clip+foreach": stock(False, foreach=True),
         "unscale+clip+fused": stock(True, fused=True),
         "unscale+clip+foreach": stock(True, foreach=True),
     }, grads
@@ -107,8 +102,6 @@ def measure(shapes, device, rounds, warmup=2):
     """Milliseconds a step, one sample a round for every contestant."""
     steps, grads = contestants(shapes, device)
     pristine = [g.clone() for g in grads]
-    cuda = device.type == "cuda"
-    sync = torch.cuda.synchronize if cuda else lambda: None
     samples = {name: [] for name in steps}
     block = dict.fromkeys(steps, 1)
     for i in range(warmup + rounds):
@@ -116,15 +109,10 @@ def measure(shapes, device, rounds, warmup=2):
             torch._foreach_copy_(grads, pristine)
             if "fp16" in name or "unscale" in name:
                 torch._foreach_mul_(grads, SCALE)
-            sync()
-            start = time.perf_counter()
-            for _ in range(block[name]):
-                steps[name]()
-            sync()
-            ms = (time.perf_counter() - start) * 1e3 / block[name]
+            ms = record.timed(steps[name], device, block[name])
             if i >= warmup:
                 samples[name].append(ms)
-            elif cuda:
+            elif device.type == "cuda":
                 block[name] = min(20, max(1, round(30 / ms)))  # 30 ms a sample
     # 4 bytes read and 4 written an element of the copy, 32 a parameter of the step.
     samples["memory limit"] = [4 * ms for ms in samples["copy"]]
@@ -132,34 +120,27 @@ def measure(shapes, device, rounds, warmup=2):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = record.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="*", help="workloads to run")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--smoke", action="store_true", help="tiny tensors, three rounds, no file")
     args = parser.parse_args()
     device = torch.device(args.device)
     rounds = 3 if args.smoke else args.rounds
-    record = header("optim_step", vars(args), device)
-    record |= {"n": rounds, "milliseconds": {}, "ratios": {}}
-    print(f"{record['hardware']}, torch {torch.__version__}, n {rounds}; ms, median (quartiles)")
+    head = record.header("optim_step", vars(args), device)
+    head |= {"n": rounds, "milliseconds": {}, "ratios": {}}
+    print(f"{head['hardware']}, torch {torch.__version__}, n {rounds}; ms, median")
     for name, shapes in workloads(args.smoke).items():
-        if args.only and name not in args.only:
-            continue
-        samples = record["milliseconds"][name] = measure(shapes, device, rounds)
+        samples = head["milliseconds"][name] = measure(shapes, device, rounds)
         print(f"\n{name}: {len(shapes)} tensors")
         for contestant, ms in samples.items():
-            low, high = spread(ms)["quartiles"]
-            print(f"  {contestant:22} {statistics.median(ms):9.3f}  ({low:.3f} .. {high:.3f})")
-        ratios = record["ratios"][name] = {}
+            print(f"  {contestant:22} {statistics.median(ms):9.3f}")
+        ratios = head["ratios"][name] = {}
         for (a, b), goal in GOALS.items():
             pairs = zip(samples[a], samples[b], strict=True)
             r = ratios[f"{a} / {b}"] = statistics.median(x / y for x, y in pairs)
             verdict = "met" if r <= goal else "MISSED"
             print(f"  {a + ' / ' + b:42} {r:.3f}  goal {goal}  {verdict}")
     if not args.smoke:
-        write(record, args.results, device, samples=("milliseconds",))
+        record.write(head, args.results, device, samples=("milliseconds",))
 
 
 if __name__ == "__main__":

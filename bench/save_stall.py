@@ -11,7 +11,6 @@ steps take less time than the disk, and save() would wait for the file before. O
 10 steps. One save, which allocates the snapshot's memory, comes before the clock.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -25,21 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import checkpoint  # noqa: E402
 import optim  # noqa: E402
-from bench.record import header, write  # noqa: E402
+from bench import record  # noqa: E402
 from extras import ema  # noqa: E402
 from models.cifarnet import PRESETS, CifarNet  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--rounds", type=int, default=8 if cuda else 12)
-    parser.add_argument("--block", type=int, default=195 if cuda else 10, help="steps a save")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    args = parser.parse_args()
-    device = "cuda" if cuda else "cpu"
+    args = record.arguments(__doc__).parse_args()
+    device, cuda = args.device, args.device == "cuda"
+    rounds, steps = (2, 2) if args.smoke else (8, 195) if cuda else (12, 10)
     x = torch.randn(256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (256,), device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
@@ -49,7 +42,7 @@ def main():
 
     def block(files):
         began = time.perf_counter()
-        for _ in range(args.block):
+        for _ in range(steps):
             with torch.autocast(device, torch.bfloat16):
                 logits = net(x)
             F.cross_entropy(logits.float(), y).backward()
@@ -69,7 +62,7 @@ def main():
         files = checkpoint.Checkpoints(folder)
         block(files)
         files.wait()
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             samples["never"].append(block(None))
             samples["saves"].append(block(files))
         files.wait()
@@ -79,12 +72,13 @@ def main():
     pairs = zip(samples["never"], samples["saves"], strict=True)
     ratio = statistics.median(b["block"] / a["block"] for a, b in pairs)
     print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, "
-          f"{save / whole:.2%} of {args.block} steps; a block with its save takes {ratio:.4f} of "
-          f"one without (n = {args.rounds})")
-    record = header("save_stall", vars(args), torch.device(device)) | {
-        "n": args.rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio,
+          f"{save / whole:.2%} of {steps} steps; a block with its save takes {ratio:.4f} of "
+          f"one without (n = {rounds})")
+    head = record.header("save_stall", vars(args), torch.device(device)) | {
+        "n": rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio,
         "samples": samples}
-    write(record, args.results, torch.device(device), samples=("samples",))
+    if not args.smoke:
+        record.write(head, args.results, torch.device(device), samples=("samples",))
 
 
 if __name__ == "__main__":

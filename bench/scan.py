@@ -8,16 +8,14 @@ and backward.
 One direction, batch 4, 64 channels. The loop is written as well as a loop can be (unbind and stack;
 indexing x[:, t] would make its backward pass quadratic in the length). A round times both once,
 interleaved; ratios are medians of ratios within rounds. Bytes are those of the distinct storages
-that autograd keeps between forward and backward (on a GPU also the peak of the allocator); "grows"
-is bytes at one length over bytes at half of it: 2 is linear.
+that autograd keeps between forward and backward; twice those of half the length is linear.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +24,14 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.record import header, spread, write  # noqa: E402
+from bench import record  # noqa: E402
 from models.vmamba import selective_scan, selective_scan_loop  # noqa: E402
 
 BATCH = 4
 CHANNELS = 64
 GOAL = 10  # loop / chunked at length 1,024
 SPEED = [(1024, 1), (1024, 8), (1024, 16), (256, 1), (4096, 1)]  # length, d_state
+SCANS = {"chunked": selective_scan, "loop": selective_scan_loop}
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
@@ -53,15 +52,8 @@ def inputs(length: int, d_state: int, device: str) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors]
 
 
-def milliseconds(scan, args: list[Tensor]) -> float:
-    """One forward and backward pass."""
-    sync = torch.cuda.synchronize if args[0].is_cuda else lambda: None
-    grad = torch.ones_like(args[0])
-    sync()
-    began = time.perf_counter()
-    torch.autograd.grad(scan(*args), args, grad)
-    sync()
-    return (time.perf_counter() - began) * 1e3
+def forward_and_backward(scan, args: list[Tensor]) -> None:
+    torch.autograd.grad(scan(*args), args, torch.ones_like(args[0]))
 
 
 def kept_bytes(scan, args: list[Tensor]) -> int:
@@ -80,79 +72,39 @@ def kept_bytes(scan, args: list[Tensor]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument(
-        "--rounds", type=int, default=5 if cuda else 9, help="the loop takes seconds on a GPU"
-    )
-    parser.add_argument("--smoke", action="store_true", help="short sequences, two rounds, no file")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser = record.arguments(__doc__)
     args = parser.parse_args()
-    device = "cuda" if cuda else "cpu"
-    rounds = 2 if args.smoke else args.rounds
-    raw = header("scan", vars(args), torch.device(device)) | {
-        "n": rounds,
-        "batch": BATCH,
-        "channels": CHANNELS,
-        "speedup": {},
-        "kept_bytes": {},
-        "samples": {},
-    }
-
-    print(
-        f"forward and backward, batch {BATCH}, {CHANNELS} channels, {raw['hardware']}, "
-        f"n = {rounds}, milliseconds: median (quartiles)"
-    )
+    device = torch.device(args.device)
+    rounds = 2 if args.smoke else 5 if args.device == "cuda" else 9
+    head = record.header("scan", vars(args), device) | {
+        "n": rounds, "batch": BATCH, "channels": CHANNELS, "speedup": {}, "kept_bytes": {},
+        "samples": {}}
+    print(f"batch {BATCH}, {CHANNELS} channels, {head['hardware']}, n = {rounds}")
     for length, d_state in [(64, 1)] if args.smoke else SPEED:
+        tensors = inputs(length, d_state, args.device)
+        passes = {name: partial(forward_and_backward, scan, tensors)
+                  for name, scan in SCANS.items()}
+        rows = record.in_turns(passes, device, lambda done: done <= rounds)[1:]  # it warmed up
         name = f"L {length}, d_state {d_state}"
-        tensors = inputs(length, d_state, device)
-        samples: dict[str, list[float]] = {"chunked": [], "loop": []}
-        for i in range(rounds + 1):
-            for contestant, scan in (("chunked", selective_scan), ("loop", selective_scan_loop)):
-                ms = milliseconds(scan, tensors)
-                if i:  # the first round warms up
-                    samples[contestant].append(ms)
-        ratio = statistics.median(
-            b / a for a, b in zip(samples["chunked"], samples["loop"], strict=True)
-        )
-        raw["speedup"][name] = ratio
-        raw["samples"][name] = samples
-        cells = []
-        for contestant in samples:
-            low, high = spread(samples[contestant])["quartiles"]
-            middle = statistics.median(samples[contestant])
-            cells.append(f"{contestant} {middle:8.2f} ({low:.2f} .. {high:.2f})")
+        head["samples"][name] = {key: [row[key] for row in rows] for key in SCANS}
+        ratio = statistics.median(row["loop"] / row["chunked"] for row in rows)
+        head["speedup"][name] = ratio
         verdict = ("met" if ratio >= GOAL else "MISSED") if length == 1024 else "no goal"
-        print(
-            f"  {name:20} {'   '.join(cells)}   {ratio:5.1f} times faster, goal {GOAL}: {verdict}"
-        )
-
-    print("kept for the backward pass, MiB")
+        milliseconds = statistics.median(head["samples"][name]["chunked"])
+        print(f"  {name:20} {milliseconds:8.2f} ms, {ratio:5.1f} times faster, goal {GOAL}: "
+              f"{verdict}")
     for d_state in (1, 8):
-        rows = {}
+        rows = head["kept_bytes"][f"d_state {d_state}"] = {}
         for length in LENGTHS[: 2 if args.smoke else None]:
-            tensors = inputs(length, d_state, device)
-            rows[length] = {"chunked": kept_bytes(selective_scan, tensors)}
-            if length <= 1024:
-                rows[length]["loop"] = kept_bytes(selective_scan_loop, tensors)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-                milliseconds(selective_scan, tensors)
-                rows[length]["chunked_peak"] = torch.cuda.max_memory_allocated()
-        raw["kept_bytes"][f"d_state {d_state}"] = rows
-        for length, row in rows.items():
-            grows = (
-                f"grows {row['chunked'] / rows[length // 2]['chunked']:.3f}"
-                if length // 2 in rows
-                else ""
-            )
-            cells = "   ".join(f"{k} {v / 2**20:7.2f}" for k, v in row.items())
-            print(f"  L {length:4}, d_state {d_state}   {cells}   {grows}")
-
+            tensors = inputs(length, d_state, args.device)
+            rows[length] = {name: kept_bytes(scan, tensors) for name, scan in SCANS.items()
+                            if name == "chunked" or length <= 1024}
+            before = rows.get(length // 2, rows[length])["chunked"]
+            print(f"  L {length:4}, d_state {d_state}: kept for the backward pass "
+                  f"{rows[length]['chunked'] / 2**20:7.2f} MiB, "
+                  f"{rows[length]['chunked'] / before:.3f} times that of half the length")
     if not args.smoke:
-        write(raw, args.results, torch.device(device), samples=("samples",))
+        record.write(head, args.results, device, samples=("samples",))
 
 
 if __name__ == "__main__":

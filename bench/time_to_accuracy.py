@@ -5,14 +5,14 @@ Time to accuracy on CIFAR-10: the default recipe beside cifar10-airbench's recor
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --flags "--lr 8e-3"
 
-Both recipes get the same pixels on the same machine. They take turns, epoch by epoch, so that a
-slow minute of a shared machine strikes both. Timed is training alone, as the peer does it: no
-loading, no evaluation. Ours is what train.py counts, guards and checkpoints included; the
-whitening is computed before its clock starts (the peer's clock has it: milliseconds). After every
-epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a CPU, where
-it takes half a minute, after the last one), ours in fp32, the peer in its own precision. The goal
-is the accuracy that the peer ends at, the mean of its seeds: for each recipe the bench prints the
-first epoch after which the mean of its seeds is as good, and the seconds until then.
+Both recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. (The raw
+files were made by a version that changed places after every epoch.) Timed is training alone, as
+the peer does it: no loading, no evaluation. Ours is what train.py counts, guards and checkpoints
+included; the whitening is computed before its clock starts (the peer's clock has it: milliseconds).
+After every epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a
+CPU, where it takes half a minute, after the last one), ours in fp32, the peer in its own precision.
+The goal is the accuracy that the peer ends at, the mean of its seeds: for each recipe the bench
+prints the first epoch after which the mean of its seeds is as good, and the seconds until then.
 
 On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions of PORT are made in
 its source, and it computes in bf16 where our policy does, else in fp32.
@@ -26,11 +26,8 @@ import shlex
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import types
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -42,7 +39,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import amp_policy  # noqa: E402
-import checkpoint  # noqa: E402
 import data  # noqa: E402
 import train  # noqa: E402
 from bench import record  # noqa: E402
@@ -135,55 +131,7 @@ def tta_accuracy(net: nn.Module, split: list[tuple[Tensor, Tensor]]) -> float:
     return 100 * right / count
 
 
-def in_turns(runs: dict[str, Callable], order: list[str], device: torch.device) -> dict[str, list]:
-    """What two runs return that change places after every epoch. The first runs in this thread.
-
-    Each is a function of `change()`, which it calls after an epoch: that comes back when it is its
-    turn again, with its random numbers and cudnn's setting as they were. If one fails, so does the
-    other.
-    """
-    queue, changed = list(order), threading.Condition()
-
-    def wait(name: str) -> None:
-        changed.wait_for(lambda: not queue or queue[0] == name)
-        if not queue:
-            raise RuntimeError("the other run failed")
-
-    def change(name: str) -> None:
-        numbers, benchmark = checkpoint.rng_state(device), torch.backends.cudnn.benchmark
-        with changed:
-            queue.append(queue.pop(0))
-            changed.notify_all()
-            wait(name)
-        checkpoint.set_rng_state(numbers, device)
-        torch.backends.cudnn.benchmark = benchmark
-
-    def whole(name: str) -> list:
-        with changed:
-            wait(name)
-        try:
-            rows = runs[name](partial(change, name))
-            queue.remove(name)
-            return rows
-        except BaseException:
-            queue.clear()
-            raise
-        finally:
-            with changed:
-                changed.notify_all()
-
-    first, second = runs
-    with ThreadPoolExecutor(1) as thread:
-        other = thread.submit(whole, second)
-        try:
-            mine = whole(first)
-        except RuntimeError:
-            other.result()  # if it was the other one that failed, this says why
-            raise
-        return {first: mine, second: other.result()}
-
-
-def run_ours(dataset: data.Dataset, flags: list[str], change: Callable[[], None]) -> list[list]:
+def run_ours(dataset: data.Dataset, flags: list[str]) -> list[list]:
     """One run of train.py: [epochs, seconds of training, plain, tta] for every evaluation."""
     rows, validate = [], train.validation.validate
 
@@ -197,8 +145,6 @@ def run_ours(dataset: data.Dataset, flags: list[str], change: Callable[[], None]
                 tta = tta_accuracy(run.net, split)
         plain = run.scores["val_acc1"]
         rows.append([run.step / run.epoch_steps, run.speed.seconds, plain, tta])
-        if not last:
-            change()
         return warning
 
     torch.backends.cudnn.benchmark = False  # torch's default; airbench sets it when imported
@@ -220,8 +166,9 @@ def peers_model(peer: types.ModuleType, device: torch.device) -> nn.Module:
     return model
 
 
-def run_peer(peer: types.ModuleType, model: nn.Module, folder: Path, seed: int,
-             change: Callable[[], None]) -> list[list]:  # fmt: skip
+def run_peer(
+    peer: types.ModuleType, model: nn.Module, folder: Path, seed: int
+) -> list[list]:
     """The same of the peer: after every epoch its main() hands its variables to whoever prints
     them; here we listen."""
     rows, loader = [], peer.CifarLoader
@@ -234,8 +181,6 @@ def run_peer(peer: types.ModuleType, model: nn.Module, folder: Path, seed: int,
             tta = peer.evaluate(model, variables["test_loader"], tta_level=2)
         plain = 100 * variables["val_acc"]
         rows.append([variables["epoch"] + 1, variables["time_seconds"], plain, 100 * tta])
-        if variables["step"] < variables["total_train_steps"]:
-            change()
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(seed)
@@ -299,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
             write_for_peer(dataset, Path(folder))
             runs = {"ours": partial(run_ours, dataset, [*flags, f"--seed={seed}"]),
                     path.stem: partial(run_peer, peer, model, Path(folder), seed)}  # fmt: skip
-            return in_turns(runs, list(runs)[:: -1 if seed % 2 else 1], device)
+            return {name: runs[name]() for name in list(runs)[:: -1 if seed % 2 else 1]}
 
         # the warm-up; on a GPU until its clocks have risen
         both(cut(full, BATCH) if device.type == "cpu" else full, 0)

@@ -9,7 +9,7 @@ Each run is `train.py --model NAME --epochs N` in a folder of its own under --ru
 recipe's. A run that is there already is not repeated, and one that was stopped goes on from its
 checkpoint. Each leaves a raw file in bench/results/trained: its recipe, its figures after each
 epoch, hardware, versions and commit. The figure of a run is that of its last epoch, not of its
-best one. bench/recognised.py says how many of the diffusion model's samples are recognised.
+best one.
 """
 
 import json

@@ -10,7 +10,6 @@ the two medians of one turn; the first steps of each run, in which memory is all
 count.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.record import header, spread, write  # noqa: E402
+from bench import record  # noqa: E402
 
 SCRIPT = '''
 import time, torch
@@ -54,36 +53,31 @@ def steps(command: list[str], folder: str) -> tuple[list[str], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of 64 tokens")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    args = parser.parse_args()
+    args = record.arguments(__doc__).parse_args()
+    turns, count, batch = (1, 6, 2) if args.smoke else (7, 20, 16)
     alone, watched = [], []
     with tempfile.TemporaryDirectory() as folder:
-        script = SCRIPT.replace("BATCH", str(args.batch)).replace("STEPS", str(args.steps))
+        script = SCRIPT.replace("BATCH", str(batch)).replace("STEPS", str(count))
         Path(folder, "script.py").write_text(script)
-        for turn in range(args.turns):
+        for turn in range(turns):
             ways = [([sys.executable, "script.py"], alone),
-                    ([sys.executable, str(ROOT / "autopsy.py"), "script.py"],
-                                                             watched)]
+                    ([sys.executable, str(ROOT / "autopsy.py"), "script.py"], watched)]
             printed = []
             for command, seconds in ways[:: 1 if turn % 2 else -1]:
                 losses, median = steps(command, folder)
                 printed.append(losses)
                 seconds.append(median)
-            assert len(printed[0]) == args.steps
+            assert len(printed[0]) == count
             assert printed[0] == printed[1], "the watcher changed a printed figure"
             ratio = watched[-1] / alone[-1]
             print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {ratio:.3f}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
     ratios = [w / a for w, a in zip(watched, alone, strict=True)]
-    record = header("watch_cost", vars(args), device) | {
-        "watched / alone": spread(ratios), "alone": alone, "watched": watched,
+    head = record.header("watch_cost", vars(args), device) | {
+        "watched / alone": record.spread(ratios), "alone": alone, "watched": watched,
         "printed figures": "the same"}
-    write(record, args.results, device, ("alone", "watched"))
+    if not args.smoke:
+        record.write(head, args.results, device, ("alone", "watched"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Tried, no   eps=1e-4: no NaN, because v stays 0 and the step becomes lr * m / ep
 Evidence    The structure of the VAE (fp32 input and output layers, fp16 blocks, fp32 norms) with
             torch's own AdamW. The arithmetic between the fp16 weights is fp32 here, since a CPU
             emulates fp16. Weights and gradients are fp16, and the failure needs no more.
-            bench/adam_in_half.py measures more.
 Margin      99.4 % of the fp16 weights are gone where 90 % are claimed. eps=1e-4 moves the weights
             0.06 times as far as fp32 where gradients are small (below 0.2 is claimed) and 10 times
             as far where they are large (above 3). Masters move them as far as fp32 does, within 1 %

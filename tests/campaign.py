@@ -6,6 +6,7 @@ the moments at which nobody looks: before the first save, between two saves, at 
 after the last validation.
 
     python tests/campaign.py            one process; prints the table, writes campaign-1.json
+    python tests/campaign.py FILE PRECISION ...                      only these, to another file
     torchrun --standalone --nproc_per_node=2 tests/campaign.py       the fault on rank 1 only
 
 A cell holds when the step with the fault was rejected for the right reason (or the fault provably
@@ -218,17 +219,19 @@ def judge(cell, ranks=1):
 def main():
     prepare()
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    # the same on both ranks: torchrun is the parent
+    # the same on both ranks: they have one parent
     folder = Path(tempfile.gettempdir()) / f"campaign-{os.getppid()}"
     guilty = 1 if ranks > 1 else None
-    cells = [run_cell(*cell, folder / str(i), rank=guilty) for i, cell in enumerate(CELLS)]
+    chosen = sys.argv[2:] or PRECISIONS
+    cells = [run_cell(*cell, folder / str(i), rank=guilty) for i, cell in enumerate(CELLS)
+             if cell[2] in chosen]
     if rank:
         return 0
     shutil.rmtree(folder)
-    print(f"{'fault':<24}" + "".join(f"{p:>14}" for p in PRECISIONS))
+    print(f"{'fault':<24}" + "".join(f"{p:>14}" for p in chosen))
     outcome = {(c["where"], c["kind"], c["precision"]): judge(c, ranks) for c in cells}
     for where, kind in (*BAD, *MORE, *LONG, *STATE):
-        words = [outcome[where, kind, p].split(":")[0] or "holds" for p in PRECISIONS]
+        words = [outcome[where, kind, p].split(":")[0] or "holds" for p in chosen]
         print(f"{kind + ' ' + where:<24}" + "".join(f"{word:>14}" for word in words))
     broken = {" ".join(key): why for key, why in outcome.items()
               if why and not why.startswith("n/a")}

@@ -1,16 +1,22 @@
 """What several test files need: states compared bit for bit, and many scripts in one process."""
 
+import functools
+import itertools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
+numbers = itertools.count()  # of files that scripts print to
 
 
 def snapshot(*things):
@@ -39,54 +45,90 @@ def same(a, b):
     return True
 
 
-RUNNER = """
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute: inside of `with`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = ("view", "split", "select", "unbind", "detach", "empty_like", "_record", "_local",
+                 "transpose", "_unsafe", "expand")
+        self.count += not func._schema.name.split("::")[1].startswith(views)
+        return func(*args, **(kwargs or {}))
+
+
+SERVER = """
 import json, os, runpy, sys, traceback
-import torch
-for number, (argv, folder) in enumerate(json.load(open(sys.argv[1]))):
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        continue
-    out, err, code = (f"{sys.argv[1]}.{number}.{kind}" for kind in ("out", "err", "code"))
-    for descriptor, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.chdir(folder)
-    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
-    status = 0
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as end:
-        status = end.code or 0
-        if isinstance(status, str):
-            print(status, file=sys.stderr)
+import matplotlib.pyplot, torch, torch._dynamo, torchvision.transforms.v2, tqdm
+for line in sys.stdin:
+    children = []
+    for argv, folder, environment, printed in json.loads(line):
+        children.append(os.fork())
+        if children[-1]:
+            continue
+        for descriptor, path in enumerate([os.devnull, printed + ".out", printed + ".err"]):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY
+            os.dup2(os.open(path, flags), descriptor)
+        os.chdir(folder)
+        os.environ.update(environment)
+        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        status = 0
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+        except BaseException:
+            traceback.print_exc()
             status = 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    open(code, "w").write(str(status))
-    os._exit(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
 """
 
 
-def run_scripts(jobs, folder, timeout=900):
-    """Each of `jobs`, (argv, working folder), as `python *argv` runs it: [(exit code, out, err)].
-
-    One process imports torch, once, and each script is a fork of it. `folder`: for what they print.
-    """
-    path = Path(folder) / "jobs.json"
-    path.write_text(json.dumps([([str(word) for word in argv], str(at)) for argv, at in jobs]))
+@functools.cache
+def server():
+    """A process that has imported torch once for all tests; each script is a fork of it."""
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", RUNNER, str(path)], env=environment, check=True,
-                   timeout=timeout)
-    results = []
-    for number in range(len(jobs)):
-        out, err, code = (Path(f"{path}.{number}.{kind}") for kind in ("out", "err", "code"))
-        status = int(code.read_text()) if code.exists() else -1  # -1: it died without a word
-        results.append((status, out.read_text(), err.read_text()))
-    return results
+    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment, text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def run_together(jobs, folder, timeout=1800):
+    """Each of `jobs`, (argv, working folder, environment), as `python *argv` runs it, all at once:
+    [(exit code, out, err)]. `folder`: for what they print."""
+    printed = [str(Path(folder) / f"printed.{next(numbers)}") for _ in jobs]
+    line = [([*map(str, argv)], str(at), environment, file)
+            for (argv, at, environment), file in zip(jobs, printed, strict=True)]
+    server().stdin.write(json.dumps(line) + "\n")
+    server().stdin.flush()
+    if not select.select([server().stdout], [], [], timeout)[0]:
+        os.killpg(server().pid, signal.SIGKILL)
+        server.cache_clear()
+        raise TimeoutError(f"{jobs} took over {timeout} s")
+    codes = json.loads(server().stdout.readline())
+    return [(code, Path(f"{file}.out").read_text(), Path(f"{file}.err").read_text())
+            for code, file in zip(codes, printed, strict=True)]
+
+
+def run_scripts(jobs, folder):
+    """Each of `jobs`, (argv, working folder), one after the other: [(exit code, out, err)]."""
+    return [run_together([(*job, {})], folder)[0] for job in jobs]
+
+
+def run_ranks(argv, folder, count=2):
+    """`argv` on several ranks, without torchrun, which takes four seconds to start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    environments = [{**meeting, "WORLD_SIZE": str(count), "RANK": str(rank),
+                     "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return run_together([(argv, folder, environment) for environment in environments], folder)
 
 
 DRIVER = """
@@ -116,7 +158,7 @@ os._exit(code)
 
 
 def two_ranks(folder, images, *flags, count=2, code=0):
-    """train.py on several ranks, without torchrun, which takes four seconds to start.
+    """train.py on several ranks.
 
     Returns the summary, the lines of metrics.jsonl and each rank's weights.
     """
@@ -131,28 +173,12 @@ def two_ranks(folder, images, *flags, count=2, code=0):
     for flag, value in defaults.items():
         if flag not in argv:
             argv += [flag, str(value)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count),
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(count):
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, str(driver), str(ROOT), str(folder), *argv]
-        processes.append(subprocess.Popen(command, env=environment, cwd=folder, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    try:
-        printed = [process.communicate(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [code] * count, "\n".join(err[-2000:] for _, err in printed)
+    ended = run_ranks([driver, ROOT, folder, *argv], folder, count)
+    assert [rank[0] for rank in ended] == [code] * count, "\n".join(x[2][-2000:] for x in ended)
     text = (folder / "run" / "metrics.jsonl").read_text()
     weights = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(count)]
-    summary = json.loads(printed[0][0].strip().splitlines()[-1])
-    others = [line for out, _ in printed[1:] for line in out.splitlines()]
+    summary = json.loads(ended[0][1].strip().splitlines()[-1])
+    others = [line for _, out, _ in ended[1:] for line in out.splitlines()]
     # torch 2.9's gloo says on every rank that it is connected
     assert not [line for line in others if not line.startswith("[Gloo]")], "rank 0 alone prints"
     return summary, [json.loads(line) for line in text.splitlines()], weights

@@ -3,13 +3,14 @@
 import copy
 import math
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_policy
 from amp_policy import (
@@ -45,22 +46,23 @@ def clean_switches():
 
 
 class Net(nn.Module):
-    """conv, BatchNorm, LayerNorm, softmax, linear."""
+    """conv, BatchNorm, LayerNorm, softmax, linear; a root that owns a parameter, as a ViT does."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.bn, self.ln = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LayerNorm(8)
-        self.fc = nn.Linear(8, 4)
+        self.fc, self.pos = nn.Linear(8, 4), nn.Parameter(torch.zeros(1))
 
     def forward(self, images, labels):
         self.label_dtype = labels.dtype
-        x = F.relu(self.bn(self.conv(images))).flatten(2).mean(-1)
+        x = F.relu(self.bn(self.conv(images))).flatten(2).mean(-1) + self.pos
         logits = self.fc(F.softmax(self.ln(x).float(), -1))
         return F.cross_entropy(logits.float(), labels)
 
 
 def batch(device="cpu"):
-    return torch.randn(6, 3, 6, 6, device=device), torch.arange(6, device=device) % 4
+    """Images and soft labels, which nobody may cast."""
+    return torch.randn(6, 3, 6, 6, device=device), torch.full((6, 4), 0.2501, device=device)
 
 
 # --- choosing
@@ -129,54 +131,29 @@ def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
         choose_policy("fp8", T4)
 
 
-@pytest.mark.parametrize(("spelling", "name"), [
-    ("float16", "fp16"), ("half", "fp16"), ("16-mixed", "fp16"), ("O1", "fp16"), ("O0", "fp32"),
-    ("bfloat16", "bf16"), ("bf16-mixed", "bf16"), ("float32", "fp32"),
-])
-def test_a_policy_goes_by_its_usual_names_and_finds_its_device(spelling, name):
-    policy = choose_policy(spelling, trial=None, stopwatch=None)
-    assert policy.name == name
-    assert policy.device == ("cuda" if torch.cuda.is_available() else "cpu")
+def test_a_policy_goes_by_its_usual_names_and_finds_its_device():
+    for spelling, name in (("half", "fp16"), ("16-mixed", "fp16"), ("O1", "fp16"), ("O0", "fp32"),
+                           ("bfloat16", "bf16")):
+        policy = choose_policy(spelling, trial=None, stopwatch=None)
+        assert policy.name == name
+        assert policy.device == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@both_devices
-def test_the_stopwatch_lets_the_dtypes_take_turns_and_reports_the_least(monkeypatch, device):
-    clock, seen, seconds = [0.0], [], {F32: [5.0, 2.0, 1.0, 3.0, 3.0, 3.0], BF16: [4.0, 7.0] * 3}
-
-    def gradients(device, dtype, layers):
-        clock[0] += seconds[dtype][seen.count(dtype)]
-        seen.append(dtype)
-
-    monkeypatch.setattr(amp_policy, "_gradients", gradients)
-    monkeypatch.setattr(amp_policy.time, "perf_counter", lambda: clock[0])
-    state = torch.get_rng_state()
-    assert amp_policy.stopwatch(device, (F32, BF16)) == pytest.approx((1.0, 4.0))
-    assert seen == [F32, BF16] * 6
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("machine", "avx512_bf16", "mkldnn", "native"),
-    [
-        ("x86_64", True, True, True),
-        ("x86_64", False, True, False),  # Skylake: oneDNN says True, by emulation
-        ("aarch64", False, True, True),  # Graviton 3
-        ("aarch64", False, False, False),
-        ("arm64", False, None, False),  # a build without the operator
-    ],
-)
+@pytest.mark.parametrize(("machine", "avx512_bf16", "mkldnn", "native"), [
+    ("x86_64", True, True, True),
+    ("x86_64", False, True, False),  # Skylake: oneDNN says True, by emulation
+    ("x86_64", None, True, False),  # a torch without the attribute
+    ("aarch64", False, True, True),  # Graviton 3
+    ("arm64", True, None, False),  # a build without the operator
+])  # fmt: skip
 def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, avx512_bf16, mkldnn, native):
-    class Ops:
-        if mkldnn is not None:
-            _is_mkldnn_bf16_supported = staticmethod(lambda: mkldnn)
-
+    operators = {"_is_mkldnn_bf16_supported": lambda: mkldnn} if mkldnn is not None else {}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators), raising=False)
     monkeypatch.setattr(amp_policy.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16, raising=False)
-    monkeypatch.setattr(torch.ops, "mkldnn", Ops, raising=False)
+    if avx512_bf16 is None:
+        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     assert capabilities("cpu").cpu_bf16 is native
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-    if machine == "x86_64":  # an attribute that a torch lacks is not an error
-        assert capabilities("cpu").cpu_bf16 is False
 
 
 @both_devices
@@ -188,7 +165,7 @@ def test_the_self_test_passes_sound_hardware(device, dtype):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5])
+@pytest.mark.parametrize("value", [math.nan, 0.5])
 def test_the_self_test_catches_a_chip_whose_half_convolutions_are_wrong(monkeypatch, value):
     conv2d = F.conv2d
 
@@ -198,8 +175,6 @@ def test_the_self_test_catches_a_chip_whose_half_convolutions_are_wrong(monkeypa
 
     monkeypatch.setattr(amp_policy.F, "conv2d", broken)
     assert "off by" in self_test("cpu", F16)
-    policy = choose_policy("auto", T4, lambda device, dtype: self_test("cpu", dtype), takes(0.5))
-    assert policy.name == "fp32" and "off by" in policy.reason
 
 
 # --- the levels, measured
@@ -237,34 +212,15 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(monkeypatch, devi
         seen["conv"], seen["fc"], TABLE[name][5] and seen["ln"], net.bn.running_mean.dtype,
     )
     assert measured == TABLE[name]
-    assert (loss.dtype, net.label_dtype) == (F32, torch.int64)
+    assert (loss.dtype, net.label_dtype) == (F32, F32)
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-@pytest.mark.parametrize("labels", [torch.full((6,), 3), torch.full((6, 4), 0.2501)],
-                         ids=["class", "soft"])
-def test_labels_are_never_cast(labels):
-    net = Net()
-    net.pos = nn.Parameter(torch.zeros(1))  # a root that owns parameters, like a ViT's class token
-    policy = policy_for("O2")
-    with policy.autocast():
-        policy.prepare(net)(batch()[0], labels)
-    assert net.label_dtype is labels.dtype
-
-
 def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone():
-    class SquareNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return x * (x * x).mean(-1, keepdim=True).rsqrt() * self.weight  # inf in fp16
-
     class PreNorm(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.fn = SquareNorm(), nn.Linear(4, 4)
+            self.norm, self.fn = nn.RMSNorm(4), nn.Linear(4, 4)
             self.register_buffer("table", torch.arange(3000.0))
 
         def forward(self, x):
@@ -273,9 +229,7 @@ def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone
     net = policy_for("O2").prepare(nn.Sequential(PreNorm(), nn.Linear(4, 4)))
     assert [net[0].norm.weight.dtype, net[0].fn.weight.dtype] == [F32, F16]
     assert net[0].table.dtype is F32
-    out = net(torch.randn(2, 4))
-    assert out.dtype is F16  # the fp32 sum is cast again at the door of the next layer
-    assert out.isfinite().all() and out.any()
+    assert net(torch.randn(2, 4)).dtype is F16  # the sum is cast again at the next door
     assert policy_for("O3").prepare(PreNorm()).table.dtype is F16
 
 
@@ -284,18 +238,12 @@ def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name
     set_tf32(not on)
     policy_for(name).prepare(nn.Linear(1, 1))
     assert torch.backends.cuda.matmul.allow_tf32 is on and torch.backends.cudnn.allow_tf32 is on
-    for switch in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        assert (switch.fp32_precision == "tf32") is on
-
-
-def test_tf32_off_is_off_under_a_global_tf32():
-    torch.backends.fp32_precision = "tf32"
-    try:
-        set_tf32(False)
-        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    finally:
-        torch.backends.fp32_precision = "none"
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    assert all((switch.fp32_precision == "tf32") is on for switch in switches)
+    torch.backends.fp32_precision = "tf32"  # a global switch
+    policy_for(name).prepare(nn.Linear(1, 1))
+    assert on or {switch.fp32_precision for switch in switches} == {"ieee"}
+    torch.backends.fp32_precision = "none"
 
 
 OPS = {  # the docstring's table: operation -> (on CUDA, on CPU) from half inputs
@@ -342,123 +290,76 @@ def test_the_table_of_operations_in_the_docstring_is_true(device, dtype):
 
 # --- O2 on networks as other projects write them
 
-class Functional(nn.Module):
-    """Weights used without calling their module, fp32 masks and tables, a plain tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.bias_table = nn.Parameter(torch.zeros(9, 1))
-        self.register_buffer("index", torch.arange(9).repeat(9, 1).T)
-        self.register_buffer("mask", torch.zeros(9, 9).masked_fill(torch.rand(9, 9) > 0.7, -100.0))
-        self.register_buffer("cos", torch.rand(9, 8))
-        self.position = torch.rand(9, 8)
-
-    def forward(self, x):
-        x = x + self.position
-        q, k, v = F.linear(self.norm(x), self.qkv.weight, self.qkv.bias).chunk(3, -1)
-        q, k = q * self.cos, k * self.cos  # fp32, while v is half
-        out = F.scaled_dot_product_attention(q, k, v)
-        attention = q @ k.transpose(-2, -1) + self.bias_table[self.index].squeeze(-1) + self.mask
-        return x + self.proj(attention.softmax(-1) @ v + out)
-
-
 class Foreign(nn.Module):
+    """Weights used without calling their module, tied ones, fp32 tables, torch's own attention."""
+
     def __init__(self):
         super().__init__()
-        self.words, self.patch = nn.Embedding(4096, 8), nn.Conv2d(3, 8, 4, 4)
-        self.block = Functional()
+        self.words, self.qkv = nn.Embedding(4096, 8), nn.Linear(8, 24)
+        self.norm, self.rnn = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.rnn, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4096, bias=False)
-        self.head.weight = self.words.weight  # tied
-        self.cls = nn.Parameter(torch.zeros(1, 1, 8))
+        self.register_buffer("cos", torch.rand(3, 8))
+        self.register_buffer("mask", torch.full((3, 3), -100.0).triu(1))
+        self.position, self.scale = torch.rand(3, 8), nn.Parameter(torch.ones(8))
 
     def forward(self, images=None, ids=None, labels=None):
-        self.seen = images.dtype, ids.dtype, labels.dtype
-        x = torch.cat([self.patch(images).flatten(2).transpose(1, 2), self.words(ids)], 1)
-        x = self.block(x)
+        self.seen = ids.dtype, labels.dtype
+        x = self.norm(self.words(ids) + images * self.scale + self.position)
+        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        q, k = q * self.cos, k * self.cos  # fp32, while v is half
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        x = x + (q @ k.transpose(-2, -1) + self.mask).softmax(-1) @ v
         x = x + self.attention(query=x, key=x, value=x, need_weights=False)[0]
-        x = self.rnn(x + self.cls)[0]
-        return F.cross_entropy(F.linear(x[:, -1], self.head.weight).float(), labels)
+        logits = F.linear(self.rnn(x)[0][:, -1], self.words.weight)  # tied
+        return F.cross_entropy(logits.float(), labels)
 
 
 @both_devices
 @pytest.mark.parametrize("keywords", [False, True])
 def test_o2_trains_a_foreign_network_with_functional_weights_and_fp32_tables(device, keywords):
-    policy, net = policy_for("O2", device), Foreign()
-    reference = copy.deepcopy(net).to(device)
-    net = policy.prepare(net.to(device))
-    net.block.position = net.block.position.to(device)
-    reference.block.position = net.block.position
-    images = torch.randn(2, 3, 12, 8, device=device)
+    policy, net = policy_for("O2", device), Foreign().to(device)
+    net.position = net.position.to(device)
+    reference = copy.deepcopy(net)
+    policy.prepare(net)
     ids = torch.tensor([[1, 2049, 3]] * 2, device=device)
     labels = torch.tensor([2049, 7], device=device)
+    batch = dict(images=torch.randn(2, 3, 8, device=device), ids=ids, labels=labels)
     with policy.autocast():
-        batch = dict(images=images, ids=ids, labels=labels)
         loss = net(**batch) if keywords else net(*batch.values())
     loss.backward()
-    assert net.seen[1:] == (torch.int64, torch.int64)
-    assert net.words.weight is net.head.weight and net.block.norm.weight.dtype is F32
-    assert {p.dtype for p in net.parameters()} == {F16, F32}
+    assert net.seen == (torch.int64, torch.int64)
+    assert {p.dtype for p in net.parameters()} == {F16, F32} and net.norm.weight.dtype is F32
     assert all(p.grad.isfinite().all() for p in net.parameters())
-    torch.testing.assert_close(loss, reference(images, ids, labels), rtol=2e-2, atol=0)
+    torch.testing.assert_close(loss, reference(**batch), rtol=2e-2, atol=0)
 
 
 # --- loss scaling
 
-def run_steps(scaler, factors):
-    weight = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    for factor in factors:
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return weight.detach()
-
-
-def test_166_bad_steps_collapse_the_plain_scaler_and_not_ours():
-    factors = [math.inf] * 166 + [1.0]
-    assert run_steps(torch.amp.GradScaler("cpu"), factors).isnan().all()
-    ours = LossScaler("cpu")
-    weight = run_steps(ours, factors)
-    assert ours.get_scale() == 1.0
-    torch.testing.assert_close(weight, run_steps(torch.amp.GradScaler("cpu"), [1.0]))
-
-
-def optimizers(weights):
-    yield torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    yield torch.optim.AdamW(weights, lr=0.1, fused=True)  # unscales and skips by itself
-
-
 @both_devices
-@pytest.mark.parametrize("which", [0, 1], ids=["SGD", "fused AdamW"])
 @pytest.mark.parametrize("how", ["step", "unscale", "on the device"])
-def test_between_its_limits_it_is_torchs_scaler_bit_for_bit(device, which, how):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)])
+def test_between_its_limits_it_is_torchs_scaler_bit_for_bit(device, optimizer, how):
     runs = []
     factors = [(math.inf if bad else 1.0) for bad in (torch.rand(120) < 0.2)]
     for kind, limits in ((torch.amp.GradScaler, {}), (LossScaler, {"ceiling": 2.0**100})):
         scaler = kind(device, init_scale=2.0**40, growth_interval=3, **limits)
         weight = torch.arange(1.0, 4.0, device=device).requires_grad_()
-        optimizer, trail = list(optimizers([weight]))[which], []
+        steps, trail = optimizer([weight], lr=0.1), []
         for factor in factors:
-            optimizer.zero_grad()
+            steps.zero_grad()
             scaler.scale((weight * weight * factor).sum()).backward()
             if how == "unscale":
-                scaler.unscale_(optimizer)
+                scaler.unscale_(steps)
                 torch.nn.utils.clip_grad_norm_([weight], 1.0)
-            scaler.step(optimizer)
-            if how == "on the device" and kind is LossScaler:
-                flag = torch.tensor(float(math.isinf(factor)), device=device)
-                scaler.update(found_inf=flag)
-            else:
-                scaler.update()
+            scaler.step(steps)
+            flag = torch.tensor(float(math.isinf(factor)), device=device)
+            ours = how == "on the device" and kind is LossScaler
+            scaler.update(**{"found_inf": flag} if ours else {})
             trail.append((scaler.get_scale(), weight.tolist()))
         runs.append((trail, scaler.state_dict()))
     assert runs[0] == runs[1]
     scales = {scale for scale, _ in runs[0][0]}
-    assert len(scales) > 3
-    assert max(scales) < 2.0**100
+    assert len(scales) > 3 and max(scales) < 2.0**100
 
 
 def test_floor_and_ceiling_table():
@@ -474,40 +375,21 @@ def test_floor_and_ceiling_table():
             LossScaler("cpu", **limits)
 
 
-@pytest.mark.parametrize(("value", "want"), [
-    (math.nan, 2.0**16), (math.inf, 2.0**16), (0.0, 2.0**16), (1e30, 2.0**16),
-])
-def test_a_corrupted_scale_is_back_within_its_limits_at_the_next_update(value, want):
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e30])
+def test_a_corrupted_scale_is_back_within_its_limits_at_the_next_update(value):
     scaler = LossScaler("cpu")
     scaler.scale_tensor.fill_(value)
     scaler.update(found_inf=torch.tensor(0.0))
-    assert scaler.get_scale() == want
+    assert scaler.get_scale() == 2.0**16
 
 
-def test_the_update_on_the_device_never_syncs_and_is_five_operations():
-    scaler = LossScaler("meta")  # a tensor without data: any .item() raises
-    identity, flag, seen = scaler.scale_tensor, torch.zeros((), device="meta"), []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        scaler.update(found_inf=flag)
-    assert scaler.scale_tensor is identity
-    assert len(seen) == 5
-
-
-def test_a_disabled_scaler_costs_nothing_and_answers_one_on_its_device():
+def test_a_disabled_scaler_changes_nothing_and_answers_one_on_its_device():
     scaler, weight = LossScaler("cpu", enabled=False), torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update(found_inf=torch.tensor(1.0))
-    assert weight.item() == 0.0
-    assert scaler.scale_tensor.item() == scaler.get_scale() == 1.0
-    assert scaler.scale_tensor is scaler.scale_tensor
+    assert weight.item() == 0.0 and scaler.scale_tensor.item() == scaler.get_scale() == 1.0
     assert LossScaler("meta", enabled=False).scale_tensor.device.type == "meta"
 
 

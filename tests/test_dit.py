@@ -10,6 +10,8 @@ from nets import PRECISIONS, build, policy_of, shake
 from models import dit
 from models.dit import TIMESTEPS
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="its kernels are others")
+
 
 def awake(**options):
     """A net of patches of 4 with every parameter moved: adaLN-Zero's start hides all the rest."""
@@ -29,7 +31,7 @@ def alpha_bar(t):
 # --- sampling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 25])
+@pytest.mark.parametrize("steps", [1, 25])
 def test_ddim_with_a_perfect_oracle_returns_the_image(steps):
     net, want = awake(), batch()[0].clamp(-2.5, 2.5)
 
@@ -87,10 +89,10 @@ def test_a_tenth_of_the_labels_is_dropped_in_training_and_none_in_evaluation():
     assert 0.07 < dropped[0] < 0.13 and dropped[1] == 0
 
 
-@pytest.mark.parametrize("label", [7, -1])
-def test_a_label_that_is_no_class_is_an_error_and_not_the_null_class(label):
-    with pytest.raises(IndexError):
-        awake()(batch(1)[0], torch.tensor([label]))
+def test_a_label_that_is_no_class_is_an_error_and_not_the_null_class():
+    for label in (7, -1):
+        with pytest.raises(IndexError):
+            awake()(batch(1)[0], torch.tensor([label]))
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -138,6 +140,12 @@ def sample_0_for_all(x, shift, scale):
     return x.float() * (1 + scale.float()[:1, None]) + shift.float()[:1, None]
 
 
+def last_wrong(x, shift, scale):
+    """One wrong sample among many, which an average would hide."""
+    right = dit.modulate(x, shift, scale)
+    return torch.cat([right[:-1], right[-1:] * 1.5])
+
+
 class WrongBackward(torch.autograd.Function):
     """Right forward; the gradient of x forgets the scale."""
 
@@ -164,6 +172,7 @@ def step(net):
 
 @pytest.mark.parametrize("kernel, words", [
     (sample_0_for_all, "its output is off by .*5 samples"),
+    (last_wrong, "its output is off by"),
     (WrongBackward.apply, "its gradient of input 0 is off by"),
     (lambda *inputs: dit.modulate(*inputs) * float("nan"), "its output is off by inf"),
     (lambda *inputs: dit.modulate(*inputs).half(), "its output is torch.float16"),
@@ -181,19 +190,10 @@ def test_a_fused_path_that_lies_is_refused_once_and_the_step_is_unaffected(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_one_wrong_sample_among_many_is_not_averaged_away():
-    def last_wrong(x):
-        return torch.cat([x[:-1] * 2, x[-1:] * 3])
-
-    errors = dit.worst_errors(lambda x: x * 2, last_wrong, [torch.randn(1000, 8)])
-    assert errors["output"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("device, fused", [("cpu", ["sdpa"]), ("cuda", ["sdpa", "modulate"])])
+@pytest.mark.parametrize("device, fused", [
+    ("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=CUDA)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_good_fused_paths_are_accepted_without_a_warning(precision, device, fused):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("CUDA's SDPA and Triton's modulate are other kernels")
     policy = policy_of(precision, device)
     net = policy.prepare(awake(fused=fused).to(device))
     state = torch.get_rng_state()

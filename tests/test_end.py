@@ -14,35 +14,20 @@ from data import Dataset, batches
 from models import RECIPE
 from rescue import notice
 
-
-def is_whole(folder, step):
-    """last.pt is of this step, and finite."""
-    state = torch.load(folder / "last.pt", weights_only=True)
-    tensors = [t for _, t in checkpoint.named_tensors(state) if t.is_floating_point()]
-    return state["step"] == step and all(torch.isfinite(t).all() for t in tensors)
-
-
 # --- The last step
 
-LAST_STEP = [
-    "nan:optstate:exp_avg@step=12", "inf:optstate:exp_avg_sq@step=7", "nan:buffer@step=12",
-    "nan:param:head.weight@step=12", "inf:grad@step=12", "nan:optstate:momentum_buffer@step=12",
-]
+LAST_STEP = ["nan:optstate:exp_avg@step=12", "inf:optstate:exp_avg_sq@step=7",
+             "nan:param:head.weight@step=12", "nan:optstate:momentum_buffer@step=12"]
 
 
 @pytest.mark.parametrize("fault", LAST_STEP)
 def test_a_fault_before_the_last_save_is_turned_back_and_trained_on(run, fault):
     code, last, _, lines = run("--inject", fault)
     assert (code, last["status"]) == (0, "done"), last
-    assert is_whole(run.folder, last["steps"]) and math.isfinite(last["val_loss"])
-    if "grad" not in fault and "buffer@" not in fault:
-        assert events(lines, "cure"), "weights or moments were bad"
-        assert last["updates"] + last["skipped"] >= 12, "what was taken back is trained again"
-
-
-def test_a_rate_of_1e30_never_ends_done(run):
-    code, last, _, _ = run("--lr", 1e30, "--max-steps", 12, "--max-cures", 2)
-    assert (code, last["status"]) == (3, "diverged") and last["reason"]
+    state = torch.load(run.folder / "last.pt", weights_only=True)
+    assert state["step"] == last["steps"] and not checkpoint.non_finite(state)
+    assert math.isfinite(last["val_loss"]) and events(lines, "cure")
+    assert last["updates"] + last["skipped"] >= 12, "what was taken back is trained again"
 
 
 def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
@@ -131,29 +116,11 @@ def test_a_head_that_grows_a_thousandfold_near_the_end_never_ends_done(struck):
     assert events(lines, "cure") and (code, last["val_acc1"] > 90) == (0, True)
 
 
-def test_weights_drawn_anew_near_the_end_never_end_done(struck):
-    def strike(net, step, batch):
-        if step == 76:
-            for module in (net.body[1], net.head):
-                module.reset_parameters()
-
-    _, last, _, lines = struck(strike, "--max-steps", 80)
-    assert events(lines, "cure") and last["val_acc1"] > 90
-
-
-def shuffle(batch, step):
-    images, labels = batch
-    return images, labels[torch.randperm(40, generator=torch.Generator().manual_seed(step))]
-
-
-def ascend(net):
-    for p in net.parameters():
-        p.register_hook(lambda g: -g)
-
-
 def test_labels_shuffled_halfway_never_end_done(struck):
     def strike(net, step, batch):
-        return shuffle(batch, step) if step > 60 else None
+        images, labels = batch
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(step))
+        return (images, labels[order]) if step > 60 else None
 
     code, last, _, _ = struck(strike, "--max-steps", 120, "--max-cures", 1)
     assert (code, last["status"]) == (3, "diverged") and "far above" in last["reason"]
@@ -162,7 +129,8 @@ def test_labels_shuffled_halfway_never_end_done(struck):
 def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(struck, run):
     def strike(net, step, batch):
         if step == 15:
-            ascend(net)
+            for p in net.parameters():
+                p.register_hook(lambda g: -g)
 
     flags = ("--lr", 3e-2, "--max-steps", 100, "--ckpt-every", 5, "--max-cures", 2)
     code, last, _, _ = struck(strike, *flags)

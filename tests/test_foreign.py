@@ -159,11 +159,6 @@ def test_a_clean_run_keeps_its_bits_and_no_fault_gets_in_under_any_optimizer(nam
             assert kept_out(classify(make, True, fault, at)[1], fault, at)
 
 
-def test_the_faults_are_real_without_the_guard_they_reach_the_state():
-    weights, _ = classify(OPTIMIZERS["AdamW"], False, "input")[0]
-    assert weights["1.weight"].isnan().any()
-
-
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, LossScaler])
 @pytest.mark.parametrize("name", ["AdamW", "fused AdamW", "fused SGD", "torch's Muon", "our Muon"])
@@ -203,21 +198,9 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(name, monkeypatch):
     assert bool(reads) is (name == "fused SGD without momentum")  # it never has state
 
 
-class Liar(torch.optim.RMSprop):
-    """Says as torch's attribute that it skips on the device, and does not."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self._step_supports_amp_scaling = True
-
-
-def test_an_optimizer_of_unknown_class_is_not_believed():
-    assert kept_out(classify(lambda net: [Liar(net.parameters())], True, "label")[1], "label")
-
-
 # --- The short way, two lines, in loops of the projects that it is made for
 
-class Bigram(nn.Module):  # makemore: the network returns logits and loss
+class Bigram(nn.Module):  # the network returns logits and loss
     def __init__(self):
         super().__init__()
         self.wte, self.norm, self.head = nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9)
@@ -225,19 +208,6 @@ class Bigram(nn.Module):  # makemore: the network returns logits and loss
     def forward(self, tokens, targets):
         logits = self.head(self.norm(self.wte(tokens)))
         return logits, F.cross_entropy(logits, targets, ignore_index=-1)
-
-
-def makemore(take, fault):
-    net = Bigram()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-4, weight_decay=0.01)
-    step = take(net, optimizer)
-    for i in range(6):
-        tokens = torch.randint(0, 9, (8,), generator=torch.Generator().manual_seed(i))
-        _, loss = net(tokens, tokens.roll(1))
-        net.zero_grad(set_to_none=True)
-        (loss * fault(i)).backward()
-        step(optimizer)
-    return net
 
 
 def nanogpt(take, fault):
@@ -255,20 +225,6 @@ def nanogpt(take, fault):
         step(optimizer, scaler)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-    return net
-
-
-def mae(take, fault):
-    net = nn.ModuleDict({"encoder": nn.Linear(6, 4), "norm": nn.BatchNorm1d(4),
-                         "decoder": nn.Linear(4, 6)})  # fmt: skip
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    step = take(net, optimizer)
-    for i in range(6):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) * fault(i)
-        hidden = net["norm"](net["encoder"](x * (torch.arange(6) % 2)))
-        optimizer.zero_grad()
-        (net["decoder"](hidden) - x).square().mean().backward()
-        step(optimizer)
     return net
 
 
@@ -290,32 +246,26 @@ def gan(take, fault):
     return net
 
 
-def bare(net, optimizer, scaler=None):
-    return lambda o, scaler=None: scaler.step(o) if scaler else o.step()
-
-
 @pytest.mark.filterwarnings("ignore:step .* was skipped")
-@pytest.mark.parametrize("loop", [makemore, nanogpt, mae, gan])
+@pytest.mark.parametrize("loop", [nanogpt, gan])
 def test_two_lines_guard_a_loop(loop):
     guards = []
+
+    def bare(net, *_):
+        return lambda o, scaler=None: scaler.step(o) if scaler else o.step()
 
     def guarded(net, *_):
         guards.append(Guard(net))
         return guards[-1].step
 
-    def run(take, fault):
+    def run(take, planted):
         torch.manual_seed(0)
-        return loop(take, fault)
+        return loop(take, lambda i: math.inf if planted and i == 3 else 1.0).state_dict()
 
-    def planted(i):
-        return math.inf if i == 3 else 1.0
-
-    assert same(snapshot(run(bare, lambda i: 1.0)), snapshot(run(guarded, lambda i: 1.0)))
-    poisoned = run(bare, planted).state_dict().values()
-    if loop is not nanogpt:  # its GradScaler keeps a bad gradient out by itself
-        assert not all(t.isfinite().all() for t in poisoned)
-    net = run(guarded, planted)
-    assert all(t.isfinite().all() for t in net.state_dict().values())
+    assert same(snapshot(run(bare, False)), snapshot(run(guarded, False)))
+    if loop is gan:  # GradScaler keeps a bad gradient out by itself
+        assert not all(t.isfinite().all() for t in run(bare, True).values())
+    assert all(t.isfinite().all() for t in run(guarded, True).values())
     guards[-1].flush()
     assert guards[-1].skipped == (2 if loop is gan else 1)
 
@@ -362,28 +312,22 @@ def test_half_gradients_under_a_loss_scale_are_summed_in_fp32():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_sharded_gradients_are_measured_as_a_whole(tmp_path):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+def test_sharded_gradients_are_measured_as_a_whole(one_rank):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    where = f"file://{tmp_path}/meet"
-    torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-        q = nn.Parameter(torch.ones(2))
-        optimizer, guard = torch.optim.AdamW([p, q]), Guard(nn.ParameterList([q, p]), lag=False)
-        for bad in (False, True):
-            value = torch.full((4, 2), math.nan if bad else 3.0)
-            p.grad, q.grad = distribute_tensor(value, mesh, [Shard(0)]), torch.full((2,), 6.0)
-            before = p.full_tensor().detach().clone()
-            guard.step(optimizer)
-            verdict = guard.verdict()
-            assert verdict.accepted is not bad
-            assert torch.equal(before, p.full_tensor()) is bad
-            assert bad or verdict.stats["grad_norm"] == pytest.approx(12.0, rel=1e-6)
-    finally:
-        torch.distributed.destroy_process_group()
+    def shards(value):
+        whole = torch.full((4, 2), value)
+        return distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+
+    p, q = nn.Parameter(shards(1.0)), nn.Parameter(torch.ones(2))
+    optimizer, guard = torch.optim.AdamW([p, q]), Guard(nn.ParameterList([q, p]), lag=False)
+    for bad in (False, True):
+        p.grad, q.grad = shards(math.nan if bad else 3.0), torch.full((2,), 6.0)
+        before = p.full_tensor().detach().clone()
+        guard.step(optimizer)
+        verdict = guard.verdict()
+        assert verdict.accepted is not bad and torch.equal(before, p.full_tensor()) is bad
+        assert bad or verdict.stats["grad_norm"] == pytest.approx(12.0, rel=1e-6)
 
 
 # --- Two ranks: each fault on one rank only, a gradient even after the all-reduce

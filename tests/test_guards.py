@@ -1,7 +1,6 @@
 """Plant every fault, see it flagged, and see that nothing of it stays."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -80,13 +79,9 @@ def test_a_nested_batch_is_looked_into_and_comes_back_in_its_form():
     reasons, safe = reasons_of(guard, nested)
     assert reasons == ("label",) and safe["inputs"][1]["label"].tolist() == [3, 9]
     assert safe["image_id"] is ids
-    targets = [{"boxes": torch.ones(1, 4), "labels": bad, "image_id": ids}]
-    reasons, safe = reasons_of(guard, ids, targets)
-    assert reasons == ("label",) and safe[0]["image_id"] is ids
     packed = nn.utils.rnn.pack_sequence([torch.tensor([1.0, math.inf]), torch.ones(1)])
-    reasons, safe = reasons_of(guard, packed)
-    assert reasons == ("input",) and type(safe) is type(packed)
-    assert reasons_of(guard, (ids, {"image_id": ids}))[0] == ()
+    reasons, safe = reasons_of(guard, packed, [{"labels": ids % 10, "image_id": ids}])
+    assert reasons == ("input",) and safe[0]["image_id"] is ids
 
 
 def closed(guard, found_inf=0.0, **stats):
@@ -111,17 +106,6 @@ def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
     guard.decide()
     guard.close(torch.tensor(1.0))
     assert guard.verdict().step == 100
-
-
-@pytest.mark.filterwarnings("ignore:step .* was skipped")
-def test_verdicts_that_nobody_asks_for_are_counted_all_the_same():
-    guard = Guard(network())
-    for n in range(20):
-        guard.open(n)
-        guard.decide()
-        guard.close(torch.tensor(float(n % 4 == 0)), loss=torch.tensor(float(n)))
-    guard.flush()
-    assert (guard.steps, guard.skipped) == (20, 5)
 
 
 def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
@@ -179,11 +163,10 @@ class Masked(nn.Module):
     def __init__(self):
         super().__init__()
         whole = torch.arange(64.0).view(8, 8)
-        names = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "int8"]
-        buffers = {f"some_{name}": torch.arange(3).to(getattr(torch, name)) for name in names}
+        buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(
+            (*guards.CHECKED, torch.complex64, torch.int64, torch.int8, torch.bool))}
         buffers |= {
-            "flags": torch.tensor([True, False]), "number": torch.tensor(3.0), "empty": whole[:0],
-            "every_other": whole[:, ::2], "turned": torch.ones(4, 5).t(),
+            "number": torch.tensor(3.0), "empty": whole[:0], "every_other": whole[:, ::2],
             "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
             "mask": torch.full((4, 4), -math.inf).triu(1), "one": torch.ones(1).expand(5),
         }  # fmt: skip
@@ -194,26 +177,24 @@ class Masked(nn.Module):
 
 def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_flag():
     net = Masked()
-    guard = Guard(net)
-    before = snapshot(net)
+    guard, before = Guard(net), snapshot(net)
     changing = {n: b for n, b in net.named_buffers() if n not in ("one", "empty")}
-    guard.open()
-    for b in changing.values():
-        b.copy_(~b if b.dtype == torch.bool else b + 1)
-    assert guard.decide() == 0
-    guard.close(torch.ones(()))
-    assert same(before, snapshot(net))
+
+    def change(which, value):
+        guard.open()
+        for b in which:
+            b.fill_(value)
+        bad = guard.decide()
+        guard.close(torch.ones(()))
+        assert same(before, snapshot(net))
+        return bad
+
+    assert change(changing.values(), 1) == 0
     for name, b in changing.items():
         if b.is_floating_point() and name != "mask":
-            for value in (math.nan, math.inf):
-                guard.open()
-                b[(-1,) * b.ndim] = value
-                assert guard.decide() == 1, name
-                guard.close(torch.ones(()))
-                assert same(before, snapshot(net))
+            assert change([b.view(-1)[-1:] if b.is_contiguous() else b], math.nan) == 1, name
     guard.open()
     net.every_other.zero_()
-    assert guard.decide() == 0
     guard.close(torch.zeros(()))
     assert not net.every_other.any()
 
@@ -284,17 +265,6 @@ def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
         assert (one.steps, one.skipped, one.skipped_in_a_row) == (21, 1, 1)
 
 
-def test_the_paste_block_skips_its_bad_step_and_says_so():
-    block = re.search(r"Paste::\n\n((?:    .*\n)+)", guards.__doc__)[1]
-    assert len(block.splitlines()) <= 12
-    space = {}
-    with pytest.warns(UserWarning, match="step 7 was skipped, 1 in a row: non-finite"):
-        exec("if 1:\n" + block, space)
-    assert all(t.isfinite().all() for t in space["net"].state_dict().values())
-    space["guard"].flush()
-    assert (space["guard"].steps, space["guard"].skipped) == (20, 1)
-
-
 @pytest.mark.parametrize(
     "spec",
     ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
@@ -311,16 +281,6 @@ def test_inject_specs_mean_what_they_say():
     assert a == ("nan", "grad", "head.weight", 5, 5, 1)
     assert b == ("inf", "act", "stages.2", 5, 8, None)
     assert parse_inject("") == ()
-    net = network()
-    assert Injector(net, (a,), rank=0).faults == []
+    assert Injector(network(), (a,), rank=0).faults == []
     with pytest.raises(ValueError, match="no grad is named"):
-        Injector(net, (a,), rank=1)
-    injector = Injector(net, parse_inject("big:param:*.bias@step=2"))
-    injector.begin(1)
-    assert net[0].bias[0] < 1e30
-    injector.begin(2)
-    assert net[0].bias[0] == 1e30
-    with pytest.raises(ValueError, match="uint8"):
-        injector = Injector(net, parse_inject("nan:input@step=0"))
-        injector.begin(0)
-        injector.batch(torch.zeros(2, dtype=torch.uint8), torch.zeros(2))
+        Injector(network(), (a,), rank=1)

@@ -116,23 +116,17 @@ def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp
 def test_a_fault_outside_of_modules_ends_well_at_every_level_of_fp16(run, model, level):
     model("rootless", lambda classes: Rootless(classes, room=1000))
     flags = ("--model", "rootless", "--precision", level, "--lr", 1e-3)
-    code, last, _, lines = run(*flags, "--max-steps", 30)
+    # Before the first validation last_good is of step 0, and of the level before.
+    spec = "nan:param:head.weight@step=8"
+    code, last, _, lines = run(*flags, "--max-steps", 9, "--inject", spec)
     assert (code, last["status"]) == (0, "done") and last["precision"] in ("bf16", "fp32")
-    action = acted(lines)[0]["action"]
-    assert last["updates"] >= 25 and action.endswith(f"the run goes on in {last['precision']}")
+    assert [cure["verdict"] for cure in acted(lines)] == ["precision", "weights"]
+    assert acted(lines)[0]["action"].endswith(f"the run goes on in {last['precision']}")
     state = last_state(run)
     assert state["model"]["head.weight"].dtype == torch.float32
-    resumed = run(*flags, "--max-steps", 34, "--resume", "auto")[1]
-    assert resumed["updates"] == last["updates"] + 4
-
-
-def test_a_turn_back_after_a_demotion_takes_a_last_good_of_the_level_before(run, model):
-    model("rootless", lambda classes: Rootless(classes, room=1000))
-    spec = "nan:param:head.weight@step=8"  # before the first validation: last_good is of step 0
-    flags = ("--model", "rootless", "--precision", "O2", "--lr", 1e-3, "--max-steps", 9)
-    code, last, _, lines = run(*flags, "--inject", spec)
-    assert (code, last["status"]) == (0, "done"), last
-    assert [cure["verdict"] for cure in acted(lines)] == ["precision", "weights"]
+    assert not any(optimizer.get("masters") for optimizer in state["optimizers"])
+    resumed = run(*flags, "--max-steps", last["steps"] + 4, "--resume", "auto")[1]
+    assert resumed["status"] == "done" and resumed["updates"] >= last["updates"] + 4
 
 
 def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_batch(run, model):
@@ -172,26 +166,26 @@ def test_poisoned_weights_go_back_to_the_last_good_ones_and_the_steps_are_made_u
     assert all(torch.isfinite(t).all() for _, t in checkpoint.named_tensors(last_state(run)))
 
 
-def test_bad_labels_are_each_named_kept_out_for_good_and_end_the_run_when_they_are_many(run):
-    spec = ";".join(f"big:label@step={step}" for step in (20, 90, 160))
-    flags = ("--max-steps", 200, "--precision", "bf16", "--inject")
+def test_bad_labels_are_each_named_kept_out_for_good_and_end_the_run_when_they_are_many(run, mlp):
+    steps = (5, 60, 115)  # further apart than the 50 steps that are recorded after a bad one
+    spec = ";".join(f"big:label@step={step}" for step in steps)
+    flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject")
     code, last, _, lines = run(*flags, spec)
     cures = events(lines, "cure")
     assert code == 0 and last["skipped"] == 3
-    assert [(cure["of_step"], cure["verdict"]) for cure in cures] == [
-        (20, "data"), (90, "data"), (160, "data")]
+    assert [(cure["of_step"], cure["verdict"]) for cure in cures] == [(n, "data") for n in steps]
     named = sorted(sample for cure in cures for sample in cure["samples"])
     assert len(named) == 3 and last["quarantined"] == named == last_state(run)["quarantine"]
-    code, last, _, _ = run(*flags, spec + ";big:label@step=185", out="many")
+    code, last, _, _ = run(*flags, spec + ";big:label@step=120", out="many")
     assert (code, last["status"], len(last["quarantined"])) == (4, "bad data", 4)
 
 
 def test_samples_in_quarantine_are_never_drawn():
     images = torch.zeros(400, 3, 8, 8, dtype=torch.uint8)
     stream = batches.TrainBatches(images, torch.zeros(400, dtype=torch.long), batch_size=40)
-    stream.leave_out({3, 77})
-    drawn = {i for step in range(100) for i in stream.indices(step).tolist()}  # ten epochs
-    assert drawn == set(range(400)) - {3, 77}
+    stream.leave_out({3, 4, 77})
+    drawn = {i for step in range(20) for i in stream.indices(step).tolist()}  # two epochs
+    assert drawn == set(range(400)) - {3, 4, 77}
 
 
 def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
@@ -232,7 +226,7 @@ def test_compiled_code_that_makes_a_nan_is_named_and_the_run_goes_on_in_eager_mo
 # --- Going on at another level
 
 
-LEVELS = [("bf16", "O2"), ("O2", "bf16"), ("O2", "fp32"), ("fp32", "O2"), ("O3", "fp32")]
+LEVELS = [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")]
 
 
 @pytest.mark.parametrize(("first", "second"), LEVELS)
@@ -276,16 +270,16 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
 
     run("--model", "wide", "--precision", "fp16", "--max-steps", 8)
     whole = torch.load(next(run.folder.glob("bad_step_*.pt")), weights_only=True)
-    (tmp_path / "text.pt").write_text("this is no capsule")
-    torch.save(whole | {"batches": Hostile()}, tmp_path / "hostile.pt")
-    torch.save({"weights": torch.zeros(1)}, tmp_path / "foreign.pt")
-    torch.save(whole | {"model": {}}, tmp_path / "empty.pt")
-    torch.save(whole | {"model_name": "of_a_fork"}, tmp_path / "fork.pt")
-    files = ["text", "hostile", "foreign", "missing", "empty", "fork"]
+    capsules = {
+        "hostile": whole | {"batches": Hostile()}, "foreign": {"weights": torch.zeros(1)},
+        "empty": whole | {"model": {}}, "fork": whole | {"model_name": "of_a_fork"},
+    }
     for key in whole:
-        torch.save({k: v for k, v in whole.items() if k != key}, tmp_path / f"no_{key}.pt")
-        files.append(f"no_{key}")
-    for name in files:
+        capsules[f"no_{key}"] = {k: v for k, v in whole.items() if k != key}
+    for name, capsule in capsules.items():
+        torch.save(capsule, tmp_path / f"{name}.pt")
+    (tmp_path / "text.pt").write_text("this is no capsule")
+    for name in (*capsules, "text", "missing"):
         with pytest.raises(SystemExit) as left:
             train.main(["--replay", str(tmp_path / f"{name}.pt")])
         printed = capsys.readouterr()

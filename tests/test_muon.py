@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import same, snapshot
+from helpers import Operations, same, snapshot
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from extras.muon import Muon, matrices
 
@@ -92,16 +91,6 @@ def test_what_it_gets_and_what_it_refuses():
             Muon([p])
     with pytest.raises(ValueError, match="masters=True"):
         Muon(net[0].half().parameters())
-
-
-class Operations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        views = ("view", "split", "transpose", "detach", "_unsafe", "expand", "_record")
-        self.count += not name.startswith(views)
-        return func(*args, **(kwargs or {}))
 
 
 def test_many_matrices_of_one_shape_cost_as_many_operations_as_one():

@@ -8,14 +8,12 @@ import warnings
 
 import pytest
 import torch
-from helpers import same, snapshot
+from helpers import Operations, same, snapshot
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim import (
     ClippedAdamW,
     Schedule,
-    master_params,
     param_groups,
     refusal,
     scaled_lr,
@@ -131,23 +129,18 @@ def test_a_run_with_rejected_steps_is_the_run_without_them(variant, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_updates_that_vanish_in_half_weights_survive_in_masters(dtype):
-    torch.manual_seed(0)
-    direction = torch.randn(64).sign()
-    results = {}
-    for name, start, masters in (("exact", torch.float32, None), ("masters", dtype, True),
-                                 ("plain", dtype, False)):
-        p = torch.ones(64, dtype=start)
+    direction = torch.randn(64, generator=torch.Generator().manual_seed(0)).sign()
+    exact, half, plain = (torch.ones(64, dtype=d) for d in (torch.float32, dtype, dtype))
+    for p, masters in ((exact, None), (half, True), (plain, False)):
         optimizer = ClippedAdamW([p], 1e-5, weight_decay=0.0, clip=None, masters=masters)
         for _ in range(1000):
             p.grad = direction.to(p.dtype)
             optimizer.step()
-        results[name] = (p, master_params([optimizer])[p])
-    exact = results["exact"][0]
+        if masters:
+            master = optimizer.masters[p]
     assert (exact - 1).abs().min() > 9e-3  # 1,000 steps of 1e-5
-    half, master = results["masters"]
     torch.testing.assert_close(master, exact, rtol=1e-6, atol=1e-7)
-    assert torch.equal(half, master.to(dtype))
-    assert (results["plain"][0].float() - exact).abs().max() > 9e-3  # every update rounded away
+    assert torch.equal(half, master.to(dtype)) and (plain == 1).all()
 
 
 def test_half_weights_widened_go_on_as_their_masters_would():
@@ -167,17 +160,6 @@ def test_half_weights_widened_go_on_as_their_masters_would():
         if i == 1:
             widen([optimizer])
     assert not optimizer.masters and same(snapshot(straight), snapshot(half))
-
-
-def test_the_half_state_of_any_optimizer_is_widened():
-    params = make_params(torch.float16)
-    sgd = torch.optim.SGD(params, 0.1, momentum=0.9, fused=True)
-    for i in range(2):
-        set_grads(params, i)
-        sgd.step()
-        before = [[t.float() for t in (p.detach(), *sgd.state[p].values())] for p in params]
-        widen([sgd])
-        assert same(before, [[p.detach(), *sgd.state[p].values()] for p in params])
 
 
 def test_a_parameter_without_a_gradient_is_left_alone():
@@ -226,17 +208,19 @@ def test_the_schedule_has_its_closed_form():
     assert lr == pytest.approx(2e-3) and "1024 / 256" in sentence and "sqrt" in sentence
 
 
-@pytest.mark.parametrize("build", [
-    lambda p: torch.optim.SGD(p, 1.0, fused=True),
+@pytest.mark.parametrize("make", [
     lambda p: torch.optim.SGD(p, torch.tensor(1.0), momentum=0.9),
     lambda p: torch.optim.AdamW(p, 1.0, fused=True),
     lambda p: torch.optim.RMSprop(p, 1.0, foreach=True),
     lambda p: ClippedAdamW(p, 1.0),
 ])
-def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(build):
-    params = make_params()
-    optimizer = build([{"params": params[:1]}, {"params": params[1:], "lr_scale": 0.5}])
-    schedule = Schedule([optimizer], warmup_cosine(2, final=0.25))
+def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(make):
+    def start():
+        params = make_params()
+        optimizer = make([{"params": params[:1]}, {"params": params[1:], "lr_scale": 0.5}])
+        return params, optimizer, Schedule([optimizer], warmup_cosine(2, final=0.25))
+
+    params, optimizer, schedule = start()
     rates = []
     for rejected in (0.0, 1.0, 0.0, 0.0, 0.0):
         rates.append(schedule.lr.item())
@@ -248,15 +232,12 @@ def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(build):
         schedule.update(torch.tensor(rejected))
     assert rates == pytest.approx([1, 0.625, 0.625, 0.25, 0.25])  # the last one goes on
     schedule.slow_down(0.5)
-    assert schedule.lr.item() == pytest.approx(0.125) and schedule.updates == 4
-    states = reloaded([optimizer.state_dict(), schedule.state_dict()])
-    other = build([{"params": params[:1]}, {"params": params[1:], "lr_scale": 0.5}])
-    resumed = Schedule([other], warmup_cosine(2, final=0.25))
-    other.load_state_dict(states[0])
-    resumed.load_state_dict(states[1])
-    for s in (schedule, resumed):
-        s.slow_down(0.5)
-    assert [float(g["lr"]) for g in other.param_groups] == pytest.approx([0.0625, 0.03125])
+    _, *others = start()
+    for other, one in zip(others, (optimizer, schedule), strict=True):
+        other.load_state_dict(reloaded(one.state_dict()))
+    others[1].slow_down(0.5)
+    assert [float(g["lr"]) for g in others[0].param_groups] == pytest.approx([0.0625, 0.03125])
+    assert others[1].updates == 4
 
 
 class Scan(nn.Module):
@@ -326,15 +307,13 @@ def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
         assert optimizer.state[q]["step"] == 9
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("variant", ["fp32", "fp16 masters"])
+@pytest.mark.parametrize(("variant", "unscale"), [
+    ("fp32", False), ("fp32", True), ("fp16 masters", False)])
 def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant, unscale):
-    if unscale and variant == "fp16 masters":
-        pytest.skip("GradScaler itself refuses to unscale fp16 gradients")
     params, ours, _ = build(variant)
     others, theirs, _ = build(variant)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     scale = 2.0**8
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
     for i in range(6):
         scaler.scale(torch.ones(()))
         for some in (params, others):
@@ -344,45 +323,39 @@ def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant
         before = snapshot(params, ours)
         if unscale:
             scaler.unscale_(ours)
-        result = scaler.step(ours)
+        scaler.step(ours)
         scaler.update()
         theirs.step(grad_scale=torch.tensor(scale))
         if i == 3:
             scale /= 2
-            rejected = unscale or result.found_inf == 1  # unscaled, GradScaler may not even call
-            assert rejected and scaler.get_scale() == scale
-            assert same(before, snapshot(params, ours))
+            assert scaler.get_scale() == scale and same(before, snapshot(params, ours))
     assert same(snapshot(params, ours), snapshot(others, theirs))
 
 
 S = torch.optim.lr_scheduler
 
 
-@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("make", [
-    lambda o: S.LambdaLR(o, [lambda i: 1 / (1 + i), lambda i: 0.9**i]),
     lambda o: S.OneCycleLR(o, 1e-2, 8),  # moves the betas too
     lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, total_iters=2), S.ExponentialLR(o, 0.9)], [2]),
-    lambda o: S.ReduceLROnPlateau(o, patience=0),
 ])
-def test_a_scheduler_of_torch_moves_it_as_it_moves_torchs_adamw(make, tensor):
+def test_a_scheduler_of_torch_moves_it_as_it_moves_torchs_adamw(make):
     runs = []
     for kind, option in ((ClippedAdamW, {"clip": None}), (torch.optim.AdamW, {"fused": True})):
         params = make_params()
-        lr = torch.tensor(2.0**-7) if tensor else 2.0**-7
-        second = {"params": params[2:], "lr": lr / 2, "betas": (0.8, 0.99)}
-        optimizer = kind([{"params": params[:2]}, second], lr, **option)
+        second = {"params": params[2:], "lr": torch.tensor(2.0**-8), "betas": (0.8, 0.99)}
+        optimizer = kind([{"params": params[:2]}, second], 2.0**-7, **option)
         scheduler = make(optimizer)
         rates = []
         for i in range(7):
             set_grads(params, i)
             optimizer.step()
-            scheduler.step(*[1.0] * isinstance(scheduler, S.ReduceLROnPlateau))
+            scheduler.step()
             rates.append([(float(g["lr"]), g["betas"]) for g in optimizer.param_groups])
         runs.append((rates, params))
-    assert runs[0][0] == runs[1][0] and runs[0][0][0] != runs[0][0][-1]
-    for p, q in zip(runs[0][1], runs[1][1], strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    (rates, ours), (others, theirs) = runs
+    assert rates == others and rates[0] != rates[-1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("dtype", "options", "words"), [
@@ -391,39 +364,18 @@ def test_a_scheduler_of_torch_moves_it_as_it_moves_torchs_adamw(make, tensor):
     (torch.bfloat16, {"betas": (0.9, 0.99)}, "lose small updates"),
     (torch.float32, {"eps": 0.0}, "eps=0 is exactly 0"),
     (torch.float32, {"lr": -1.0}, "learning rate"),
-    (torch.float32, {"foreach": True}, "`fused` and `foreach` cannot be `True` together"),
+    (torch.float32, {}, "sharded"),
 ])
 def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
+    params = make_params(dtype)
+    frozen = torch.ones(3, dtype=torch.bfloat16)  # trains nothing, is no reason to refuse
+    if words == "sharded":
+        params[1].device_mesh = "as a DTensor has one"
     with pytest.raises((ValueError, RuntimeError), match=words) as caught:
-        ClippedAdamW(make_params(dtype), **options)
+        ClippedAdamW([frozen, *params], **options)
     assert "\n" not in str(caught.value)
     if dtype is not torch.float32:
         assert "masters=True" in str(caught.value)
-
-
-def test_a_frozen_half_parameter_is_no_reason_to_refuse_until_it_trains():
-    frozen = torch.ones(3, dtype=torch.bfloat16)
-    p = torch.ones(3, requires_grad=True)
-    optimizer = ClippedAdamW([frozen, p])
-    set_grads([p], 0)
-    optimizer.step()
-    set_grads([frozen], 0)
-    with pytest.raises(ValueError, match="masters=True"):
-        optimizer.step()
-
-
-def test_sharded_parameters_are_refused_in_one_sentence(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        p = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(ValueError, match="sharded"):
-            ClippedAdamW([p.requires_grad_()])
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -455,9 +407,8 @@ def test_a_closure_and_hooks_work_as_torchs_do():
         loss.backward()
         return loss
 
-    losses = [optimizer.step(closure).item() for _ in range(3)]
-    assert losses == sorted(losses, reverse=True) and losses[0] == 3
-    assert calls == ["pre", "post"] * 3
+    assert optimizer.step(closure).item() == 3 > optimizer.step(closure).item()
+    assert calls == ["pre", "post"] * 2
 
 
 def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_guard():
@@ -475,15 +426,6 @@ def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_gu
     assert [*said.values()] == [2, 16] and "10 in a row" in [*said][1]
 
 
-class Operations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        views = ("view", "split", "select", "unbind", "detach", "empty_like", "_record", "_local")
-        self.count += not func._schema.name.split("::")[1].startswith(views)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("number", [5, 50])
 @pytest.mark.parametrize(("clip", "dtype", "most"), [
     (None, torch.float32, 5), (1.0, torch.float32, 14), (None, torch.bfloat16, 7)])
@@ -496,21 +438,3 @@ def test_a_step_costs_few_operations_however_many_tensors(clip, dtype, most, num
         with Operations() as seen:
             optimizer.step()
     assert seen.count <= most
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_on_cuda_a_step_never_asks_the_gpu_a_question(variant):
-    params, optimizer, schedule = build(variant, "cuda")
-    scale = torch.tensor(2.0, device="cuda")
-    for i in range(4):
-        set_grads(params, i, size=math.nan if i == 2 else 1.0)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if i else "default")  # the first one loads kernels
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                schedule.update(optimizer.step(grad_scale=scale).found_inf)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert schedule.updates == 3

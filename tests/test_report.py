@@ -36,12 +36,10 @@ def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left
 
 def test_nan_is_a_word_in_every_line(tmp_path):
     file = report.MetricsFile(tmp_path, {"lr": INF})
-    file.write(step=1, loss=NAN, grad_norm=-INF, nested={"a": [NAN]})
+    file.write(step=1, loss=NAN, nested={"a": [-INF], "where": Path("x")})
     header, line = lines_of(file)
     assert header["lr"] == "inf"
-    assert line == {"step": 1, "loss": "nan", "grad_norm": "-inf", "nested": {"a": ["nan"]}}
-    assert report.strict_json({"val_loss": NAN, "where": Path("x")}) == (
-        '{"val_loss": "nan", "where": "x"}')
+    assert line == {"step": 1, "loss": "nan", "nested": {"a": ["-inf"], "where": "x"}}
 
 
 CLOSED = """
@@ -71,9 +69,8 @@ def test_standard_output_that_goes_away_is_said_once_and_ends_nothing(tmp_path, 
 
 
 @pytest.mark.parametrize("name, values", {
-    "all bad": [NAN, INF, -INF], "now and then": [0.0, NAN, 1.0], "dead": [0.0, 0.0],
-    "too large": [1.0, 1e38, 1e300, -1e300], "tiny": [1e-300, 5e-324], "below zero": [-1.0, -2.0],
-    "none": [],
+    "all bad": [NAN, INF, -INF, NAN], "dead": [0.0, 0.0], "too large": [1.0, 1e38, 1e300, -1e300],
+    "tiny": [1e-300, 5e-324, NAN], "none": [],
 }.items())
 def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
     file = report.MetricsFile(tmp_path, {})

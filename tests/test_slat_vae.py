@@ -90,16 +90,6 @@ def test_a_log_variance_of_100_stays_finite_in_every_precision(precision, device
 # --- show, half torso -----------------------------------------------------------------------------
 
 
-def test_show_puts_eight_originals_above_their_reconstructions():
-    net, (images, labels) = build("slat_vae"), pictures(12)
-    out = net.show(images, labels)
-    assert net.training and out.shape == (24, 3, 32, 32)
-    assert torch.equal(out[:8], images[:8]) and torch.equal(out[16:20], images[8:])
-    shown = torch.cat([out[8:16], out[20:]])
-    mse = net.eval()(images, labels)[1]["mse"]
-    torch.testing.assert_close((shown - images).square().mean((1, 2, 3)), mse)
-
-
 def test_a_half_torso_is_what_o2_with_pinned_ends_stores_and_plain_adamw_is_refused():
     net, half = build("slat_vae-test"), build("slat_vae-test", half_torso=True)
     keep_fp32(net, ["*.input_layer", "*.out_layer"])

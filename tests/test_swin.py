@@ -101,28 +101,21 @@ def test_torchvisions_small_network_agrees_and_every_planted_fault_shows(version
 
 
 @torch.no_grad()
-def test_grown_logits_overflow_fp16_in_version_1_and_neither_its_island_nor_version_2_do():
+def test_grown_logits_overflow_fp16_in_version_1_unless_they_are_an_island():
     torch.manual_seed(0)
     published = WindowAttention(64, 2, 4, version=1, fp32_logits=False)
     published.qv.weight[:64] *= 300
     published.k.weight *= 300
     island = WindowAttention(64, 2, 4, version=1, fp32_logits=True)
     island.load_state_dict(published.state_dict())
-    v2 = WindowAttention(64, 2, 4, version=2, fp32_logits=True)
-    weights = {k: v for k, v in published.state_dict().items() if "bias.table" not in k}
-    v2.load_state_dict(weights, strict=False)
     x = torch.randn(8, 16, 64)
     exact = island(x)
-    for attention, largest in ((published, float("inf")), (island, 65504), (v2, 10)):
-        with torch.autocast("cpu", HALF):
-            q, k, _ = attention.project(x)
-            out = attention(x)
+    with torch.autocast("cpu", HALF):
+        q, k, _ = island.project(x)
         assert q.dtype == HALF and q.isfinite().all() and k.isfinite().all()  # healthy weights
-        logits = attention.logits(q, k).abs().max()
-        assert out.isfinite().all() == (attention is not published)
-        assert logits <= 10.01 if attention is v2 else logits >= largest
-        if attention is island:  # not only finite: right
-            assert (out - exact).norm() < 0.05 * exact.norm()
+        assert island.logits(q, k).abs().max() > 65504
+        assert not published(x).isfinite().all()
+        assert (island(x) - exact).norm() < 0.05 * exact.norm()
 
 
 @torch.no_grad()

@@ -1,20 +1,19 @@
 """train.py from outside: what it does, in which order, and how it says no."""
 
 import errno
+import itertools
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, same, two_ranks
+from helpers import events, same, two_ranks
 from torch import nn
 
 import amp_policy
-import checkpoint
 import flags
 import guards
 import report
@@ -84,14 +83,6 @@ def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
     assert calls == ["Guard.open", *micro, *micro, *end]
 
 
-def test_the_norm_is_measured_after_unscaling_so_fp16_logs_the_norm_of_fp32(run):
-    norms = []
-    for precision in ("fp32", "fp16"):
-        lines = run("--precision", precision, "--max-steps", 3, out=precision)[3]
-        norms.append([line["grad_norm"] for line in lines if "grad_norm" in line])
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)  # else 65536 times as much
-
-
 @pytest.mark.parametrize("uneven", [False, True])
 def test_accumulation_gives_the_update_of_the_big_batch(run, mlp, monkeypatch, uneven):
     if uneven:  # 40 images arrive as 35: three micro-batches of 12, 12 and 11
@@ -119,50 +110,36 @@ def test_sgd_in_place_of_clipped_adamw_is_a_change_of_one_line(run, monkeypatch)
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-def test_the_same_seed_gives_the_same_losses_twice_and_another_seed_does_not(run):
-    once, twice, other = (
-        [line.get("loss") for line in run("--seed", seed, "--precision", "bf16", out=out)[3]]
-        for seed, out in ((0, "a"), (0, "b"), (1, "c")))
-    assert once == twice and once != other
-
-
 def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
-    seen = {True: set(), False: set()}
-    compared = []
+    seen, compared = {True: set(), False: set()}, []
 
     def compare(model, x, *rest):  # the real one evaluates in bf16 on purpose
         compared.append(x)
         return SimpleNamespace(changed=0.0, nonfinite=0.0, parted=False)
 
+    def watch(module, args, out):
+        seen[module.training].add(out.dtype)
+
     monkeypatch.setattr(validation, "disagreement", compare)
-    build, recipe = train.MODELS["cifarnet-tiny"]
-
-    def watched(*args):
-        net = build(*args)
-        for module in net.modules():
-            module.register_forward_hook(lambda m, args, out: seen[m.training].add(out.dtype))
-        return net
-
-    monkeypatch.setitem(train.MODELS, "cifarnet-tiny", (watched, recipe))
-    run("--precision", "bf16", "--max-steps", 2)
-    assert torch.bfloat16 in seen[True] and seen[False] == {torch.float32}
-    assert len(torch.cat(compared).flatten(1).unique(dim=0)) == 100, "each image once"
-    run("--precision", "bf16", "--max-steps", 2, "--eval-precision", "same", out="same")
-    assert torch.bfloat16 in seen[False]
+    with torch.nn.modules.module.register_module_forward_hook(watch):
+        run("--precision", "bf16", "--max-steps", 2)
+        assert torch.bfloat16 in seen[True] and seen[False] == {torch.float32}
+        assert len(torch.cat(compared).flatten(1).unique(dim=0)) == 100, "each image once"
+        run("--precision", "bf16", "--max-steps", 2, "--eval-precision", "same", out="same")
+        assert torch.bfloat16 in seen[False]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "O2"])
-def test_a_bad_step_is_skipped_counted_and_leaves_no_trace(run, monkeypatch, precision):
+def test_a_bad_step_is_skipped_counted_and_leaves_no_trace(run, monkeypatch):
     poison(monkeypatch, {5}, torch.inf)
-    code, last, _, lines = run("--precision", precision)
+    code, last, _, lines = run("--precision", "fp16")
     assert (code, last["status"]) == (0, "done")
     assert (last["steps"], last["updates"], last["skipped"]) == (12, 11, 1)
-    skip = next(line for line in lines if line.get("event") == "skip")
+    skip, = events(lines, "skip")
     assert skip["step"] == 5 and "input" in skip["reasons"]
-    assert all(torch.isfinite(t).all() for _, t in checkpoint.named_tensors(last_state(run)))
     steps = [line for line in lines if "grad_norm" in line and "event" not in line]
     rates = {line["step"]: line["lr"] for line in steps}
     assert rates[5] == rates[6], "the schedule counts updates, not steps"
+    assert [line["updates"] for line in steps][3:6] == [4, 4, 5]
 
 
 def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monkeypatch):
@@ -246,14 +223,6 @@ def test_two_ranks_equal_one_process_on_the_same_global_batch(run, mlp, tmp_path
     assert two["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-3)
 
 
-def test_nan_on_rank_1_is_skipped_on_both_ranks_and_the_replicas_stay_bit_identical(
-        tmp_path, image_folder):
-    flags = ("--max-steps", 8, "--inject", "nan:input@step=5,rank=1")
-    last, _, replicas = two_ranks(tmp_path, image_folder, *flags)
-    assert (last["steps"], last["updates"], last["skipped"]) == (8, 7, 1)
-    assert same(*replicas) and all(t.isfinite().all() for t in replicas[0].values())
-
-
 # --- Saying no
 
 
@@ -300,14 +269,6 @@ def test_a_folder_that_holds_another_run_is_not_overwritten(run):
     code, _, error, _ = run("--max-steps", 2)
     assert code == 2 and "holds another run" in error and "--resume auto" in error
     assert (run.folder / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_precision_that_the_machine_emulates_is_warned_about_and_goes_on(run, monkeypatch):
-    old = amp_policy.Capabilities("cpu", "old")
-    monkeypatch.setattr(amp_policy, "capabilities", lambda device=None: old)
-    code, last, _, _ = run("--precision", "bf16", "--max-steps", 2)
-    assert code == 0 and last["precision"] == "bf16"
-    assert any("emulates bfloat16" in text for text in last["warnings"])
 
 
 def test_boolean_flags_and_published_spellings_work_and_abbreviations_do_not():
@@ -362,21 +323,8 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(
     stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     assert run("--tensorboard", "--model", "slat_vae-test", "--max-steps", 2)[0] == 0
-    assert ("val_loss", 2) in scalars
+    assert ("val_loss", 2) in scalars and any(name.startswith("grad_norm/") for name, _ in scalars)
     assert {step for name, step in scalars if name == "loss"} == {1, 2}
-
-
-SHOWN = [("dit-test", ".png"), ("slat_vae-test", ".png"), ("vlm-test", ".txt")]
-
-
-@pytest.mark.parametrize(("model", "ending"), SHOWN)
-def test_models_with_their_own_loss_train_and_show_what_they_made(run, model, ending):
-    code, last, _, lines = run("--model", model, "--precision", "bf16", "--max-steps", 6)
-    assert code == 0 and last["updates"] == 6 and not last["warnings"]
-    assert "val_loss" in last and "val_acc1" not in last
-    shown = [line for line in lines if line.get("event") == "shown"]
-    path = run.folder / shown[-1]["file"]
-    assert path.suffix == ending and path.stat().st_size > 100
 
 
 def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(run, monkeypatch):
@@ -387,17 +335,22 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
     assert last_state(run)["best"] == -1.0
 
 
-LEVELS = [*((name, level) for name in SMALL for level in ("bf16", "O2")),
-          *(("cifarnet-tiny", level) for level in ("fp32", "O1", "O3"))]
+LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])),
+          ("cifarnet-tiny", "O3"), ("dit-test", "O1"), ("vlm-test", "O2")]
 
 
 @pytest.mark.parametrize(("model", "precision"), LEVELS)
-def test_every_model_makes_guarded_steps_at_the_levels(run, model, precision):
+def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, precision):
     eps = ("--adam-eps", "1e-4") if precision == "O3" else ()  # without it O3 is refused
-    code, last, _, _ = run("--model", model, "--precision", precision, "--max-steps", 4,
-                           "--lr", 1e-4, *eps)
+    code, last, _, lines = run("--model", model, "--precision", precision, "--max-steps", 4,
+                               "--lr", 1e-4, *eps)
     assert code == 0 and last["updates"] + last["skipped"] == 4 and last["updates"] > 2
     assert last["val_loss"] == last["val_loss"]
+    shown = {"dit-test": ".png", "slat_vae-test": ".png", "vlm-test": ".txt"}.get(model)
+    assert ("val_acc1" in last) != bool(shown)
+    files = [run.folder / line["file"] for line in events(lines, "shown")]
+    assert [file.suffix for file in files][-1:] == ([shown] if shown else [])
+    assert all(file.stat().st_size > 100 for file in files)
 
 
 def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run, monkeypatch):
@@ -410,11 +363,11 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
     assert run("--batch-size", 250, "--max-steps", 2, "--lr", 0.003)[3][0]["lr"] == 0.003
 
 
-def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run):
-    spec = "nan:optstate:momentum_buffer@step=100"
-    code, last, _, lines = run("--max-steps", 101, "--inject", spec)
-    skips = [line for line in lines if line.get("event") == "skip"]
-    assert code == 0 and "optstate" in skips[0]["reasons"] and skips[0]["step"] == 100
+def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
+    monkeypatch.setattr(train, "CHECK_EVERY", 5)
+    code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
+    skip, *_ = events(lines, "skip")
+    assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10
     assert last["val_loss"] == last["val_loss"]
     _, muon = last_state(run)["optimizers"]
     assert muon["state"] and all("momentum_buffer" in of for of in muon["state"].values())
@@ -434,12 +387,9 @@ def test_image_folders_train_cached_and_streamed_alike_and_name_dirty_files(
     assert code == 4 and "broken.jpg" in error and "--max-bad-share" in error
 
 
-def test_an_image_size_that_does_not_suit_the_model_is_refused(run, image_folder):
-    flags = ("--model", "vit-test", "--dataset", "imagefolder", "--data-dir", image_folder,
-             "--max-steps", 1)
-    code, _, error, _ = run(*flags, "--image-size", 30)
+def test_an_image_size_that_does_not_suit_the_model_is_refused(run):
+    code, _, error, _ = run("--model", "vit-test", "--dataset", "imagefolder", "--image-size", 30)
     assert code == 2 and "--image-size 30" in error
-    assert run(*flags, "--image-size", 48, out="larger")[0] == 0
 
 
 # --- CUDA
@@ -467,43 +417,7 @@ def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(
     assert (code, last["status"]) == (0, "done")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_run_sh_gpu_says_what_it_needs():
-    import subprocess
 
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["bash", str(ROOT / "run.sh"), "gpu"], capture_output=True, text=True,
-                          timeout=600, env=environment)
-    assert done.returncode == 2 and "needs a CUDA device" in done.stderr
-
-
-# --- Stop
-
-
-def test_a_stopped_and_resumed_run_equals_the_run_that_was_never_stopped(run, monkeypatch):
-    flags = ("--precision", "fp16", "--accum-steps", 2, "--ema", 0.9)
-    whole = run(*flags, out="whole")
-    healthy = batches.TrainBatches.at
-
-    def interrupted(self, step):
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return healthy(self, step)
-
-    monkeypatch.setattr(batches.TrainBatches, "at", interrupted)
-    code, last, _, _ = run(*flags)
-    assert code == 128 + signal.SIGTERM
-    assert last["status"] == f"stopped by signal {int(signal.SIGTERM)}" and last["steps"] < 12
-    monkeypatch.setattr(batches.TrainBatches, "at", healthy)
-    resumed = run(*flags, "--resume", "auto")
-    assert (resumed[0], resumed[1]["updates"]) == (0, 12)
-    assert steps_of(resumed[3]) == steps_of(whole[3])
-    states = [last_state(run, out) for out in ("whole", "run")]
-    for part in ("model", "optimizers", "ema", "schedule", "scaler"):
-        a, b = (sorted(checkpoint.named_tensors(state[part])) for state in states)
-        assert same(dict(a), dict(b)), part
-    for part in ("healing", "guard", "updates", "best"):
-        assert states[0][part] == states[1][part], part
 
 
 def test_resuming_another_model_is_refused_by_name_and_another_precision_is_not(run):

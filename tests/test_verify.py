@@ -1,6 +1,5 @@
 """Hardware that lies is caught and named; memory that ends on one rank costs no step."""
 
-import random
 
 import pytest
 import torch
@@ -22,19 +21,6 @@ def test_every_single_flipped_bit_changes_the_checksum(dtype):
         assert verify.checksums([struck]) != before, bit
     assert verify.checksums([clean.clone()]) == before
     assert 0 <= int(before) < verify.PRIME == int(torch.tensor(verify.PRIME).float()), "exact"
-
-
-def test_a_hundred_flips_in_random_places_are_a_hundred_times_seen():
-    random.seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20))
-    before = verify.checksums(net.parameters())
-    for _ in range(100):
-        p = random.choice(list(net.parameters())).data.view(-1)
-        i, bit = random.randrange(len(p)), random.randrange(31)
-        flip = torch.tensor(1 << bit, dtype=torch.int32)
-        p[i].view(torch.int32).bitwise_xor_(flip)
-        assert (verify.checksums(net.parameters()) != before).sum() == 1
-        p[i].view(torch.int32).bitwise_xor_(flip)
 
 
 # --- One rank
@@ -102,7 +88,7 @@ def test_of_two_ranks_the_one_with_a_flipped_weight_is_suspected_and_all_go_back
 # --- Memory
 
 
-SPECS = ["oom:act:1@step=5,rank=1", "oom:grad:1.weight@step=5,rank=1", "oom:grad:3.bias@step=1"]
+SPECS = ["oom:act:1@step=5,rank=1", "oom:grad:1.weight@step=5", "oom:grad:3.weight@step=1,rank=1"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -113,19 +99,15 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
     step = int(spec.partition("step=")[2].split(",")[0])
     warned = [line["text"] for line in events(lines, "warning")]
     assert warned[0].startswith(f"out of memory at step {step}: from now on 2 micro-batches")
+    assert next(line["step"] for line in lines if "tensors" in line) == 1
+    logged = [line["step"] for line in lines if "grad_norm" in line]  # a retaken step is its own
+    assert logged.count(step) == (1 if "act" in spec else 2) and set(logged) == set(range(1, 13))
     assert same(*weights)
     if "act" in spec:  # the steps come in the same order: the same end, within rounding
         (tmp_path / "clean").mkdir()
         clean = two_ranks(tmp_path / "clean", image_folder)[2][0]
         for name, tensor in clean.items():
             torch.testing.assert_close(weights[0][name], tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_a_step_that_is_retaken_is_logged_under_its_own_number(tmp_path, image_folder):
-    spec = "oom:grad:3.weight@step=1,rank=1"
-    _, lines, _ = two_ranks(tmp_path, image_folder, "--inject", spec, "--max-steps", 3)
-    assert next(line["step"] for line in lines if "tensors" in line) == 1
-    assert sorted(line["step"] for line in lines if "grad_norm" in line) == [1, 1, 2, 3]
 
 
 def test_memory_that_ends_alone_halves_the_micro_batch_and_the_update_stays(run, mlp):
