@@ -318,10 +318,12 @@ class Guard:
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
-        """End the step, after decide(). found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
+        """End the step; it decides, if nobody has. found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
+        if not self.decided:
+            self.decide()
         rejected = found_inf > 0
         for b in self._buffers:
             torch.where(rejected, b.before, b.after, out=b.before)  # the next step begins here
