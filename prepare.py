@@ -53,8 +53,8 @@ FACTS = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
 
 
-def setup(run: Run, train_step: Callable) -> tuple[dict[str, str], list[str]]:
-    """Make `run` ready for its first step. Returns what was decided, and warnings."""
+def setup(run: Run, train_step: Callable) -> None:
+    """Make `run` ready for its first step, and say what was decided."""
     args = run.args
     local_rank = process(run)
     saved = resume.read_checkpoint(run)
@@ -62,8 +62,8 @@ def setup(run: Run, train_step: Callable) -> tuple[dict[str, str], list[str]]:
     network(run)
     seconds = precision(run, saved)
     torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
-    plan, warmup = length(run, saved, seconds)
-    training(run, warmup)
+    plan = length(run, saved, seconds)
+    training(run)
     observed = args.inject or args.detect_anomaly
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
     if args.cuda_graph and alone_on_a_gpu and not observed:
@@ -75,11 +75,14 @@ def setup(run: Run, train_step: Callable) -> tuple[dict[str, str], list[str]]:
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
-        "optimizer": f"{args.lr_reason}; {warmup} updates of warm-up",
+        "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
         "length": plan,
         "output": f"{run.folder}{resumed}",
     }
-    return decided, [*unreadable, *run.policy.warnings]
+    for name, decision in decided.items():
+        run.log.say(f"{name:<11} {decision}")
+    for warning in (*unreadable, *run.policy.warnings):
+        run.log.warn(run.step, warning)
 
 
 def process(run: Run) -> int:
@@ -231,8 +234,8 @@ def precision(run: Run, saved: dict | None) -> float:
     return seconds
 
 
-def length(run: Run, saved: dict | None, seconds: float) -> tuple[str, int]:
-    """The number of steps. Returns a sentence about it, and the updates of warm-up.
+def length(run: Run, saved: dict | None, seconds: float) -> str:
+    """The number of steps, and what is a share of it. Returns a sentence about it.
 
     A GPU gets the whole recipe, a CPU as much of it as two minutes hold.
     """
@@ -258,15 +261,14 @@ def length(run: Run, saved: dict | None, seconds: float) -> tuple[str, int]:
     run.total_steps = steps
     with refusing(ValueError):
         run.stream.start_small(round(steps * recipe["small"]))
-    warmup = args.warmup_updates
-    if warmup is None:
-        warmup = int(steps * recipe["warmup"])
+    if args.warmup_updates is None:
+        args.warmup_updates = int(steps * recipe["warmup"])
     takes = timedelta(seconds=round(steps * seconds))
     epochs = steps / run.epoch_steps
-    return f"{steps} steps = {epochs:.1f} epochs, about {takes} here; {why}", warmup
+    return f"{steps} steps = {epochs:.1f} epochs, about {takes} here; {why}"
 
 
-def training(run: Run, warmup: int) -> None:
+def training(run: Run) -> None:
     """Optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
     args, recipe = run.args, MODELS[run.args.model][1]
     masters = run.policy.masters if run.policy.param_dtype in amp_policy.HALF else None
@@ -281,7 +283,7 @@ def training(run: Run, warmup: int) -> None:
     if matrices:
         options = recipe["muon_options"]
         run.optimizers.append(muon.Muon(matrices, args.lr, masters=masters, **options))
-    rates = optim.warmup_cosine(run.total_steps, warmup, kind=recipe["schedule"])
+    rates = optim.warmup_cosine(run.total_steps, args.warmup_updates, kind=recipe["schedule"])
     run.schedule = optim.Schedule(run.optimizers, rates)
     run.clip = args.clip_grad or None
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
@@ -325,7 +327,9 @@ def folder(run: Run, saved: dict | None) -> str:
     run.checkpoints = checkpoint.Checkpoints(run.folder)
     header = {"args": vars(args), **run.facts}
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
-        run.log = report.MetricsFile(run.folder, header, run.step, args.tensorboard, run.rank == 0)
+        run.log = report.MetricsFile(
+            run.folder, header, run.step, args.tensorboard, run.rank == 0, tqdm.write
+        )
     return note
 
 

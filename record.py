@@ -117,4 +117,3 @@ class Run:
     best: float | None = None
     speed: Speed = field(default_factory=Speed)
     healing: Healing = field(default_factory=Healing)
-    warnings: list[str] = field(default_factory=list)

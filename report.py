@@ -54,13 +54,17 @@ Figures = dict[str, dict[str, float]]  # of each tensor, by its name
 class MetricsFile:
     """metrics.jsonl: at step 0 a new file that begins with `header`, else cut back to `step`.
 
-    Create it on every rank; the one that `writes` does so.
+    Create it on every rank; the one that `writes` does so. print_with: tqdm.write, say, which
+    leaves its bars whole.
     """
 
     def __init__(self, folder: str | Path, header: dict[str, Any], step: int = 0,
-                 tensorboard: bool = False, writes: bool = True):  # fmt: skip
+                 tensorboard: bool = False, writes: bool = True,
+                 print_with: Callable[[str], Any] = print):  # fmt: skip
         self.path = Path(folder) / "metrics.jsonl"
         self.writes = writes
+        self.print_with = print_with
+        self.warnings: list[str] = []
         self.board = None
         if not writes:
             return
@@ -84,6 +88,17 @@ class MetricsFile:
         if self.board and "event" not in fields:
             for name in fields.keys() - {"step", "tensors"}:
                 self.board.add_scalar(name, float(fields[name]), fields["step"])
+
+    def say(self, text: str) -> None:
+        """A line for people. Where nobody reads any more, metrics.jsonl says so."""
+        if self.writes and not print_line(text, self.print_with):
+            self.write(event="warning", text="standard output was closed: the run goes on")
+
+    def warn(self, step: int, text: str) -> None:
+        """On the screen, in the file and in the list of warnings."""
+        self.warnings.append(text)
+        self.write(event="warning", step=step, text=text)
+        self.say(f"step {step}: {text}")
 
 
 def strict_json(value: Any) -> str:

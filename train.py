@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import checkpoint
 import flags
@@ -109,22 +108,20 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     verifies = bool(args.verify_every) and step % args.verify_every == 0
     samples = bool(args.probe_every) and step % args.probe_every == 0
     looks = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
-    unsure = verify.run_twice(run, step, images, labels) if verifies else verify.SURE
     sampler = probes.Probes(run.net, run.device).attach() if samples else None
-    seen = None
+    figures = None
 
     def inspect():
-        nonlocal seen
-        seen = notice.look_at_all(run, step, sampler)
+        nonlocal figures
+        figures = notice.look_at_all(run, step, sampler)
 
     # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
     torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
     run.guard.open(step)
     while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
-        if unsure.kind:
-            run.guard.carry("unsure_rank", unsure.rank)
-            run.guard.carry("unsure_kind", unsure.kind)
+        if verifies:
+            verify.run_twice(run, step, images, labels)
         try:
             if looks:
                 train_step(run, images, labels, inspect, eager or samples)
@@ -141,10 +138,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
     if looks:
-        sentences, figures = seen
         notice.note_figures(run, step, figures.read())
-        for sentence in sentences:
-            warn(run, sentence)
     return verdict
 
 
@@ -167,11 +161,7 @@ def main(argv=None):
     run = Run(args=args)
     try:
         with checkpoint.StopSignals(at_once=True) as stop:
-            decided, warnings = prepare.setup(run, train_step)
-            for name, decision in decided.items():
-                say(run, f"{name:<11} {decision}")
-            for text in warnings:
-                warn(run, text)
+            prepare.setup(run, train_step)
             stop.at_once = False  # from now on there is something to save first
             end = train(run, stop)
     except checkpoint.Stopped as signal:
@@ -221,8 +211,8 @@ def digest(run, verdict):
     stats = {**verdict.stats, "updates": run.updates}
     if carried["micro_batches"]:
         run.accum = max(run.accum, int(carried["micro_batches"]))
-        warn(run, f"out of memory at step {step}: from now on {run.accum} micro-batches a step on "
-                  "each rank")
+        run.log.warn(run.step, f"out of memory at step {step}: from now on {run.accum} "
+                               "micro-batches a step on each rank")
     if verdict.accepted:
         if verify.differs(carried):
             findings.append(Finding("mismatch", step, verdict))
@@ -293,7 +283,7 @@ def publish(run, cure):
         run.log.write(event="cure", step=run.step, of_step=about.step, verdict=about.verdict,
                       rank=about.rank, module=about.module, op=about.op, samples=about.indices,
                       reason=about.symptom, action=cure.action)
-        say(run, f"{about}\n  -> {cure.action}")
+        run.log.say(f"{about}\n  -> {cure.action}")
 
 
 def end_of_step(run, end):
@@ -316,11 +306,11 @@ def end_of_step(run, end):
 def validate(run):
     """Validate, log, and turn back where the validation says that the model is lost."""
     if warning := validation.validate(run):
-        warn(run, warning)
+        run.log.warn(run.step, warning)
     trend, epoch = run.healing.trend, run.step / run.epoch_steps
     run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
     shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
-    say(run, f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
+    run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
     reason = validation.is_lost(run, run.scores)
     at_chance = validation.is_at_chance(run, run.scores, kept=0.2)
     trend.chance_since = (trend.chance_since or run.step) if at_chance else 0
@@ -331,21 +321,16 @@ def validate(run):
 
 
 def save(run, good):
-    """Every rank brings its RNG; rank 0 writes. A state that holds a non-finite number is not
-    written: the run turns back. `good`: this may become last_good, if nothing is suspicious."""
+    """A state that holds a non-finite number is not written: the run turns back. `good`: this may
+    become last_good, if nothing is suspicious."""
     ranks.share_buffers(run.net)
-    rng = ranks.all_values(checkpoint.rng_state(run.device))
     good = good and not notice.is_suspicious(run) and validation.sample_is_sound(run)
-    bad = []
-    if run.rank == 0:
-        bad = run.checkpoints.save(resume.whole_state(run, rng), run.step, good=good)
-        if bad:
-            run.log.write(event="save refused", step=run.step, tensors=bad)
-    bad = ranks.agreed(bad)
+    bad = resume.save(run, good)
     if not bad:
         return None
-    names = ", ".join(bad[:3])
-    return answer(run, [Finding("lost", run.step, None, f"not finite at a save: {names}")])
+    run.log.write(event="save refused", step=run.step, tensors=bad)
+    reason = f"not finite at a save: {', '.join(bad[:3])}"
+    return answer(run, [Finding("lost", run.step, None, reason)])
 
 
 def conclude(run):
@@ -356,18 +341,6 @@ def conclude(run):
     if reasons := notice.evidence_of_loss(run):
         return End("diverged", 3, "; ".join(reasons))
     return End("done", 0)
-
-
-def say(run, text):
-    if run.rank == 0 and not report.print_line(text, tqdm.write):
-        text = "standard output was closed: the run goes on"
-        run.log.write(event="warning", step=run.step, text=text)
-
-
-def warn(run, text):
-    run.warnings.append(text)
-    run.log.write(event="warning", step=run.step, text=text)
-    say(run, f"step {run.step}: {text}")
 
 
 def explain(error):
@@ -395,7 +368,8 @@ def finish(run, end):
         "steps": run.step, "updates": run.updates,
         "skipped": run.guard.skipped if run.guard else 0, "healed": run.healing.healed,
         "quarantined": sorted(run.stream.quarantine) if run.stream else [], **run.scores,
-        "warnings": run.warnings, "seconds": round(time.time() - run.began, 1),
+        "warnings": run.log.warnings if run.log else [],
+        "seconds": round(time.time() - run.began, 1),
         "images_per_second": round(run.speed.images / max(run.speed.seconds, 1e-9), 1),
         "peak_memory_mb": report.peak_memory_mb(run.device.type == "cuda"),
     }

@@ -100,7 +100,7 @@ class Job:
         False if it has ended instead.
         """
         metrics = self.folder / "metrics.jsonl"
-        while self.out().count("\nstart ") < starts or words not in metrics.read_text():
+        while self.out().count("\noutput ") < starts or words not in metrics.read_text():
             if any(process.poll() is not None for process in self.processes):
                 return False
             time.sleep(0.002)

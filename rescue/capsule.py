@@ -22,53 +22,43 @@ from torch.utils._pytree import tree_map_only
 import amp_policy
 import autopsy
 import checkpoint
-from fp32 import keep_fp32, pinned
+from fp32 import keep_fp32
 from models import MODELS, set_drop_path, wrap
 from record import Run
-from rescue import inject
+from rescue import inject, resume
 
 
 class Capsule(NamedTuple):
-    """What the file holds: the step, and what it takes to build its network again."""
+    """What the file holds: the state of the run, and the step."""
 
+    state: dict  # see resume.whole_state
     step: int
     rank: int
-    model: dict
-    optimizers: list
     buffers: dict
     rng: dict
     batches: list
     indices: list
     report: dict
-    model_name: str
     class_names: list[str]
     num_classes: int | None  # None: a regression
     image_size: int
-    drop_path: float
-    precision: str
-    pinned: list[str]
     inject: str
 
 
 def save(path: Path, run: Run, kept: autopsy.StepRecord, report: autopsy.Report) -> None:
     """The step on disk, whole or not at all."""
     content = Capsule(
+        state=resume.whole_state(run, rng=[]),
         step=kept.step,
         rank=kept.rank,
-        model=run.net.state_dict(),
-        optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         buffers=kept.buffers,
         rng=kept.rng,
         batches=kept.batches,
         indices=kept.indices,
         report=asdict(report),
-        model_name=run.args.model,
         class_names=run.data.classes,
         num_classes=run.guard.num_classes,
         image_size=kept.batches[0][0].shape[-1],
-        drop_path=run.args.drop_path,
-        precision=run.policy.name,
-        pinned=pinned(run.net),
         inject=run.args.inject,
     )
     on_cpu = tree_map_only(Tensor, lambda t: t.detach().cpu(), content._asdict())
@@ -86,20 +76,21 @@ def replay(path: Path, rerun: Callable) -> int:
         content = Capsule(**checkpoint.load(path))
     except TypeError as error:
         raise ValueError(f"{path} is no capsule of a bad step: {error}") from error
-    if content.model_name not in MODELS:
-        raise ValueError(f"{path} is of the model {content.model_name}, which is not here")
-    build, recipe = MODELS[content.model_name]
+    state, facts = content.state, content.state["facts"]
+    if facts["model"] not in MODELS:
+        raise ValueError(f"{path} is of the model {facts['model']}, which is not here")
+    build, recipe = MODELS[facts["model"]]
     net = build(content.class_names, content.image_size)
-    set_drop_path(net, content.drop_path)
-    keep_fp32(net, content.pinned)
+    set_drop_path(net, facts["drop_path"])
+    keep_fp32(net, state["pinned"])
     caps = amp_policy.capabilities("cpu")
-    policy = amp_policy.choose_policy(content.precision, caps, None, None)
+    policy = amp_policy.choose_policy(state["policy"], caps, None, None)
     net = policy.prepare(net)
     try:
-        net.load_state_dict(content.model)
+        net.load_state_dict(state["model"])
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"{path} does not fit this {content.model_name}: {why}") from error
+        raise ValueError(f"{path} does not fit this {facts['model']}: {why}") from error
     kept = autopsy.StepRecord(content.step, net, rank=content.rank)
     for name in ("buffers", "rng", "batches", "indices"):
         setattr(kept, name, getattr(content, name))
@@ -110,7 +101,7 @@ def replay(path: Path, rerun: Callable) -> int:
     injector.attach(model)
     run = Run(net=net, model=model, policy=policy, injector=injector)
     report = autopsy.examine(
-        rerun(run, kept), kept, net, state=dict(enumerate(content.optimizers)),
+        rerun(run, kept), kept, net, state=dict(enumerate(state["optimizers"])),
         num_classes=content.num_classes, precision=policy.name, advice="flags",
     )
     recorded = content.report["verdict"]

@@ -232,25 +232,22 @@ def out_of_memory(run: Run) -> None:
 
 
 def make_room(run: Run, error: Exception) -> None:
-    """This rank's memory ended before any collective of the step. A CUDA graph gives back its pool
-    first. Then: half the micro-batch, twice as many of them; the update stays the same within
-    rounding. This rank begins the step again at once; the others follow at the verdict.
+    """This rank's memory ended before any collective of the step. Half the micro-batch, twice as
+    many of them: the update stays the same within rounding. A CUDA graph gives back its pool. This
+    rank begins the step again at once; the others follow at the verdict.
 
     Raises the error where no room can be made: after the decision, with one image a micro-batch,
     and while a CUDA graph was recorded (CUDA's random numbers do not outlive that).
     """
     graph = run.graph
     recording = graph and graph.graph is None and graph.calls > graph.warm_up
-    if run.guard.decided or recording:
-        raise error
-    holds_memory = graph and graph.graph is not None
-    if not holds_memory and 2 * run.accum > run.args.batch_size // run.world_size:
+    one_image = 2 * run.accum > run.args.batch_size // run.world_size
+    if run.guard.decided or recording or one_image:
         raise error
     for optimizer in run.optimizers:
         optimizer.zero_grad()
     if graph:
         graph.drop()
     run.guard.restart()
-    if not holds_memory:
-        run.accum *= 2
-        run.guard.carry("micro_batches", run.accum)
+    run.accum *= 2
+    run.guard.carry("micro_batches", run.accum)

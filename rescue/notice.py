@@ -74,9 +74,9 @@ def is_suspicious(run: Run) -> bool:
 
 
 def look_at_all(run: Run, step: int, sampler: probes.Probes | None
-                ) -> tuple[list[str], probes.TensorFigures]:
+                ) -> probes.TensorFigures:
     """Between the last backward and the decision: what is too dear for every step. It may ask the
-    device. Returns warnings, and the figures of all tensors."""
+    device. Returns the figures of all tensors."""
     moments = [optimizer.state for optimizer in run.optimizers]
     named = dict(run.net.named_parameters())
     run.guard.see_state(param=named, optstate=moments)
@@ -90,8 +90,10 @@ def look_at_all(run: Run, step: int, sampler: probes.Probes | None
     if sampler:
         sampler.detach()
         sentences += sampler.warnings(float(run.scaler.scale_tensor))
+    for sentence in sentences:
+        run.log.warn(step, sentence)
     masters = optim.master_params(run.optimizers)
-    return sentences, probes.TensorFigures(named, masters, run.scaler.scale_tensor)
+    return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
 
 
 def note_figures(run: Run, step: int, figures: report.Figures) -> None:

@@ -21,7 +21,7 @@ import amp_policy
 import checkpoint
 import optim
 from fp32 import keep_fp32, pinned
-from ranks import parallel, refuse, refusing
+from ranks import agreed, all_values, parallel, refuse, refusing
 from record import Healing, Run, Trend
 
 NEEDED = ("facts", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores")
@@ -55,6 +55,16 @@ def check_last_good(path: Path, facts: dict) -> None:
         path.unlink(missing_ok=True)  # missing or damaged: the run begins with another
     else:
         checkpoint.describe_changes(good["facts"], facts)
+
+
+def save(run: Run, good: bool) -> list[str]:
+    """Every rank brings its random numbers; rank 0 writes. Returns the names of the tensors that
+    are not finite: then nothing is written."""
+    bad = []
+    rng = all_values(checkpoint.rng_state(run.device))
+    if run.rank == 0:
+        bad = run.checkpoints.save(whole_state(run, rng), run.step, good=good)
+    return agreed(bad)
 
 
 def whole_state(run: Run, rng: list[dict]) -> dict:

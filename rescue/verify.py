@@ -23,7 +23,6 @@ that makes the same mistake each time. This file is wiring: train.py calls it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,17 +38,6 @@ from rescue import heal
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Unsure(NamedTuple):
-    """The rank whose gradients differ, counted from 1; 0: none. kind 1: a third run agrees with one
-    of two; 2: with neither."""
-
-    rank: int
-    kind: int
-
-
-SURE = Unsure(0, 0)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -81,8 +69,9 @@ def carry_checksum(run: Run) -> None:
     run.guard.carry("negative_checksum", -total)
 
 
-def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
-    """A piece of this batch, twice: do the gradients agree?"""
+def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> None:
+    """A piece of this batch, twice. Where the gradients differ, the guard carries this rank,
+    counted from 1, and 1 if a third run agrees with one of two, 2 if with neither."""
     images = images[:PIECE]
     labels = labels[:PIECE]
     if run.guard.num_classes is not None:
@@ -102,7 +91,7 @@ def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
     kind = f"{run.policy.name} {tuple(images.shape[1:])}"
     repeatable = run.healing.repeatable
     if same and kind in repeatable:
-        return SURE
+        return
     third = gradients()
     pairs = [same, same_bits(first, third), same_bits(second, third)]
     if kind not in repeatable:  # of three passes on a CPU two are the same: that is a fault
@@ -111,9 +100,9 @@ def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
             run.log.write(event="warning", step=step,
                           text="this device does not give the same bits twice")
     tolerated = not repeatable[kind] and within_rounding(first, second)
-    if all(pairs) or tolerated:
-        return SURE
-    return Unsure(run.rank + 1, 1 if any(pairs) else 2)
+    if not (all(pairs) or tolerated):
+        run.guard.carry("unsure_rank", run.rank + 1)
+        run.guard.carry("unsure_kind", 1 if any(pairs) else 2)
 
 
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:

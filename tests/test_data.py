@@ -124,7 +124,7 @@ def test_the_recipe_says_for_which_share_of_a_run_images_are_small(image_folder,
     line += f" --precision fp32 --device cpu --out-dir {tmp_path / 'run'}"
     args = train.flags.parse(line.split(), "", train.MODELS, train.NAMES)
     run = train.Run(args=args)
-    train.setup(run)
+    train.prepare.setup(run, train.train_step)
     s = run.stream
     assert [s.at(step)[0].shape[-1] for step in (0, 14, 15, 24)] == [28, 28, 32, 32]
 

@@ -355,7 +355,7 @@ def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, prec
 
 def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run, monkeypatch):
     said = []
-    monkeypatch.setattr(train.tqdm, "write", lambda text, **_: said.append(text))
+    monkeypatch.setattr(train.prepare.tqdm, "write", lambda text, **_: said.append(text))
     rate = run("--batch-size", 250, "--max-steps", 2, "--muon", out="small")[3][0]["lr"]
     peak = train.MODELS["cifarnet-tiny"][1]["lr"]
     assert rate == pytest.approx(peak * (250 / 1000) ** 0.5)
