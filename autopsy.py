@@ -1520,13 +1520,15 @@ class Tape(TorchFunctionMode):
             self.watch._safely(self.watch._reads, args[0], name)
         attribute = name == "__get__" and func.__self__.__name__ in ("T", "mT", "H", "real", "imag")
         skipped = name.startswith("_") and name[:2] != "__" or name in ("backward", "__set__")
-        if name in READS or skipped or (name == "__get__" and not attribute):
+        random = RANDOM.search(name)
+        drawn = random and (kwargs.get("generator") or not _flat(args))  # a batch of the script
+        if name in READS or skipped or drawn or (name == "__get__" and not attribute):
             return func(*args, **kwargs)
         if WRITES.fullmatch(name) and args and isinstance(args[0], Tensor):
             if not self._writes(args[0]):
                 return func(*args, **kwargs)
         call = self.write(func, args, kwargs)
-        if RANDOM.search(name):
+        if random:
             call.rng = rng_states(_device(args))
         out = func(*args, **kwargs)
         self.done(call, out)
