@@ -96,6 +96,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = tuple(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
 )
+NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
@@ -450,7 +451,9 @@ class Report(Birth):
             where = "already bad: " if self.verdict == "weights" else "in the batch: "
             lines.append(where + _few(self.names, 5))
         if self.samples:
-            known = f" (in the data set: {_few(self.indices)})" if self.indices else ""
+            known = ": positions in the batch"
+            if self.indices:
+                known = f" (in the data set: {_few(self.indices)})"
             lines.append(
                 f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, "
                 f"rank {self.rank}{known}"
@@ -609,6 +612,10 @@ def _labels(batch: Any) -> list[Tensor]:
     ]
 
 
+# Fused attention knows half only; its plain mathematics knows fp32.
+PLAIN = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
+
+
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
@@ -622,7 +629,7 @@ class Rerun:
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         try:
-            with context or nullcontext():
+            with context or nullcontext(), PLAIN() if fp32 else nullcontext():
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
@@ -1116,7 +1123,8 @@ def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple
         what = f"{advice.rpartition(': ')[2]} at {birth.line}"
         cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
     if precision and birth.line:
-        cures.append((f"x.float() at {birth.line}", Calls(line=birth.line), ("line", birth.line)))
+        what = f"x.float() at {birth.line}"
+        cures.append((what, Calls(line=birth.line), ("line", birth.line)))
     if precision and birth.result.startswith("float16"):
         cures.append(("the whole step in bf16", InDtype(torch.bfloat16, (torch.float16,)), ("precision", "bf16")))
     for what, context, cure in cures:
@@ -1207,6 +1215,9 @@ class InDtype(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
             args, kwargs = _exchange((args, kwargs or {}), self.to, self.of)
+        if "_scaled_mm." in str(func) and self.to is torch.float32:  # it knows no fp32
+            a, b, scale_a, scale_b = args[:4]
+            return (a * scale_a) @ (b * scale_b)
         return func(*args, **kwargs or {})
 
 
@@ -1524,9 +1535,9 @@ class Tape(TorchFunctionMode):
         drawn = random and (kwargs.get("generator") or not _flat(args))  # a batch of the script
         if name in READS or skipped or drawn or (name == "__get__" and not attribute):
             return func(*args, **kwargs)
-        if WRITES.fullmatch(name) and args and isinstance(args[0], Tensor):
-            if not self._writes(args[0]):
-                return func(*args, **kwargs)
+        writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
+        if writes and not self._writes(args[0]):
+            return func(*args, **kwargs)
         call = self.write(func, args, kwargs)
         if random:
             call.rng = rng_states(_device(args))
@@ -1543,8 +1554,12 @@ class Tape(TorchFunctionMode):
         if _storage(t) in self.watch.weights:  # an update by hand ends the step
             self.stepped(0)
         elif t.numel() < ROOM >> 6 and not (t.requires_grad and t.is_leaf):
-            call = self.write(Tensor.clone, (t.detach().clone(),), {})
-            self.done(call, t)  # what it held before
+            before = t.detach().clone()
+            for call in self.calls:  # what they were given
+                call.args, call.kwargs = tree_map(
+                    lambda x: before if x is t else x, (call.args, call.kwargs)
+                )
+            self.done(self.write(Tensor.clone, (before,), {}), t)
             return True
         return False
 
@@ -1789,7 +1804,7 @@ class Watch:
         if not (value := _host([largest])[0]) <= LIMIT:
             symptom = f"the output of {name} under no_grad is {value:.3g}"
             if passes:
-                self._later(symptom, lambda made: [t for m, t in made.items() if m.number == number])
+                self._later(symptom, [number])
             else:  # a count of operations, or of memory: its input may be what torch.empty holds
                 self._say(f"{symptom}, before any backward pass: passed over")
 
@@ -1936,7 +1951,7 @@ class Watch:
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
         maker = self.tape.maker(t)
         if loss and maker:
-            self._later(f"the script read {read}", lambda made: [made[m] for m in (maker,) if m in made], [t.detach()])
+            self._later(f"the script read {read}", [maker.number], [t.detach()])
 
     def _from_numpy(self, original: Callable, array: Any) -> Tensor:
         t = original(array)
@@ -1990,7 +2005,9 @@ class Watch:
                 continue
             name = type(optimizer).__name__
             hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
-            has = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in hyper.items())
+            has = ", ".join(
+                f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in hyper.items()
+            )
             self.step = self.steps - 1
             symptom = (
                 f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))} after "
@@ -2012,7 +2029,7 @@ class Watch:
             self.symptom = symptom
             self._end()
 
-    def _explain(self, targets: Callable | None = None, evidence: Iterable = ()) -> Report | None:
+    def _explain(self, targets: Iterable[int] = (), evidence: Iterable = ()) -> Report | None:
         """The cause, here and now: the step is made again. Or by what was watched."""
         try:
             report = self._again(targets)
@@ -2024,9 +2041,9 @@ class Watch:
         birth = self.locator and self.locator.blame(evidence)
         return self._of_birth(birth) if birth else None
 
-    def _again(self, targets: Callable | None) -> Report | None:
-        """examine() what is on the tape, and leave no trace. `targets`: of all that is made, what
-        is judged, if not the losses."""
+    def _again(self, targets: Iterable[int]) -> Report | None:
+        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
+        results are judged, beside the losses."""
         calls = list(self.tape.calls)
         found = [c.function for c in calls if isinstance(c.function, nn.Module)]
         net = _together(list(dict.fromkeys(found)))
@@ -2046,7 +2063,8 @@ class Watch:
         for first, last in zip([0, *ends], [*ends, len(calls)], strict=True):
             part = calls[first:last]
             if part and (last in ends or targets):
-                own = [t for t in tensors if any(t is u for c in part for u in _flat((c.args, c.kwargs)))]
+                given = {id(t) for call in part for t in _flat((call.args, call.kwargs))}
+                own = [t for t in tensors if id(t) in given]
                 record.keep(*own, partial(_play, part, made, leaves, net, targets, not first))
         if not record.batches:
             return None
@@ -2103,7 +2121,7 @@ class Watch:
             **asdict(birth),
         )
 
-    def _later(self, symptom: str, targets: Callable, evidence: Iterable = ()) -> None:
+    def _later(self, symptom: str, targets: list[int], evidence: Iterable = ()) -> None:
         """Explain it now, and say it at the end."""
         if self.later or self.reads.total() > 3:
             return
@@ -2117,11 +2135,13 @@ class Watch:
     def _finding(self, symptom: str, evidence: Iterable[Tensor] = (), go_on: bool = True) -> None:
         """A bad number would reach the weights: the report, and the end."""
         self.step = self.steps
-        report = None if self.report else self._explain(None, evidence)
+        report = None if self.report else self._explain((), evidence)
         text = self.report or (report and str(replace(report, symptom=symptom, scale=self.scale)))
         text = self._agree(report, text) if self.world > 1 and go_on else text
         self.report = text or ""
         self.symptom = f"{symptom} at step {self.step}"
+        if self.step < (self.begin or 0):
+            self._say(f"this is before step {self.begin}, from which every operation is watched")
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
         for p in () if self.last else self._named().values():
@@ -2207,9 +2227,7 @@ class Watch:
     def _raised(self, failure: BaseException) -> None:
         """A step that raises: whatever it has made is judged."""
         self.step = self.steps
-        report = self._explain(
-            lambda made: [t for t in made.values() if is_bad(s := extent(t)) and not is_mask(s)]
-        )
+        report = self._explain([call.number for call in self.tape.calls])
         if report:
             symptom = _said(failure)
             local = _bad_locals(failure)
@@ -2304,7 +2322,7 @@ def _play(
     made: dict[Made, Tensor],
     leaves: dict[int, Tensor],
     net: nn.Module,
-    targets: Callable | None,
+    targets: Iterable[int],
     first: bool,
     fp32: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -2317,13 +2335,13 @@ def _play(
     try:
         for t in half:
             t.data = t.data.float()
-        with InDtype(torch.float32, HALF) if fp32 else nullcontext():
+        with InDtype(torch.float32, NARROW) if fp32 else nullcontext():
             for call in calls:
                 call.again(made, leaves)
     finally:
         for t, data in zip(half, was, strict=True):
             t.data = data
-    judged = targets(made) if targets else []
+    judged = [t for m, t in made.items() if m.number in targets and not is_mask(extent(t))]
     if calls[-1].backward:
         judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
     bad = [t for t in judged if is_bad(extent(t))]
