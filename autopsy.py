@@ -1413,7 +1413,7 @@ Any other exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "step:folder"
 ROOM = 1 << 28  # bytes of tensors that are kept by reference beyond the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
-RANDOM = re.compile("rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel")
+RANDOM = re.compile("empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel")
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
@@ -1532,7 +1532,7 @@ class Tape(TorchFunctionMode):
         attribute = name == "__get__" and func.__self__.__name__ in ("T", "mT", "H", "real", "imag")
         skipped = name.startswith("_") and name[:2] != "__" or name in ("backward", "__set__")
         random = RANDOM.search(name)
-        drawn = random and (kwargs.get("generator") or not _flat(args))  # a batch of the script
+        drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
         if name in READS or skipped or drawn or (name == "__get__" and not attribute):
             return func(*args, **kwargs)
         writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
@@ -2068,11 +2068,20 @@ class Watch:
                 record.keep(*own, partial(_play, part, made, leaves, net, targets, not first))
         if not record.batches:
             return None
+        sharded = any(hasattr(p, "to_local") for p in net.parameters())
+        if sharded and targets:
+            return None  # one rank alone has read it
         kinds = [dtype for call in calls for _, dtype in call.autocast]
         kinds += [p.dtype for p in net.parameters()][:1]
         precision = str(kinds[0]).removeprefix("torch.") if kinds else "float32"
+        def run_step(batch: tuple, fp32: bool) -> tuple:
+            return batch[-1](fp32)
+
         try:
-            return examine(lambda batch, fp32: batch[-1](fp32), record, net, precision=precision)
+            if sharded:  # all ranks do the same, once: its collectives then meet
+                birth = Rerun(run_step, record, net).watch()[1]
+                return self._of_birth(birth) if birth.op else None
+            return examine(run_step, record, net, precision=precision)
         finally:
             record.buffers, record.carried = now
             rng, record.rng = rng_states(record.device), rng_states(record.device)

@@ -207,6 +207,52 @@ def test_the_second_run_can_be_refused_and_from_step_needs_none(run):
           "divergence")
 
 
+LEFT_OVER = PREAMBLE + """
+import ctypes, numpy
+net = nn.Linear(4, 3)
+if fault == "accumulated":
+    net = net.half()
+optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+for step in range(6):
+    x, bad = torch.randn(6, 4), step == 3
+    optimizer.zero_grad()
+    if fault == "accumulated":
+        for micro_batch in range(8):
+            (net(x.half().fill_(1)).float().sum() * (2500 if bad else 1)).backward()
+    elif fault == "overwritten":
+        x[2] = 1e4 if bad else 1
+        with torch.autocast("cpu", torch.float16):
+            out = net(x) * 8  # overwritten
+        x.zero_()
+        out.float().square().mean().backward()
+    elif fault == "numpy":
+        weight = torch.from_numpy(numpy.float32([1, 1, numpy.inf if bad else 1]))
+        (net(x).square() * weight).mean().backward()  # numpy
+    elif fault == "opaque":
+        room = torch.empty_like(net.weight[0])
+        values = (ctypes.c_float * 4)(*[float("nan") if bad else 1.0] * 4)
+        ctypes.memmove(room.data_ptr(), values, 16)  # as a kernel of C++ writes
+        net(x + room).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("accumulated", "-> precision"), ("overwritten", "-> precision"),
+    ("numpy", "first to use a NumPy array: aten.mul"), ("opaque", "an opaque kernel")])
+def test_kinds_that_look_like_another(run, fault, words):
+    bare, done = run(LEFT_OVER, "", watched=False), run(LEFT_OVER, fault)
+    assert bare.returncode == 0 and done.returncode == 3 and words in done.stderr, done.stderr
+    if f"# {fault}" in LEFT_OVER:
+        assert f"script.py:{line_of(LEFT_OVER, fault)} " in done.stderr, done.stderr
+
+
+def test_a_fault_before_the_step_to_begin_with_is_said_to_be_early_and_samples_are_positions(run):
+    done = run(CLASSIFIER, "division", before=("--from-step", "5"))
+    assert "this is before step 5" in done.stderr and "positions in the batch" in done.stderr
+    named(done, CLASSIFIER, "division", "divergence")
+
+
 WORLD = """
 import os, sys, random, signal, torch
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__file__, __spec__ is None)
@@ -476,6 +522,29 @@ dist.destroy_process_group()
 """
 
 
+
+
+LEAVES = RANKS.replace("    optimizer.zero_grad(); loss", """    if loss.item() != loss.item():
+        sys.exit("Loss is not finite")
+    optimizer.zero_grad(); loss""").replace("out / (out * 0)", "out * 0 / (out * 0)")
+SHARDED = RANKS.replace("ddp = nn.parallel.DistributedDataParallel(net)", """
+from torch.distributed.fsdp import fully_shard
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+for layer in (net[0], net[2], net):
+    fully_shard(layer, mesh=mesh)
+ddp = net""")
+
+
+@pytest.mark.parametrize("text", [LEAVES, SHARDED], ids=["sys.exit", "fsdp"])
+def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_is_named(
+        tmp_path, text):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    bare, watched = (process(tmp_path, text, launcher=torchrun, watched=w) for w in (False, True))
+    assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5, watched.stderr
+    done = process(tmp_path, text, "fault", launcher=torchrun)
+    assert done.returncode != 0, done.stderr
+    assert f"script.py:{line_of(text, 'rank')} " in done.stderr, done.stderr
+    assert done.stderr.count("first bad op") == 1 and "rank 1" in done.stderr, done.stderr
 
 
 def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path):
