@@ -1380,21 +1380,18 @@ def demo() -> None:
     net.add_module("wide", nn.Linear(64, 64))
     net.add_module("head", nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 4)))
     net.wide.weight.data *= 3e5  # the fault
-    batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
-    record.keep(*batch)
+    record = StepRecord(1, net)
+    record.keep(torch.randn(32, 16), torch.randint(0, 4, (32,)))
 
     def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
-            logits = net(batch[0])
-        loss = nn.functional.cross_entropy(logits.float(), batch[1])
+            loss = nn.functional.cross_entropy(net(batch[0]).float(), batch[1])
         loss.backward()
         return loss
 
-    print(f"loss {run_step(batch, False).item():.4f}")
     print(report := examine(run_step, record, net, precision="fp16"))
     with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
-        print(f"healed: {report.module} is an fp32 island")
-        print(f"loss {run_step(batch, False).item():.4f}")
+        print(f"{report.module} in fp32: loss {run_step(record.batches[0], False).item():.4f}")
 
 
 # --- python autopsy.py YOUR_SCRIPT.py
@@ -1529,11 +1526,14 @@ class Tape(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in READS or name in ASKS:
             self.watch._safely(self.watch._reads, args[0], name)
-        attribute = name == "__get__" and func.__self__.__name__ in ("T", "mT", "H", "real", "imag")
-        skipped = name.startswith("_") and name[:2] != "__" or name in ("backward", "__set__")
+        if name == "__get__":
+            name = func.__self__.__name__
+            skipped = name not in ("T", "mT", "H", "real", "imag")
+        else:
+            skipped = name in (*READS, "backward", "__set__") or re.match("_[^_]", name)
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
-        if name in READS or skipped or drawn or (name == "__get__" and not attribute):
+        if skipped or drawn:
             return func(*args, **kwargs)
         writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
         if writes and not self._writes(args[0]):
@@ -1543,7 +1543,7 @@ class Tape(TorchFunctionMode):
             call.rng = rng_states(_device(args))
         out = func(*args, **kwargs)
         self.done(call, out)
-        if not (_flat(out) or name == "register_hook"):
+        if not (_flat(out) or writes or name == "register_hook"):
             self.calls.remove(call)
         return out
 
@@ -1891,8 +1891,9 @@ class Watch:
         if self.sampled:
             self._checksums(optimizer)
         self._count(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
         for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
-            self._note(value, ref(optimizer))
+            self._note(value, (ref(optimizer), rates))
         pairs = [pair for root in self.roots.values() for pair in root.statistics]
         if pairs:
             torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
@@ -1980,8 +1981,8 @@ class Watch:
         for (_, evidence), value in zip(pending, values, strict=False):
             if abs(value) <= LIMIT:
                 continue
-            if isinstance(evidence, ref):
-                self._blame_update(evidence())
+            if isinstance(evidence, tuple):
+                self._blame_update(evidence[0](), evidence[1])
             elif not calm and self.world == 1:  # else all ranks decide by the gradients
                 self._finding(f"loss is {value:.3g}", [] if evidence is None else [evidence])
         self._evaluated()
@@ -1998,13 +1999,15 @@ class Watch:
             symptom = f"the gradient of {name}{more} is {made}" + (why and f", {why}")
             self._finding(symptom, [p.grad for p in bad])
 
-    def _blame_update(self, optimizer: Any) -> None:
+    def _blame_update(self, optimizer: Any, rates: list) -> None:
         """Good gradients, bad weights or moments: the optimizer made them."""
         for group, p, key, t in _held(optimizer) if optimizer else ():
             if _host(_norms([t]))[0] <= LIMIT:
                 continue
             name = type(optimizer).__name__
             hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
+            k = next(k for k, other in enumerate(optimizer.param_groups) if other is group)
+            rate = hyper["lr"] = float(rates[k] or 0)
             has = ", ".join(
                 f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in hyper.items()
             )
@@ -2019,6 +2022,8 @@ class Watch:
                 beta2 = float(group["betas"][1])
                 why = refusal(p.dtype, float(group["eps"]), beta2) or why
                 advice = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+            if is_bad((rate, rate)):
+                why, advice = f"the learning rate was {rate:g}", "look at the schedule"
             birth = self.locator and self.locator.blame([t])
             inside = f"\n  {birth}" if birth else ""
             if torch.optim.__name__ in type(optimizer).__module__ or birth:

@@ -5,9 +5,9 @@ script alone.
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
 
 The script trains a transformer of 10.7 million parameters, or a network of eight convolutions with
-BatchNorm, with AdamW, and prints the seconds of each step. It runs as a process of its own, alone and under the watcher in turns. A ratio is that of
-the two medians of one turn; the first steps of each run, in which memory is allocated, do not
-count.
+BatchNorm (`--model conv`), with AdamW, and prints the seconds of each step. It runs as a process of
+its own, alone and under the watcher in turns. A ratio is that of the two medians of one turn; the
+first steps of each run, in which memory is allocated, do not count.
 """
 
 import argparse
