@@ -96,6 +96,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = tuple(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
 )
+NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
@@ -238,6 +239,7 @@ class StepRecord:
         self.rng = rng_states(self.device)
         self.batches: list[tuple[Any, ...]] = []
         self.indices: list[list[int] | None] = []
+        self.named: dict[str, Tensor] = {}  # tensors that are no part of the batch
 
     def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
         self.batches.append(batch)
@@ -449,7 +451,9 @@ class Report(Birth):
             where = "already bad: " if self.verdict == "weights" else "in the batch: "
             lines.append(where + _few(self.names, 5))
         if self.samples:
-            known = f" (in the data set: {_few(self.indices)})" if self.indices else ""
+            known = ": positions in the batch"
+            if self.indices:
+                known = f" (in the data set: {_few(self.indices)})"
             lines.append(
                 f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, "
                 f"rank {self.rank}{known}"
@@ -608,6 +612,10 @@ def _labels(batch: Any) -> list[Tensor]:
     ]
 
 
+# Fused attention knows half only; its plain mathematics knows fp32.
+PLAIN = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
+
+
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
@@ -621,7 +629,7 @@ class Rerun:
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         try:
-            with context or nullcontext():
+            with context or nullcontext(), PLAIN() if fp32 else nullcontext():
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
@@ -651,6 +659,7 @@ class Rerun:
     def watch(self, fp32: bool = False) -> tuple[str, Birth]:
         """Run it with every operation watched: (what is bad, who made it)."""
         where, calls, self.error = Locator(self.net), Calls(), None
+        where._known.update({_storage(t): name for name, t in self.record.named.items()})
         self.locator = where
         with warnings.catch_warnings(), calls:
             warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so
@@ -660,7 +669,8 @@ class Rerun:
         if self.error:
             line = _line(traceback.format_tb(self.error.__traceback__))
             raised = Birth(type(self.error).__name__, phase="forward", line=line)
-            return symptom, where.failed or raised
+            bad = where.blame(t for *_, t in _bad_locals(self.error))
+            return symptom, where.failed or bad or raised
         if not symptom:
             return "", Birth()
         loss = float(self.results["loss"].float().mean())
@@ -685,7 +695,7 @@ class Rerun:
 CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
-STATE = ("parameter ", "buffer ", "attribute ", "old gradient ")
+STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", "a tensor of an earlier step")
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
@@ -1113,9 +1123,10 @@ def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple
         what = f"{advice.rpartition(': ')[2]} at {birth.line}"
         cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
     if precision and birth.line:
-        cures.append((f"x.float() at {birth.line}", Calls(line=birth.line), ("line", birth.line)))
+        what = f"x.float() at {birth.line}"
+        cures.append((what, Calls(line=birth.line), ("line", birth.line)))
     if precision and birth.result.startswith("float16"):
-        cures.append(("the whole step in bf16", InBf16(), ("precision", "bf16")))
+        cures.append(("the whole step in bf16", InDtype(torch.bfloat16, (torch.float16,)), ("precision", "bf16")))
     for what, context, cure in cures:
         symptom = rerun(context)
         missed = isinstance(context, Calls) and not context.hits
@@ -1194,12 +1205,19 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-class InBf16(TorchDispatchMode):
-    """What would be fp16 is bf16."""
+class InDtype(TorchDispatchMode):
+    """What would be one of the types `of` is `to`: the whole step in bf16, or in fp32."""
+
+    def __init__(self, to: torch.dtype, of: tuple[torch.dtype, ...]):
+        super().__init__()
+        self.to, self.of = to, of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
-            args, kwargs = _exchange((args, kwargs or {}), torch.bfloat16, (torch.float16,))
+            args, kwargs = _exchange((args, kwargs or {}), self.to, self.of)
+        if "_scaled_mm." in str(func) and self.to is torch.float32:  # it knows no fp32
+            a, b, scale_a, scale_b = args[:4]
+            return (a * scale_a) @ (b * scale_b)
         return func(*args, **kwargs or {})
 
 
@@ -1320,6 +1338,22 @@ def _few(items: Iterable[Any], n: int = 8, between: str = ", ") -> str:
     return between.join(map(str, items[:n])) + more
 
 
+def _in_library(file: str) -> bool:
+    return file.startswith(LIBRARY) or "-packages" in file
+
+
+def _bad_locals(error: BaseException) -> list[tuple[str, str, Tensor]]:
+    """(name, file:line, tensor) of the bad variables in the frames of an exception."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [
+        (name, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", t)
+        for frame in reversed(frames)
+        if frame.f_code.co_filename != __file__
+        for name, t in frame.f_locals.items()
+        if isinstance(t, Tensor) and is_bad(extent(t)) and not is_mask(extent(t))
+    ]
+
+
 def _line(stack: Iterable[str]) -> str:
     """file:line of the innermost frame outside torch. `stack` is as format_stack() writes it."""
     inner = ""
@@ -1330,7 +1364,7 @@ def _line(stack: Iterable[str]) -> str:
         if frame[1] == __file__ and frame[3] not in ("demo", "run_step"):
             continue
         at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
-        if not frame[1].startswith(LIBRARY) and "-packages" not in frame[1]:
+        if not _in_library(frame[1]):
             return f"{inner}, called from {at}" if inner else at
         inner = inner or at  # a library's line: the script's line is wanted too
     return inner
@@ -1346,21 +1380,18 @@ def demo() -> None:
     net.add_module("wide", nn.Linear(64, 64))
     net.add_module("head", nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 4)))
     net.wide.weight.data *= 3e5  # the fault
-    batch, record = (torch.randn(32, 16), torch.randint(0, 4, (32,))), StepRecord(1, net)
-    record.keep(*batch)
+    record = StepRecord(1, net)
+    record.keep(torch.randn(32, 16), torch.randint(0, 4, (32,)))
 
     def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
         with torch.autocast("cpu", torch.float16, enabled=not fp32):
-            logits = net(batch[0])
-        loss = nn.functional.cross_entropy(logits.float(), batch[1])
+            loss = nn.functional.cross_entropy(net(batch[0]).float(), batch[1])
         loss.backward()
         return loss
 
-    print(f"loss {run_step(batch, False).item():.4f}")
     print(report := examine(run_step, record, net, precision="fp16"))
     with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
-        print(f"healed: {report.module} is an fp32 island")
-        print(f"loss {run_step(batch, False).item():.4f}")
+        print(f"{report.module} in fp32: loss {run_step(record.batches[0], False).item():.4f}")
 
 
 # --- python autopsy.py YOUR_SCRIPT.py
@@ -1368,68 +1399,234 @@ def demo() -> None:
 USAGE = """python autopsy.py [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
 (or: -m package.module ARGS...)
 Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
-that the script reads. It draws no random number. At the first bad step the calls of modules since
-the last step are made again, here and now, with every operation watched: the report names the
-operation, and the script ends. Where the bad number was made outside of modules, the bad step is
-skipped, and the script goes on for at most 200 steps with every operation watched. Only if the
-fault does not come again, the script runs once more from its start, quietly (files that it writes
-are written again). --one-run refuses that. --from-step N watches every operation from optimizer
-step N on. Exit code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that
-was read was NaN. Any other exit code is the script's."""
-RERUN = "AUTOPSY_RERUN"  # set for the second run: "backward passes before the watch:folder"
-PATIENCE = 200  # steps with every operation watched, before the second run
-ROOM = 1 << 28  # bytes of inputs, and of gradients at outputs, kept beyond the last backward pass
+that the script reads. It draws no random number. What a step computes is written down: the calls of
+modules, and of torch's functions outside of modules. At the first bad step they are made again,
+here and now, with every operation watched, then in fp32: the report names the operation, and the
+script ends. Only what cannot be made again (an optimizer of your own, a custom autograd.Function
+outside of modules) needs a second, quiet run of the script (files that it writes are written
+again); --one-run refuses that. --from-step N watches every operation from optimizer step N on. Exit
+code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
+Any other exit code is the script's."""
+RERUN = "AUTOPSY_RERUN"  # set for the second run: "step:folder"
+ROOM = 1 << 28  # bytes of tensors that are kept by reference beyond the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
+RANDOM = re.compile("empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel")
+WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
+READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
+ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
+
+
+@dataclass(frozen=True)
+class Made:
+    """In the arguments of a call: the k-th tensor that an earlier call made."""
+
+    number: int
+    k: int
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of an outermost module: what is needed to make it once more. By reference, no copy."""
+    """A call of an outermost module, of a function of torch outside of modules, or a backward."""
 
-    module: nn.Module
-    args: tuple
-    passes: int  # backward passes before it
-    rng: dict
-    carried: list  # hidden states: (module, name, value)
-    modes: list  # (module, training)
-    autocast: list  # (device, dtype)
+    function: Callable
+    number: int
+    args: Any  # Made(...) for what an earlier call made; everything else by reference
+    kwargs: Any
+    frames: list[tuple[str, int, str]]  # file, line, function; the innermost first
     grad: bool
-    kwargs: dict = field(default_factory=dict)
-    largest: Tensor | None = None  # of its outputs; None: it raised
-    slopes: dict = field(default_factory=dict)  # gradients that arrived at its outputs
-    outside: bool = False  # an input was computed outside of modules
+    autocast: list[tuple[str, torch.dtype]]
+    rng: dict | None = None
+    carried: list = field(default_factory=list)  # hidden states: (module, name, value)
+    training: bool = False
 
-    def repeat(self, batch: tuple, fp32: bool) -> tuple[Tensor, dict]:
-        """For examine(): the call, and its backward from the gradients that arrived."""
+    @property
+    def backward(self) -> bool:
+        return self.function is BACKWARD
+
+    def again(self, made: dict[Made, Tensor], leaves: dict[int, Tensor]) -> None:
+        """Make this call once more, from the same line. `leaves` stand for what has a history of
+        which nothing is known here."""
+
+        def stand_in(x: Any) -> Any:
+            if isinstance(x, Made):
+                return made[x]
+            if not isinstance(x, Tensor) or x.grad_fn is None:
+                return x
+            if id(x) not in leaves:
+                leaves[id(x)] = x.detach().requires_grad_()
+            return leaves[id(x)]
+
+        try:
+            args, kwargs = tree_map(stand_in, (self.args, self.kwargs))
+        except KeyError:
+            return  # made before the last step of another optimizer
+        function = self.function
+        for frame in self.frames:
+            function = partial(_from(frame), function)
+        for module, name, value in self.carried:
+            setattr(module, name, value)
+        if isinstance(self.function, nn.Module) and self.function.training != self.training:
+            self.function.train(self.training)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for device in ("cpu", "cuda"):
-                dtype = dict(self.autocast).get(device)
-                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
-            if fp32:
-                stack.enter_context(island(self.module, keep=True))
-            out = self.module(*batch[:-1], **batch[-1])
-            outs = [t for _, t in inner_tensors(out) if t.is_floating_point()]
-            pairs = [(outs[k], g) for k, g in self.slopes.items() if outs[k].requires_grad]
-            if pairs and not any(is_bad(extent(g)) for _, g in pairs):  # else made later
-                torch.autograd.backward(*zip(*((t, g.to(t.dtype)) for t, g in pairs), strict=True))
-        inputs = [t.grad for _, t in inner_tensors(batch) if t.is_leaf and t.grad is not None]
-        slopes = {n: p.grad for n, p in self.module.named_parameters()}
-        slopes |= {f"input {k}": g for k, g in enumerate(inputs)}
-        peaks = [t.detach().amax().float() for t in outs if t.numel()]
-        return torch.stack(peaks).amax() if peaks else torch.zeros(()), slopes
-
-    def size(self) -> int:
-        kept = (*_flat((self.args, self.kwargs)), *self.slopes.values())
-        return sum(t.numel() * t.element_size() for t in kept)
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            if self.rng:
+                set_rng_states(self.rng, _device(self.args))
+            out = function(*args, **kwargs)
+        made.update({Made(self.number, k): t for k, (_, t) in enumerate(inner_tensors(out))})
 
 
-@dataclass
+BACKWARD = torch.autograd.backward
+
+
+def _device(tree: Any) -> torch.device | str:
+    return next((t.device for t in _flat(tree)), "cpu")
+
+
+@cache
+def _from(frame: tuple[str, int, str]) -> Callable:
+    """Calls a function as if from this line of the script: every traceback then says so."""
+    file, line, name = frame
+    space: dict[str, Any] = {}
+    text = "\n" * (line - 1) + "def f(call, *args, **kwargs): return call(*args, **kwargs)"
+    exec(compile(text, file, "exec"), space)
+    space["f"].__code__ = space["f"].__code__.replace(co_name=name)
+    return space["f"]
+
+
+class Tape(TorchFunctionMode):
+    """Writes down what the script computes outside of modules, and the calls of modules.
+
+    What a call made is not held. The rest is, by reference: the batch.
+    """
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self.watch, self.calls, self.number, self.start = watch, [], 0, 0
+        self.known: dict[int, tuple[ref, Made]] = {}  # tensors, by id: what made them
+        self.outer: set[int] = set()  # ids of tensors that are held
+        self.bytes = 0
+        self.steps: dict[int, int] = {}  # optimizer: the number of calls at its last step
+
+    def turn(self, on: bool) -> bool:
+        """Inside of modules and optimizers nothing is written down. It returns what was before."""
+        stack = torch.overrides._get_current_function_mode_stack()
+        if on and self not in stack:
+            self.__enter__()
+        elif not on and stack and stack[-1] is self:
+            self.__exit__(None, None, None)
+        return self in stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # is_compiling() first: the compiler then sees a constant, and traces nothing of this
+        if torch.compiler.is_compiling() or not self.watch._mine():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in READS or name in ASKS:
+            self.watch._safely(self.watch._reads, args[0], name)
+        if name == "__get__":
+            name = func.__self__.__name__
+            skipped = name not in ("T", "mT", "H", "real", "imag")
+        else:
+            skipped = name in (*READS, "backward", "__set__") or re.match("_[^_]", name)
+        random = RANDOM.search(name)
+        drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
+        if skipped or drawn:
+            return func(*args, **kwargs)
+        writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
+        if writes and not self._writes(args[0]):
+            return func(*args, **kwargs)
+        call = self.write(func, args, kwargs)
+        if random:
+            call.rng = rng_states(_device(args))
+        out = func(*args, **kwargs)
+        self.done(call, out)
+        if not (_flat(out) or writes or name == "register_hook"):
+            self.calls.remove(call)
+        return out
+
+    def _writes(self, t: Tensor) -> bool:
+        """Before an operation in place. False: it is not written down."""
+        if isinstance(self.symbol(t), Made):
+            return True
+        if _storage(t) in self.watch.weights:  # an update by hand ends the step
+            self.stepped(0)
+        elif t.numel() < ROOM >> 6 and not (t.requires_grad and t.is_leaf):
+            before = t.detach().clone()
+            for call in self.calls:  # what they were given
+                call.args, call.kwargs = tree_map(
+                    lambda x: before if x is t else x, (call.args, call.kwargs)
+                )
+            self.done(self.write(Tensor.clone, (before,), {}), t)
+            return True
+        return False
+
+    def write(self, function: Callable, args: Any, kwargs: Any) -> Call:
+        self.number += 1
+        casts = [
+            (d, torch.get_autocast_dtype(d))
+            for d in ("cpu", "cuda")
+            if torch.is_autocast_enabled(d)
+        ]
+        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs))
+        grad = self.watch.training if self.watch.busy else torch.is_grad_enabled()
+        call = Call(function, self.number, args, kwargs, _frames(), grad, casts)
+        self.calls.append(call)
+        return call
+
+    def done(self, call: Call, out: Any) -> None:
+        for k, (_, t) in enumerate(inner_tensors(out)):
+            self.known[id(t)] = ref(t), Made(call.number, k)
+
+    def symbol(self, t: Any) -> Any:
+        """What stands for this tensor in a call."""
+        if not isinstance(t, Tensor):
+            return t
+        made = self.maker(t)
+        if made and made.number > self.start:
+            return made
+        if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
+            self.outer.add(id(t))
+            self.bytes += t.numel() * t.element_size()
+        return t
+
+    def maker(self, t: Tensor) -> Made | None:
+        who, made = self.known.get(id(t), (None, None))
+        return made if who and who() is t else None
+
+    def stepped(self, optimizer: int) -> None:
+        """Forget what was computed before the last step of every optimizer."""
+        self.steps[optimizer] = self.number
+        if self.bytes > ROOM or len(self.calls) > 9999:
+            self.steps = {optimizer: self.number}
+        self.start = min(self.steps.values())
+        self.calls = [call for call in self.calls if call.number > self.start]
+        self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
+        self.outer, self.bytes = set(), 0
+
+
+def _frames() -> list[tuple[str, int, str]]:
+    """The script's line, and the lines of libraries that it has called."""
+    frames, frame = [], sys._getframe(2)
+    while frame:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith((TORCH, "<")):
+            frames.append((file, frame.f_lineno, frame.f_code.co_name))
+            if not _in_library(file):
+                break
+        frame = frame.f_back
+    return frames
+
+
 class Root:
     """An outermost module, while it lives."""
 
-    statistics: list  # (buffer, its copy from the last good step)
-    states: list = field(default_factory=list)  # (module, name) of hidden states
+    def __init__(self, module: nn.Module):
+        # (buffer, its copy from the last good step)
+        self.statistics = [(b, b.clone()) for b in _statistics(module).values()]
+        self.states: list[tuple[nn.Module, str]] = []  # hidden states
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -1440,8 +1637,7 @@ class Root:
 class Watch:
     """The hooks around a script. Every operation is watched from optimizer step `begin` on.
 
-    In the second run (`again`), `begin` counts backward passes, and everything noted is judged at
-    once.
+    `again`: this is the second run.
     """
 
     def __init__(self, argv: list[str], path: str, begin: int | None, again: bool, one_run: bool):
@@ -1452,22 +1648,21 @@ class Watch:
         self.home, self.environment = os.getcwd(), dict(os.environ)
         self.started, self.rng = time.monotonic(), rng_states("cpu")
         self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
-        self.undo = ExitStack()
-        self.passes = self.fired = self.skips = self.skipped = 0
-        self.last: dict[int, tuple[int, int]] = {}  # optimizer: its steps, passes at its last one
-        # Read at the next transfer: kind, value (0-dim, on the device), evidence.
-        self.pending: list[tuple[str, Tensor, Any]] = []
+        self.training = True
+        self.undo, self.tape = ExitStack(), Tape(self)
+        self.passes = self.fired = self.skips = self.skipped = self.agreed = self.guilty = 0
+        self.last: dict[int, int] = {}  # optimizer: its steps
+        # Read at the next transfer: value (0-dim, on the device), and the tensor or the optimizer.
+        self.pending: list[tuple[Tensor, Any]] = []
         self.roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
-        self.calls: list[Call] = []  # since the last step
-        self.over, self.evaluation, self.trained = False, None, None
+        self.weights: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+        self.call = self.evaluation = self.trained = None
         self.gradient = 0.0  # the largest
         self.still: dict[int, tuple] = {}  # parameter: type, first checksum, samples; gone if moved
         self.rates: set[float] = set()
         self.optimizer, self.stepping, self.locator = None, None, None
-        self.scale, self.read, self.reads, self.outsiders = 1.0, [], Counter(), set()
-        self.symptom, self.at, self.step, self.until, self.report = "", 0, 0, inf, ""
-        self.rejected, self.missed = -1, 0  # the last step that was skipped; causes not seen
-        self.later: list[str] = []  # reports of what does not end the script by itself
+        self.scale, self.reads, self.outsiders = 1.0, Counter(), set()
+        self.symptom, self.step, self.report, self.later = "", 0, "", ""
 
     def __enter__(self) -> Watch:
         # hooks that fire twice when compiled: harmless
@@ -1476,47 +1671,42 @@ class Watch:
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(partial(self._safely, self._after_step)),
+            register_optimizer_step_post_hook(self._after_step),
         ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
-        for name in ("item", "tolist", "numpy", "__float__", "__repr__", "__format__"):
-            self._wrap(Tensor, name, self._reads)
-        for owner in (torch, Tensor):
-            for name in ("isnan", "isinf", "isfinite"):
-                self._wrap(owner, name, self._asks)
+        self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
+        self._wrap(torch, "from_numpy", self._from_numpy)
         spawn = sys.modules["torch.multiprocessing.spawn"]  # a function of that name hides it
         self._wrap(spawn, "start_processes", self._children)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
             torch.compiler.set_stance("force_eager")
         self._watch_operations()
+        self.tape.turn(True)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.tape.turn(False)
         self.on, self.locator = False, None
         self.undo.close()
 
     def _watch_operations(self) -> None:
         """Begin to watch every operation, if the time has come."""
-        now = self.passes if self.again else self.steps
-        due = self.begin is not None and now >= self.begin
+        due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due:
             self.locator = self.undo.enter_context(Locator())
 
     def _mine(self) -> bool:
-        # is_compiling() first: the compiler then sees a constant, and traces nothing of this
-        if torch.compiler.is_compiling() or not self.on or self.busy:
-            return False
-        return threading.get_ident() == self.thread
+        return self.on and not self.busy and threading.get_ident() == self.thread
 
     def _wrap(self, owner: Any, name: str, around: Callable) -> None:
         original = getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._mine():
+            if not torch.compiler.is_compiling() and self._mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
@@ -1548,118 +1738,100 @@ class Watch:
 
     # What the script does: modules, backward passes, steps
 
+    def _unseen(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What happens in there is not written down."""
+        was = self.tape.turn(False)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.tape.turn(was and self.on)
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._mine():
+        if torch.compiler.is_compiling():
+            return
+        if threading.get_ident() != self.thread:
+            self.outsiders.add("modules ran in another thread, which is not watched")
+        elif self._mine():
             self.depth += 1
             if self.depth == 1:
+                self.was = self.tape.turn(False)
                 self._safely(self._begins, module, args)
-        elif not torch.compiler.is_compiling() and threading.get_ident() != self.thread:
-            self.outsiders.add("modules ran in another thread, which is not watched")
+
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling() or not self._mine():
+            return
+        kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
+        self.depth -= 1
+        if not self.depth:
+            self._safely(self._ends, module, kwargs, out)
+            self.tape.turn(self.was and self.on)
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if module not in self.roots:
-            self.roots[module] = Root([(b, b.clone()) for b in _statistics(module).values()])
-        if self.over:  # an optimizer has stepped since
-            self.calls, self.over = [], False
-        elif sum(call.size() for call in self.calls) > ROOM:
-            self.calls = [call for call in self.calls if call.passes == self.passes][-8:]
-        device = next((t.device for t in _flat(args)), "cpu")
-        casts = [
-            (d, torch.get_autocast_dtype(d))
-            for d in ("cpu", "cuda")
-            if torch.is_autocast_enabled(d)
-        ]
-        states = [(m, name, vars(m).get(name)) for m, name in self.roots[module].states]
-        modes = [(m, m.training) for m in module.modules()] if self.sampled else []
-        self.call = Call(
-            module,
-            self._apart(args),
-            self.passes,
-            rng_states(device),
-            states,
-            modes,
-            casts,
-            self.training,
-        )
-        self.call.outside = any(t.grad_fn is not None for t in _flat(args))
+            self.roots[module] = Root(module)
+            self.weights.update({_storage(p): True for p in module.parameters()})
+        if self.tape.bytes > ROOM:
+            self.tape.stepped(0)
+        bare = isinstance(module, nn.parallel.DistributedDataParallel)
+        call = self.call = self.tape.write(module.module if bare else module, args, {})
+        call.rng, call.training = rng_states(_device(args)), module.training
+        call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module].states]
         if self.locator:
             self.locator.take(args)
 
-    @staticmethod
-    def _apart(tree: Any) -> Any:
-        """The same tensors without their history."""
-        return tree_map(
-            lambda t: (
-                t.detach().requires_grad_(t.requires_grad)
-                if isinstance(t, Tensor) and t.grad_fn is not None
-                else t
-            ),
-            tree,
-        )
-
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
-        if self._mine():
-            self.depth -= 1
-            if not self.depth:
-                self._safely(self._ends, module, kwargs, out)
-
     def _ends(self, module: nn.Module, kwargs: Any, out: Any) -> None:
-        outs = [t for _, t in inner_tensors(out) if t.is_floating_point()]
         call, self.call = self.call, None
-        call.kwargs = self._apart(kwargs)
-        if out is not None:  # else it raised. The largest number, because -inf alone is a mask
-            peaks = [t.detach().amax().float() for t in outs if t.numel()]
-            call.largest = torch.stack(peaks).amax() if peaks else torch.zeros(())
-        for k, t in enumerate(outs if self.training else ()):
-            if t.requires_grad:
-                t.register_hook(partial(call.slopes.__setitem__, k))
+        call.kwargs = tree_map(self.tape.symbol, kwargs)
+        self.tape.done(call, out)
         if self.sampled:
             self.roots[module].states = [
                 (m, name) for m in module.modules() for name, _ in _attributes(m)
             ]
         if self.training:
-            self.calls.append(call)
             self.trained = module  # so that it lives until the end of the script
         elif next(module.parameters(), None) is not None:
             self._evaluated()  # the one before: its number has come from the device by now
-            self.evaluation = call
+            outs = [t for _, t in inner_tensors(out) if t.is_floating_point() and t.numel()]
+            if outs:  # the largest number, because -inf alone is a mask
+                largest = torch.stack([t.amax().float() for t in outs]).amax()
+                self.evaluation = type(module).__name__, call.number, self.passes, largest
 
     def _evaluated(self) -> None:
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
-        call, self.evaluation = self.evaluation, None
-        largest = _host([call.largest])[0] if call and call.largest is not None else 0.0
-        if largest <= LIMIT:
+        if not self.evaluation:
             return
-        symptom = f"the output of {type(call.module).__name__} under no_grad is {largest:.3g}"
-        if call.passes:
-            self._later(symptom, [call])
-        else:  # a count of operations, or of memory: its input may be what torch.empty holds
-            self._say(f"{symptom}, before any backward pass: passed over")
+        (name, number, passes, largest), self.evaluation = self.evaluation, None
+        if not (value := _host([largest])[0]) <= LIMIT:
+            symptom = f"the output of {name} under no_grad is {value:.3g}"
+            if passes:
+                self._later(symptom, [number])
+            else:  # a count of operations, or of memory: its input may be what torch.empty holds
+                self._say(f"{symptom}, before any backward pass: passed over")
 
     @property
     def steps(self) -> int:
-        return max((n for n, _ in self.last.values()), default=self.passes)
+        return max(self.last.values(), default=self.passes)
 
     @property
     def sampled(self) -> bool:
         return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
-    def _backward(self, original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._safely(self._losses, tensors)
-        original(tensors, *args, **kwargs)
+    def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        self._safely(self._losses, args, kwargs)
+        self.depth += 1  # a checkpoint calls its modules in there
+        self._unseen(original, *args, **kwargs)
+        self.depth -= 1
         self.passes += 1
         self._safely(self._after_backward)
 
-    def _losses(self, tensors: Any) -> None:
-        for t in (t.detach() for _, t in inner_tensors(tensors)):
-            self._note("loss", t.abs().amax(), [t])
+    def _losses(self, args: Any, kwargs: Any) -> None:
+        self.tape.write(BACKWARD, args, kwargs)
+        for _, t in inner_tensors(args[0] if args else kwargs["tensors"]):
+            self._note(t.detach().abs().amax(), t.detach() if self.locator else None)
 
     def _after_backward(self) -> None:
         if self.stepping:
             self._check(self.stepping)
-        if self.locator and self.again:
-            self._judge(self._named().values())
         if not self.last:  # without an optimizer, or before its first step
             self._watch_operations()
             self._transfer()
@@ -1668,6 +1840,8 @@ class Watch:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self._safely(self._check, optimizer)
+        if self._mine() and not self.stepping:
+            self.tape.turn(False)
 
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
@@ -1692,8 +1866,6 @@ class Watch:
             self._skip(optimizer, self.scale, 0.5)
         else:
             self._judge(_moved(optimizer))
-        if self.steps > self.until:
-            self._end()
 
     def _moments(self, optimizer: Any) -> None:
         """Before the first step: what a checkpoint brought."""
@@ -1708,15 +1880,20 @@ class Watch:
                 )
                 self._finding(symptom)
 
-    def _after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._safely(self._stepped, optimizer)
+        if self._mine():
+            self.tape.turn(True)
+
+    def _stepped(self, optimizer: Any) -> None:
         """Its weights and moments are read now, and judged with the next gradients."""
-        self.stepping, self.over = None, True
+        self.stepping = None
         if self.sampled:
             self._checksums(optimizer)
         self._count(optimizer)
-        held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
-        for value in _norms(held):
-            self._note("update", value, ref(optimizer))
+        rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
+        for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
+            self._note(value, (ref(optimizer), rates))
         pairs = [pair for root in self.roots.values() for pair in root.statistics]
         if pairs:
             torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
@@ -1734,14 +1911,15 @@ class Watch:
                 self.still[id(p)] = kind, first, samples
 
     def _count(self, optimizer: Any) -> None:
-        self.last[id(optimizer)] = self.last.get(id(optimizer), (0, 0))[0] + 1, self.passes
+        self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
+        self.tape.stepped(id(optimizer))
         self._watch_operations()
 
     def _scaler_step(
         self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         fired = self.fired
-        out = original(scaler, optimizer, *args, **kwargs)
+        out = self._unseen(original, scaler, optimizer, *args, **kwargs)
         if self.fired == fired:
             backoff = scaler.get_backoff_factor()
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
@@ -1759,32 +1937,27 @@ class Watch:
             why = "the loss scale falls under 1"
         if why or (self.locator and self.again):
             self._judge(_moved(optimizer), why)
-        self.reads, self.over = Counter(), True  # what was read of this step was the loss scale's
+        self.reads = Counter()  # what was read of this step was the loss scale's
         self._count(optimizer)
 
     # What the script reads
 
-    def _reads(self, original: Callable, t: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._safely(self._read_by, t)
-        return original(t, *args, **kwargs)
+    def _reads(self, t: Any, name: str) -> None:
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
+            return
+        loss = t.numel() == 1 and t.requires_grad
+        if (name in ASKS and not loss) or t.numel() > 1 << 16 or not is_bad(span := extent(t)):
+            return
+        read = f"{_made(span)} at {_line(traceback.format_stack())}"
+        self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
+        maker = self.tape.maker(t)
+        if loss and maker:
+            self._later(f"the script read {read}", [maker.number], [t.detach()])
 
-    def _asks(self, original: Callable, t: Any, *args: Any, **kwargs: Any) -> Any:
-        """isfinite(loss): a script that passes over bad batches asks so."""
-        if isinstance(t, Tensor) and t.numel() == 1 and t.requires_grad:
-            self._safely(self._read_by, t)
-        return original(t, *args, **kwargs)
-
-    def _read_by(self, t: Tensor) -> None:
-        plain = type(t) in (Tensor, nn.Parameter)  # a compiler's stand-in has no numbers
-        if plain and t.is_floating_point() and t.numel() <= 1 << 16 and is_bad(extent(t)):
-            self._bad_read(t)
-
-    def _bad_read(self, t: Tensor) -> None:
-        self.read = [t.detach()]  # a script that ends soon ends because of this number
-        line, made = _line(traceback.format_stack()), _made(extent(t))
-        self.reads[f"{made} at {line}" + (" (an array)" if t.numel() > 1 else "")] += 1
-        if t.numel() == 1 and t.requires_grad:
-            self._later(f"the script read {made} at {line}", self.calls)
+    def _from_numpy(self, original: Callable, array: Any) -> Tensor:
+        t = original(array)
+        self.tape.known[id(t)] = ref(t), Made(-1, 0)
+        return t
 
     def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         self.outsiders.add(
@@ -1795,31 +1968,28 @@ class Watch:
 
     # What is wrong
 
-    def _note(self, kind: str, value: Tensor, evidence: Any) -> None:
-        """This value is read at the next transfer; in the second run at once."""
-        kept = evidence if self.locator or kind == "update" else None
-        self.pending.append((kind, value, kept))
-        at_once = self.locator and (kind == "update" or self.again)
-        if len(self.pending) > 9999 or at_once:
+    def _note(self, value: Tensor, evidence: Any) -> None:
+        """This value is read at the next transfer; at once where every operation is watched."""
+        self.pending.append((value, evidence))
+        if len(self.pending) > 9999 or self.locator:
             self._transfer()
 
     def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
         pending, self.pending = self.pending, []
-        values = _host([*(entry[1] for entry in pending), *more])
-        for (kind, _, evidence), value in zip(pending, values, strict=False):
+        values = _host([*(value for value, _ in pending), *more])
+        for (_, evidence), value in zip(pending, values, strict=False):
             if abs(value) <= LIMIT:
                 continue
-            if kind == "update":
-                self._blame_update(evidence())
+            if isinstance(evidence, tuple):
+                self._blame_update(evidence[0](), evidence[1])
             elif not calm and self.world == 1:  # else all ranks decide by the gradients
-                self._finding(f"loss is {value:.3g}", evidence or ())
+                self._finding(f"loss is {value:.3g}", [] if evidence is None else [evidence])
         self._evaluated()
         return values[len(pending) :]
 
-    def _judge(self, params: Iterable[Tensor], why: str = "") -> None:
+    def _judge(self, params: list[Tensor], why: str = "") -> None:
         """A finding if any of these gradients is bad."""
-        params = [p for p in params if p.grad is not None]
         norms = _host(_norms(p.grad for p in params))
         bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
         if bad or self.world > 1:
@@ -1829,109 +1999,130 @@ class Watch:
             symptom = f"the gradient of {name}{more} is {made}" + (why and f", {why}")
             self._finding(symptom, [p.grad for p in bad])
 
-    def _blame_update(self, optimizer: Any) -> None:
+    def _blame_update(self, optimizer: Any, rates: list) -> None:
         """Good gradients, bad weights or moments: the optimizer made them."""
         for group, p, key, t in _held(optimizer) if optimizer else ():
-            if not _host(_norms([t]))[0] <= LIMIT:
-                name = type(optimizer).__name__
-                hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
-                has = ", ".join(
-                    f"{k}={float(v):g}" if k in ("lr", "eps") else f"{k}={v}"
-                    for k, v in hyper.items()
+            if _host(_norms([t]))[0] <= LIMIT:
+                continue
+            name = type(optimizer).__name__
+            hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
+            k = next(k for k, other in enumerate(optimizer.param_groups) if other is group)
+            rate = hyper["lr"] = float(rates[k] or 0)
+            has = ", ".join(
+                f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in hyper.items()
+            )
+            self.step = self.steps - 1
+            symptom = (
+                f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))} after "
+                f"step {self.step}, whose gradients were finite"
+            )
+            why = f"the gradient norm was up to {self.gradient:.3g}"
+            advice = "a lower lr, and weights and moments in fp32"
+            if "eps" in hyper and "betas" in hyper:
+                beta2 = float(group["betas"][1])
+                why = refusal(p.dtype, float(group["eps"]), beta2) or why
+                advice = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+            if is_bad((rate, rate)):
+                why, advice = f"the learning rate was {rate:g}", "look at the schedule"
+            birth = self.locator and self.locator.blame([t])
+            inside = f"\n  {birth}" if birth else ""
+            if torch.optim.__name__ in type(optimizer).__module__ or birth:
+                self.report = (
+                    f"{symptom} -> optimizer\n  made by {name} ({has}) on {_type(p)}"
+                    f"{inside}\n  {why}\n  try: {advice}"
                 )
-                symptom = (
-                    f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))} after "
-                    f"step {self.steps - 1}, whose gradients were finite"
-                )
-                why = f"the gradient norm was up to {self.gradient:.3g}"
-                advice = "a lower lr, and weights and moments in fp32"
-                if "eps" in hyper and "betas" in hyper:
-                    beta2 = float(group["betas"][1])
-                    why = refusal(p.dtype, float(group["eps"]), beta2) or why
-                    advice = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
-                birth = self.locator and self.locator.blame([t])
-                inside = f"\n  {birth}" if birth else ""
-                if torch.optim.__name__ in type(optimizer).__module__ or birth:
-                    self.report = (
-                        f"{symptom} -> optimizer\n  made by {name} ({has}) on {_type(p)}"
-                        f"{inside}\n  {why}\n  try: {advice}"
-                    )
-                steps, passes = self.last[id(optimizer)]
-                self._remember(symptom, passes - -(-passes // steps))
-                self.optimizer = None
-                self._end()
+            self.symptom = symptom
+            self._end()
 
-    def _explain(self, evidence: Iterable[Tensor], calls: list[Call]) -> Report | None:
-        """Name the cause here and now: by what was watched, or by the calls, made once more."""
-        if self.locator:
-            birth = self.locator.blame(evidence)
-            if birth or self.again:
-                return self._of_birth(birth or Birth())
-        values = _host(
-            [torch.full((), torch.nan) if c.largest is None else c.largest for c in calls]
-        )
-        suspects = [c for c, v in zip(calls, values, strict=True) if not v <= LIMIT][:1]
-        if not suspects:  # a birth in the backward: good gradients arrived, and bad ones left
-            suspects = [
-                c
-                for c in reversed(calls)
-                if c.slopes and not any(is_bad(extent(g)) for g in c.slopes.values())
-            ][:8]
-        for call in suspects:
-            report = self._repeat(call)
-            if report.verdict not in ("not reproducible", "calibration", "error"):
-                return report
-        return None
+    def _explain(self, targets: Iterable[int] = (), evidence: Iterable = ()) -> Report | None:
+        """The cause, here and now: the step is made again. Or by what was watched."""
+        try:
+            report = self._again(targets)
+        except Exception as error:
+            self._say(f"the step could not be made again ({_said(error)})", every=True)
+            report = None
+        if report and report.verdict not in ("not reproducible", "calibration", "error"):
+            return report
+        birth = self.locator and self.locator.blame(evidence)
+        return self._of_birth(birth) if birth else None
 
-    def _repeat(self, call: Call) -> Report | None:
-        """examine() one call, and leave no trace."""
-        net = call.module
-        if isinstance(net, nn.parallel.DistributedDataParallel):
-            net = call.module = net.module
-        params = list(net.parameters())
-        grads = [p.grad for p in params]
+    def _again(self, targets: Iterable[int]) -> Report | None:
+        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
+        results are judged, beside the losses."""
+        calls = list(self.tape.calls)
+        found = [c.function for c in calls if isinstance(c.function, nn.Module)]
+        net = _together(list(dict.fromkeys(found)))
         record = StepRecord(self.step, net, rank=self.rank)
-        now, modes = (
-            (dict(record.buffers), list(record.carried)),
-            [(m, m.training) for m in net.modules()],
-        )
+        now = dict(record.buffers), list(record.carried)
+        modes = [(m, m.training) for m in net.modules()]
+        params = [p for call in calls for p in _flat((call.args, call.kwargs)) if p.is_leaf]
+        grads = [(p, p.grad) for p in (*net.parameters(), *params)]
         for root in self.roots.values():
             root.put_back()
-        for name, b in net.named_buffers():
-            record.buffers[name] = b.detach().clone()
-        record.rng, record.carried = call.rng, call.carried
-        record.keep(*call.args, call.kwargs)
-        for module, mode in call.modes:
-            module.training = mode
-        dtypes = [dtype for _, dtype in call.autocast] or [p.dtype for p in params[:1]]
-        precision = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+        record.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
+        record.rng = next((call.rng for call in calls if call.rng), record.rng)
+        made: dict[Made, Tensor] = {}
+        leaves: dict[int, Tensor] = {}
+        ends = [k + 1 for k, call in enumerate(calls) if call.backward]
+        tensors, record.named = self._batch(calls)
+        for first, last in zip([0, *ends], [*ends, len(calls)], strict=True):
+            part = calls[first:last]
+            if part and (last in ends or targets):
+                given = {id(t) for call in part for t in _flat((call.args, call.kwargs))}
+                own = [t for t in tensors if id(t) in given]
+                record.keep(*own, partial(_play, part, made, leaves, net, targets, not first))
+        if not record.batches:
+            return None
+        sharded = any(hasattr(p, "to_local") for p in net.parameters())
+        if sharded and targets:
+            return None  # one rank alone has read it
+        kinds = [dtype for call in calls for _, dtype in call.autocast]
+        kinds += [p.dtype for p in net.parameters()][:1]
+        precision = str(kinds[0]).removeprefix("torch.") if kinds else "float32"
+        def run_step(batch: tuple, fp32: bool) -> tuple:
+            return batch[-1](fp32)
+
         try:
-            with torch.enable_grad():
-                report = examine(call.repeat, record, net, precision=precision)
+            if sharded:  # all ranks do the same, once: its collectives then meet
+                birth = Rerun(run_step, record, net).watch()[1]
+                return self._of_birth(birth) if birth.op else None
+            return examine(run_step, record, net, precision=precision)
         finally:
             record.buffers, record.carried = now
             rng, record.rng = rng_states(record.device), rng_states(record.device)
             record.restore()
             set_rng_states(rng, record.device)
-            for p, g in zip(params, grads, strict=True):
+            for p, g in grads:
                 p.grad = g
             for module, mode in modes:
                 module.training = mode
-        if report.origin == "data" and call.outside and not report.written:
-            return replace(report, verdict="not reproducible")  # the script made that input
-        return report
+
+    def _batch(self, calls: list[Call]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Of the tensors that the calls were given: the batch, and others by their names."""
+        modules = [call for call in calls if isinstance(call.function, nn.Module)]
+        given = {id(t): t for call in (*modules, *calls) for t in _flat((call.args, call.kwargs))}
+        given = {i: t for i, t in given.items() if not (t.requires_grad and t.is_leaf)}
+        first = next((t for t in given.values() if t.dim()), torch.empty(0))
+        batch, named = [], {}
+        for t in given.values():
+            maker = self.tape.maker(t)
+            like = t.shape[:1] == first.shape[:1] or t.shape[1:2] == first.shape[1:2]
+            if maker and maker.number >= 0:
+                named["a tensor of an earlier step"] = t
+            elif t.dim() and like:
+                batch.append(t)
+            elif maker:
+                named["a NumPy array"] = t
+        return batch, named
 
     def _of_birth(self, birth: Birth) -> Report:
         """The report on a birth that was seen while every operation was watched."""
         if "aten.set_." in birth.op:
             birth = replace(birth, source="the batch that a worker sent", again="")
-        ignored = self.locator.ignored is not None and birth.weak.startswith("nll")
-        half = "float16" in birth.result
-        if not birth.op:
-            verdict = "not reproducible"
-        elif birth.origin or birth.source or ignored:
+        if birth.origin or birth.source:
             verdict = birth.origin or ("divergence" if birth.source == OPAQUE else "data")
         else:
+            half = "float16" in birth.result
             finite = birth.again == "finite in float32" or (half and not birth.again)
             verdict = "precision" if finite else "divergence"
         return Report(
@@ -1944,48 +2135,27 @@ class Watch:
             **asdict(birth),
         )
 
-    def _later(self, symptom: str, calls: list[Call]) -> None:
+    def _later(self, symptom: str, targets: list[int], evidence: Iterable = ()) -> None:
         """Explain it now, and say it at the end."""
-        if self.later or (self.missed > 2 and not self.locator):
+        if self.later or self.reads.total() > 3:
             return
         self.step = self.steps
-        report = self._explain(self.read, calls)
-        if report and report.op:
-            self.later.append(str(replace(report, symptom=symptom)))
-            if self.again:
-                self._end()
+        report = self._explain(targets, evidence)
+        if report:
+            self.later, self.guilty = str(replace(report, symptom=symptom)), self.rank
         else:
-            self.missed += 1
-            self._remember(f"{symptom} at step {self.step}")
-
-    def _remember(self, symptom: str, at: float = inf) -> None:
-        """The first finding without a cause: every operation is watched from here on. A second run
-        would watch after `at` backward passes."""
-        if not self.symptom:
-            self.symptom = symptom
-            last = self.last.get(id(self.optimizer), (0, inf))[1]
-            self.at = max(0, min(self.passes - 1, last, at))
-            self.until = self.steps + PATIENCE
-            if self.begin is None:
-                self.begin = 0
-                torch.compiler.set_stance("force_eager")
-                self._watch_operations()
+            self.symptom = self.symptom or f"{symptom} at step {self.step}"
 
     def _finding(self, symptom: str, evidence: Iterable[Tensor] = (), go_on: bool = True) -> None:
-        """A bad number would reach the weights: the report, and the end; or the step is skipped."""
-        if self.rejected == self.steps and go_on and not self.again:
-            return  # this step is skipped already
-        self.step = self.rejected = self.steps
-        report = None
-        if not self.report:
-            try:
-                report = self._explain(evidence, self.calls)
-            except Exception as error:
-                self._say(f"the step could not be made again ({_said(error)})", every=True)
+        """A bad number would reach the weights: the report, and the end."""
+        self.step = self.steps
+        report = None if self.report else self._explain((), evidence)
         text = self.report or (report and str(replace(report, symptom=symptom, scale=self.scale)))
-        text = self._agree(report, text) if self.world > 1 else text
+        text = self._agree(report, text) if self.world > 1 and go_on else text
         self.report = text or ""
-        self._remember(f"{symptom} at step {self.step}")
+        self.symptom = f"{symptom} at step {self.step}"
+        if self.step < (self.begin or 0):
+            self._say(f"this is before step {self.begin}, from which every operation is watched")
         for p in _moved(self.optimizer) if self.optimizer else ():
             p.grad = None  # a script that goes on all the same steps over these parameters
         for p in () if self.last else self._named().values():
@@ -1993,13 +2163,7 @@ class Watch:
                 p.grad.zero_()  # an update by hand
         for root in self.roots.values():
             root.put_back()
-        if self.report or self.again or not go_on:
-            self._end()
-        if self.symptom == f"{symptom} at step {self.step}":
-            self._say(
-                f"{self.symptom}, made outside of any module. The step is "
-                "skipped, and the script goes on with every operation watched."
-            )
+        self._end()
 
     def _end(self) -> None:
         self.__exit__()
@@ -2010,7 +2174,7 @@ class Watch:
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
         grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
         store = dist.distributed_c10d._get_default_store()
-        self.agreed = getattr(self, "agreed", 0) + 1
+        self.agreed += 1
         key, until = f"autopsy/{self.agreed}/", time.monotonic() + WAIT
         store.set(f"{key}{self.rank}", json.dumps([received, grave, self.rank, text]))
         every = []
@@ -2019,9 +2183,8 @@ class Watch:
                 left = timedelta(seconds=max(0.1, until - time.monotonic()))
                 store.wait([f"{key}{rank}"], left)
                 every.append(json.loads(store.get(f"{key}{rank}")))
-        received, _, rank, text = min(every, key=lambda entry: entry[:3])
-        self.guilty = rank
-        return text and f"{text}\n  guilty: rank {rank} of {self.world}"
+        *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
+        return text and f"{text}\n  guilty: rank {self.guilty} of {self.world}"
 
     def _named(self) -> dict[str, Tensor]:
         return {n: p for root in list(self.roots) for n, p in root.named_parameters()}
@@ -2035,30 +2198,25 @@ class Watch:
     def run(self) -> int:
         """The exit code: 3 for a finding, else 0; the script's exit code and exceptions pass."""
         failure: BaseException | None = None
-        self.guilty = 0
         with suppress(SystemExit), self:
             try:
                 run_script(self.argv)
             except BaseException as error:
                 failure = error
-            if not self.report:
-                self._safely(self._last_look, failure)
+            self._safely(self._last_look, failure)
         bad = self.report or self.symptom or self.later
         if isinstance(failure, Exception) and bad:
             sys.excepthook(type(failure), failure, failure.__traceback__)
         elif failure and not bad:
             raise failure
-        if self.symptom and not self.report and not self.later:
+        text = "\n".join(filter(None, [self.report, self.later]))
+        if self.symptom and not text:
             unseen = f"{self.symptom} -> not reproducible"
-            self.report = unseen if self.again else self._second_run()
-        text = "\n".join(filter(None, [self.report, *self.later]))
+            text = unseen if self.again else self._second_run()
         if not text:
             self._clean()
-            return (
-                3
-                if any(read.startswith("nan") and "array" not in read for read in self.reads)
-                else 0
-            )
+            single = (read for read in self.reads if "array" not in read)
+            return 3 if any(read.startswith("nan") for read in single) else 0
         if self.rank == self.guilty or self.again:
             with open(self.path, "w") as file:
                 file.write(text + "\n")
@@ -2069,40 +2227,29 @@ class Watch:
 
     def _last_look(self, failure: BaseException | None) -> None:
         """At the end of the script: what is still pending, and all that it leaves."""
-        crashed = isinstance(failure, Exception)
-        failed = crashed or getattr(failure, "code", None)
         self._transfer()
-        if crashed:
+        if isinstance(failure, Exception):
             self._raised(failure)
-        elif failed and self.read:
-            self._finding("the last number that the script read is not finite", self.read, False)
-        for root in list(self.roots):
+        for root in list(self.roots) if not getattr(failure, "code", failure) else ():
             named = {f"parameter {n}": p for n, p in root.named_parameters()} | _statistics(root)
             bad = [n for n, t in named.items() if is_bad(extent(t))]
-            if bad and not self.report and not failed:
+            if bad:
                 more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-                self.calls = []
+                self.tape.calls = []
                 self._finding(f"{bad[0]}{more} is bad at the end", [named[bad[0]]], False)
 
     def _raised(self, failure: BaseException) -> None:
-        """A step that raises: bad numbers stand in the frames' variables and in the calls."""
-        symptom, frames = _said(failure), [f for f, _ in traceback.walk_tb(failure.__traceback__)]
-        local = [
-            (frame, name, t)
-            for frame in reversed(frames)
-            if not frame.f_code.co_filename.startswith((TORCH, __file__))
-            for name, t in frame.f_locals.items()
-            if isinstance(t, Tensor) and is_bad(extent(t)) and not is_mask(extent(t))
-        ]
+        """A step that raises: whatever it has made is judged."""
         self.step = self.steps
-        report = self._explain([t for *_, t in local], self.calls)
-        if local or (report and report.op):
+        report = self._explain([call.number for call in self.tape.calls])
+        if report:
+            symptom = _said(failure)
+            local = _bad_locals(failure)
             if local:
-                frame, name, _ = local[0]
-                at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-                symptom += f" (`{name}` holds {_made(extent(local[0][2]))} at {at})"
-            self.report = str(replace(report, symptom=symptom)) if report else ""
-            self._finding(symptom, [t for *_, t in local], False)
+                name, at, t = local[0]
+                symptom += f" (`{name}` holds {_made(extent(t))} at {at})"
+            self.report, self.guilty = str(replace(report, symptom=symptom)), self.rank
+            self._end()
 
     def _clean(self) -> None:
         for text in self.outsiders:
@@ -2127,17 +2274,17 @@ class Watch:
         self._say(f"{self.steps} steps{skipped}, {nothing}{norm}")
 
     def _second_run(self) -> str:
-        spent = time.monotonic() - self.started
+        at = max(0, self.step - 1)
         if self.one_run:
             return (
                 f"{self.symptom} -> not reproducible\n"
-                "  it was made outside of any module, and did not come again\n"
-                f"  try: --from-step {max(0, self.step - 1)}, or without --one-run"
+                "  the step was made again, and it was finite\n"
+                f"  try: --from-step {at}, or without --one-run"
             )
         self._say(
-            f"{self.symptom}, after {spent:.0f} s. Last resort: the "
-            "script runs again, quietly, in eager mode, for about as long "
-            "(--one-run refuses this). Then every operation of that step is watched."
+            f"{self.symptom}, after {time.monotonic() - self.started:.0f} s. The step cannot be "
+            "made again. Last resort: the script runs again, quietly, in eager mode, for about as "
+            "long (--one-run refuses this). Then every operation of that step is watched."
         )
         if torch.cuda.is_initialized():
             vars(sys.modules["__main__"]).clear()  # the second run needs the memory
@@ -2149,7 +2296,7 @@ class Watch:
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryDirectory() as folder:
             torch.save(self.rng, os.path.join(folder, "rng"))
-            environment[RERUN] = f"{self.at}:{folder}"
+            environment[RERUN] = f"{at}:{folder}"
             done = subprocess.run(
                 [sys.executable, *sys.orig_argv[1:]],
                 env=environment,
@@ -2167,8 +2314,54 @@ class Watch:
         return (
             f"{self.symptom} -> not reproducible\n"
             f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
-            f"  try: seeds and a fixed order, or --from-step {max(0, self.step - 1)}"
+            f"  try: seeds and a fixed order, or --from-step {at}"
         )
+
+
+def _together(modules: list[nn.Module]) -> nn.Module:
+    """One module that holds these. A single one is itself."""
+    inner = {m for root in modules for m in root.modules() if m is not root}
+    outer = [root for root in modules if root not in inner]
+    if len(outer) == 1:
+        return outer[0]
+    net = nn.Module()
+    for module in outer:
+        name = type(module).__name__
+        net.add_module(name + (f"_{len(net._modules)}" if name in net._modules else ""), module)
+    return net
+
+
+def _play(
+    calls: list[Call],
+    made: dict[Made, Tensor],
+    leaves: dict[int, Tensor],
+    net: nn.Module,
+    targets: Iterable[int],
+    first: bool,
+    fp32: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """For examine(): these calls once more; what is judged, and the gradients."""
+    if first:
+        made.clear()
+        leaves.clear()
+    half = [t for t in (*net.parameters(), *net.buffers()) if fp32 and t.dtype in HALF]
+    was = [t.data for t in half]
+    try:
+        for t in half:
+            t.data = t.data.float()
+        with InDtype(torch.float32, NARROW) if fp32 else nullcontext():
+            for call in calls:
+                call.again(made, leaves)
+    finally:
+        for t, data in zip(half, was, strict=True):
+            t.data = data
+    judged = [t for m, t in made.items() if m.number in targets and not is_mask(extent(t))]
+    if calls[-1].backward:
+        judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
+    bad = [t for t in judged if is_bad(extent(t))]
+    grads = {n: p.grad for n, p in net.named_parameters()}
+    grads |= {f"what was computed before, {k}": t.grad for k, t in enumerate(leaves.values())}
+    return (bad or judged or [torch.zeros(())])[0].detach(), grads
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:

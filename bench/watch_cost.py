@@ -4,10 +4,10 @@ script alone.
 
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
 
-The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of
-each step. It runs as a process of its own, alone and under the watcher in turns. A ratio is that of
-the two medians of one turn; the first steps of each run, in which memory is allocated, do not
-count.
+The script trains a transformer of 10.7 million parameters, or a network of eight convolutions with
+BatchNorm (`--model conv`), with AdamW, and prints the seconds of each step. It runs as a process of
+its own, alone and under the watcher in turns. A ratio is that of the two medians of one turn; the
+first steps of each run, in which memory is allocated, do not count.
 """
 
 import statistics
@@ -26,15 +26,13 @@ SCRIPT = '''
 import time, torch
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10))
+MODEL
 net = net.to(device)
 optimizer = torch.optim.AdamW(net.parameters())
-x = torch.randn(BATCH, 64, 384, device=device)
-y = torch.randint(0, 10, (BATCH * 64,), device=device)
+x, y = x.to(device), y.to(device)
 for step in range(STEPS):
     began = time.perf_counter()
-    loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y)
+    loss = torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -42,6 +40,23 @@ for step in range(STEPS):
         torch.cuda.synchronize()
     print(f"{loss.item():.6f} {time.perf_counter() - began:.6f}")
 '''
+
+MODELS = {
+    "transformer": '''
+layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
+net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10))
+x, y = torch.randn(BATCH, 64, 384), torch.randint(0, 10, (BATCH * 64,))
+''',
+    "conv": '''
+layers, width = [], 3
+for k, wider in enumerate((32, 32, 64, 64, 128, 128, 256, 256)):
+    layers += [torch.nn.Conv2d(width, wider, 3, 1 + k % 2, 1), torch.nn.BatchNorm2d(wider),
+               torch.nn.ReLU()]
+    width = wider
+net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256 * 4, 10))
+x, y = torch.randn(4 * BATCH, 3, 32, 32), torch.randint(0, 10, (4 * BATCH,))
+''',
+}
 
 
 def steps(command: list[str], folder: str) -> tuple[list[str], float]:
@@ -53,11 +68,15 @@ def steps(command: list[str], folder: str) -> tuple[list[str], float]:
 
 
 def main() -> None:
-    args = record.arguments(__doc__).parse_args()
+    parser = record.arguments(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="transformer")
+    parser.add_argument("--note", default="", help="what ran beside it")
+    args = parser.parse_args()
     turns, count, batch = (1, 6, 2) if args.smoke else (7, 20, 16)
     alone, watched = [], []
     with tempfile.TemporaryDirectory() as folder:
-        script = SCRIPT.replace("BATCH", str(batch)).replace("STEPS", str(count))
+        script = SCRIPT.replace("MODEL", MODELS[args.model])
+        script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
         Path(folder, "script.py").write_text(script)
         for turn in range(turns):
             ways = [([sys.executable, "script.py"], alone),
@@ -73,7 +92,8 @@ def main() -> None:
             print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {ratio:.3f}")
     device = torch.device(args.device)
     ratios = [w / a for w, a in zip(watched, alone, strict=True)]
-    head = record.header("watch_cost", vars(args), device) | {
+    name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
+    head = record.header(name, vars(args), device) | {
         "watched / alone": record.spread(ratios), "alone": alone, "watched": watched,
         "printed figures": "the same"}
     if not args.smoke:

@@ -751,6 +751,26 @@ def test_a_step_that_only_the_compiler_makes_bad_is_the_compilers():
         torch.compiler.reset()
 
 
+def test_the_step_in_fp32_uses_the_plain_mathematics_of_half_only_kernels():
+    seen = []
+
+    def run_step(batch, fp32):
+        fused = torch.backends.cuda.flash_sdp_enabled()
+        seen.append((fp32, fused))
+        loss = net(batch[0]).sum() * (1.0 if fp32 and not fused else math.nan)
+        loss.backward()
+        return loss
+
+    net = Net()
+    assert autopsied(net, half=True, run_step=run_step).verdict == "precision"
+    assert (False, True) in seen and (True, False) in seen and (True, True) not in seen
+    a, b, one = torch.full((16, 16), 400.0), torch.eye(16), torch.ones(())
+    with autopsy.InDtype(torch.float32, autopsy.NARROW):
+        narrow = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        out = torch._scaled_mm(*narrow, one * 100, one, out_dtype=torch.bfloat16)
+    assert torch.equal(out, a * 100) and out.dtype is torch.float32
+
+
 # --- Beside the operation
 
 

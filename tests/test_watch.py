@@ -156,7 +156,7 @@ def test_a_clean_script_prints_the_same_bits_and_one_line_says_what_was_seen(run
     ("evaluation", "divergence"), ("input", "data")])
 def test_a_fault_in_a_module_is_named_in_the_same_process(run, tmp_path, fault, verdict):
     done = run(CLASSIFIER, fault)
-    named(done, CLASSIFIER, "the first layer" if fault == "input" else fault, verdict)
+    named(done, CLASSIFIER, fault, verdict)
     assert (tmp_path / "autopsy.txt").read_text().strip() in done.stderr
     if fault != "evaluation":
         assert "at step 3" in done.stderr
@@ -167,36 +167,90 @@ def test_a_fault_in_a_module_is_named_in_the_same_process(run, tmp_path, fault, 
         assert not {"nan", "inf"} & set(after), "the bad step reached BatchNorm's buffers"
 
 
-def test_a_fault_outside_of_modules_is_named_when_it_comes_again(run):
-    done = run(CLASSIFIER, "target")
-    named(done, CLASSIFIER, "the loss", "data")
-    assert "made outside of any module. The step is skipped" in done.stderr
+@pytest.mark.parametrize(("fault", "verdict"), [
+    ("target", "data"), ("leaves", "divergence"), ("fp16", "precision"), ("bf16", "divergence")])
+def test_so_is_a_fault_outside_of_modules(run, fault, verdict):
+    done = run(CLASSIFIER, fault)
+    named(done, CLASSIFIER, fault, verdict)
+    if fault == "fp16":
+        assert "the same batch in fp32: finite" in done.stderr
 
 
-@pytest.mark.parametrize(("fault", "verdict"), [("fp16", "precision"), ("leaves", "divergence")])
-def test_one_that_does_not_come_again_is_named_in_an_announced_second_run(run, fault, verdict):
-    named(run(CLASSIFIER, fault), CLASSIFIER, fault, verdict, runs=2)
+CUSTOM = PREAMBLE.replace("torch.manual_seed(0)", "") + """
+import random
+class Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+    @staticmethod
+    def backward(ctx, slope):
+        x, = ctx.saved_tensors
+        return slope / (x - x if step == bad else 1)  # unseeded
+
+net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+bad = random.randrange(2, 9)
+for step in range(9):
+    loss = Inverse.apply(net(torch.randn(9, 4))).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def test_a_custom_function_outside_of_modules_needs_a_second_run_with_the_same_random_numbers(run):
+    named(run(CUSTOM), CUSTOM, "unseeded", "divergence", runs=2)
 
 
 def test_the_second_run_can_be_refused_and_from_step_needs_none(run):
-    done = run(CLASSIFIER, "bf16", before=("--one-run",))
+    done = run(CUSTOM, before=("--one-run",))
     assert done.returncode == 3 and "without --one-run" in done.stderr
-    named(run(CLASSIFIER, "bf16", before=("--from-step", "2", "--report", "it.txt")), CLASSIFIER,
-          "bf16", "divergence")
+    named(run(CUSTOM, before=("--from-step", "0", "--report", "it.txt")), CUSTOM, "unseeded",
+          "divergence")
 
 
-def test_the_second_run_begins_with_the_first_ones_random_numbers(run):
-    text = PREAMBLE.replace("torch.manual_seed(0)", "") + """
-import random
-net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
-bad = random.randrange(2, 9)  # not seeded
-for step in range(9):
-    loss = net(torch.randn(9, 4)).square().mean()
-    if step == bad:
-        loss = loss / (loss * 0)  # unseeded
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+LEFT_OVER = PREAMBLE + """
+import ctypes, numpy
+net = nn.Linear(4, 3)
+if fault == "accumulated":
+    net = net.half()
+optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+for step in range(6):
+    x, bad = torch.randn(6, 4), step == 3
+    optimizer.zero_grad()
+    if fault == "accumulated":
+        for micro_batch in range(8):
+            (net(x.half().fill_(1)).float().sum() * (2500 if bad else 1)).backward()
+    elif fault == "overwritten":
+        x[2] = 1e4 if bad else 1
+        with torch.autocast("cpu", torch.float16):
+            out = net(x) * 8  # overwritten
+        x.zero_()
+        out.float().square().mean().backward()
+    elif fault == "numpy":
+        weight = torch.from_numpy(numpy.float32([1, 1, numpy.inf if bad else 1]))
+        (net(x).square() * weight).mean().backward()  # numpy
+    elif fault == "opaque":
+        room = torch.empty_like(net.weight[0])
+        values = (ctypes.c_float * 4)(*[float("nan") if bad else 1.0] * 4)
+        ctypes.memmove(room.data_ptr(), values, 16)  # as a kernel of C++ writes
+        net(x + room).square().mean().backward()
+    optimizer.step()
 """
-    named(run(text), text, "unseeded", "divergence", runs=2)
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("accumulated", "-> precision"), ("overwritten", "-> precision"),
+    ("numpy", "first to use a NumPy array: aten.mul"), ("opaque", "an opaque kernel")])
+def test_kinds_that_look_like_another(run, fault, words):
+    bare, done = run(LEFT_OVER, "", watched=False), run(LEFT_OVER, fault)
+    assert bare.returncode == 0 and done.returncode == 3 and words in done.stderr, done.stderr
+    if f"# {fault}" in LEFT_OVER:
+        assert f"script.py:{line_of(LEFT_OVER, fault)} " in done.stderr, done.stderr
+
+
+def test_a_fault_before_the_step_to_begin_with_is_said_to_be_early_and_samples_are_positions(run):
+    done = run(CLASSIFIER, "division", before=("--from-step", "5"))
+    assert "this is before step 5" in done.stderr and "positions in the batch" in done.stderr
+    named(done, CLASSIFIER, "division", "divergence")
 
 
 WORLD = """
@@ -468,6 +522,29 @@ dist.destroy_process_group()
 """
 
 
+
+
+LEAVES = RANKS.replace("    optimizer.zero_grad(); loss", """    if loss.item() != loss.item():
+        sys.exit("Loss is not finite")
+    optimizer.zero_grad(); loss""").replace("out / (out * 0)", "out * 0 / (out * 0)")
+SHARDED = RANKS.replace("ddp = nn.parallel.DistributedDataParallel(net)", """
+from torch.distributed.fsdp import fully_shard
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+for layer in (net[0], net[2], net):
+    fully_shard(layer, mesh=mesh)
+ddp = net""")
+
+
+@pytest.mark.parametrize("text", [LEAVES, SHARDED], ids=["sys.exit", "fsdp"])
+def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_is_named(
+        tmp_path, text):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    bare, watched = (process(tmp_path, text, launcher=torchrun, watched=w) for w in (False, True))
+    assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5, watched.stderr
+    done = process(tmp_path, text, "fault", launcher=torchrun)
+    assert done.returncode != 0, done.stderr
+    assert f"script.py:{line_of(text, 'rank')} " in done.stderr, done.stderr
+    assert done.stderr.count("first bad op") == 1 and "rank 1" in done.stderr, done.stderr
 
 
 def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path):
