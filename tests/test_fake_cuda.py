@@ -290,8 +290,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
         guard=Guard(net, num_classes=10, device=CUDA, carries=CARRIED), clip=1.0,
         schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
-        data=SimpleNamespace(classes=range(10)), log=SimpleNamespace(write=lambda **_: None),
-        rank=1,  # it prints nothing
+        log=SimpleNamespace(write=lambda **_: None), rank=1,  # it prints nothing
     )  # fmt: skip
     if ema:
         run.ema = EMA(master_params(chosen).values(), ema)
@@ -343,7 +342,7 @@ def average(run, images, labels):
             pass
 
 
-FIGURES = "probes.py: numbers = torch.stack(table).tolist() if table else []"
+FIGURES = "probes.py: rows = torch.stack(table).tolist() if table else []"
 PATHS = {  # what is run -> the lines that may ask the device, all of them and no other
     one_step: set(),
     average: set(),
