@@ -51,7 +51,7 @@ from record import Run
 from rescue import inject, resume
 
 Saved = dict[str, Any] | None  # the content of the checkpoint to go on from, and its "path"
-CARRIED = ("micro_batches", "unsure_rank", "unsure_kind", "checksum", "negative_checksum")
+CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
 NEEDED = ("facts", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores")
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")

@@ -6,9 +6,8 @@ gives a number that looks like any other, and the run ends well with weights tha
 (Dixit et al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) two things are
 compared to the bit:
 
-    a pass run twice   Up to 32 images of the batch go forward and backward twice. Where the
-                       gradients differ, a third run decides. The fifth time the run ends: exit 5,
-                       with the rank's name.
+    a pass run twice   Up to 32 images of the batch go forward and backward twice. The fifth time
+                       that the gradients differ the run ends: exit 5, with the rank's name.
     the replicas       All ranks hold the same weights and moments. A checksum of them travels with
                        the guard's flags, in the same all-reduce. Where ranks differ, the majority
                        is right, and the others take its tensors. Two ranks have no majority: all
@@ -23,7 +22,6 @@ that makes the same mistake each time. This file is wiring: train.py calls it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,17 +37,6 @@ from rescue import heal
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Unsure(NamedTuple):
-    """The rank whose gradients differ, counted from 1; 0: none. kind 1: a third run agrees with one
-    of two; 2: with neither."""
-
-    rank: int
-    kind: int
-
-
-SURE = Unsure(0, 0)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -81,8 +68,8 @@ def carry_checksum(run: Run) -> None:
     run.guard.carry("negative_checksum", -total)
 
 
-def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
-    """A piece of this batch, twice: do the gradients agree?"""
+def differs_from_itself(run: Run, step: int, images: Tensor, labels: Tensor) -> bool:
+    """A piece of this batch, twice: do the gradients differ?"""
     images = images[:PIECE]
     labels = labels[:PIECE]
     if run.guard.num_classes is not None:
@@ -101,19 +88,17 @@ def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> Unsure:
     same = same_bits(first, second)
     kind = f"{run.policy.name} {tuple(images.shape[1:])}"
     repeatable = run.healing.repeatable
-    if same and kind in repeatable:
-        return SURE
-    third = gradients()
-    pairs = [same, same_bits(first, third), same_bits(second, third)]
-    if kind not in repeatable:  # of three passes on a CPU two are the same: that is a fault
-        repeatable[kind] = all(pairs) or (any(pairs) and run.device.type == "cpu")
+    if kind not in repeatable:
+        third = gradients()
+        pairs = [same, same_bits(first, third), same_bits(second, third)]
+        same = all(pairs)
+        # Of three passes on a CPU two are the same: that is a fault, and the CPU repeats itself.
+        repeatable[kind] = same or (any(pairs) and run.device.type == "cpu")
         if not repeatable[kind]:
             run.log.write(event="warning", step=step,
                           text="this device does not give the same bits twice")
     tolerated = not repeatable[kind] and within_rounding(first, second)
-    if all(pairs) or tolerated:
-        return SURE
-    return Unsure(run.rank + 1, 1 if any(pairs) else 2)
+    return not same and not tolerated
 
 
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -135,9 +120,7 @@ def differs(carried: dict[str, float]) -> bool:
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     """Find out who is right, and count. Every rank calls this, at the same step."""
     if unsure := int(verdict.carried["unsure_rank"]):
-        one = "one" if verdict.carried["unsure_kind"] == 1 else "neither"
-        symptom = f"the same pass gave two gradients; a third run agreed with {one}"
-        return unreliable(run, verdict.step, unsure - 1, symptom)
+        return unreliable(run, verdict.step, unsure - 1, "the same pass gave two gradients")
     tensors = replica(run)
     mine = checksums(tensors.values())
     every = [torch.empty_like(mine) for _ in range(run.world_size)]

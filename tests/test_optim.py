@@ -401,6 +401,22 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
         assert "masters=True" in str(caught.value)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("choice", [{"fused": False}, {"foreach": False}, {"capturable": True}])
+def test_torchs_choice_of_a_kernel_is_without_effect_and_its_sign_is_not(choice, maximize):
+    ends = []
+    for kind, options in ((ClippedAdamW, choice | {"clip": None}), (ClippedAdamW, {"clip": None}),
+                          (torch.optim.AdamW, {"fused": True})):
+        params = make_params()
+        optimizer = kind(params, maximize=maximize, **options)
+        for i in range(3):
+            set_grads(params, i)
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    assert same(ends[0], ends[1])
+    torch.testing.assert_close(ends[1], ends[2], rtol=1e-6, atol=1e-7)
+
+
 def test_a_frozen_half_parameter_is_no_reason_to_refuse_until_it_trains():
     frozen = torch.ones(3, dtype=torch.bfloat16)
     p = torch.ones(3, requires_grad=True)
