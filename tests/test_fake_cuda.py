@@ -407,7 +407,7 @@ def test_guard_step_launches_at_most_20_kernels_more_than_clipping(gpu):
     assert 0 < guarded - stock <= 20
 
 
-def test_train_step_launches_at_most_22_kernels_more_than_the_stock_step(gpu):
+def test_train_step_launches_at_most_23_kernels_more_than_the_stock_step(gpu):
     """Autocast, clipping and fused AdamW beside the same network and loss in train_step, whose
     rate of each update comes from a table on the device."""
     with gpu, Watch(answer=1):
@@ -425,7 +425,7 @@ def test_train_step_launches_at_most_22_kernels_more_than_the_stock_step(gpu):
 
     with gpu:
         more = watched(lambda: one_step(run, *batch)).launches - watched(plain).launches
-    assert 0 < more <= 22
+    assert 0 < more <= 23
 
 
 def test_an_optimizer_that_does_not_skip_by_itself_asks_once_a_step(gpu):
