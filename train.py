@@ -109,7 +109,6 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     args = run.args
     verifies = bool(args.verify_every) and step % args.verify_every == 0
     looks = verifies or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
-    differs = verifies and verify.differs_from_itself(run, step, images, labels)
     sampler = None
     if args.probe_every and step % args.probe_every == 0:
         sampler = probes.Probes(run.net, run.device).attach()
@@ -124,8 +123,8 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     run.guard.open(step)
     while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
-        if differs:
-            run.guard.carry("unsure_rank", run.rank + 1)
+        if verifies:
+            verify.run_twice(run, step, images, labels)
         try:
             if run.graph and not (eager or sampler or looks):
                 run.graph(images, labels)

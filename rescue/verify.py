@@ -68,8 +68,9 @@ def carry_checksum(run: Run) -> None:
     run.guard.carry("negative_checksum", -total)
 
 
-def differs_from_itself(run: Run, step: int, images: Tensor, labels: Tensor) -> bool:
-    """A piece of this batch, twice: do the gradients differ?"""
+def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> None:
+    """A piece of this batch, twice. Where the gradients differ, the guard carries this rank,
+    counted from 1."""
     images = images[:PIECE]
     labels = labels[:PIECE]
     if run.guard.num_classes is not None:
@@ -98,7 +99,8 @@ def differs_from_itself(run: Run, step: int, images: Tensor, labels: Tensor) -> 
             run.log.write(event="warning", step=step,
                           text="this device does not give the same bits twice")
     tolerated = not repeatable[kind] and within_rounding(first, second)
-    return not same and not tolerated
+    if not (same or tolerated):
+        run.guard.carry("unsure_rank", run.rank + 1)
 
 
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
