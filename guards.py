@@ -192,7 +192,7 @@ class Guard:
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
         self._owners = [*self.net.buffers()]
         device = self._device or next(self.net.parameters()).device
-        constants = torch.tensor([0.0, 1.0, self.rank + 1.0], device=device)
+        constants = torch.tensor([0, 1, self.rank + 1.0], device=device)
         self.device = constants.device
         self._zero, self._one, self._up = constants
         self._raised = constants.new_zeros(len(self.names))
@@ -204,15 +204,14 @@ class Guard:
             if 0 in (*b.stride(), b.numel()):  # expanded (it stays) or empty
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
-            is_number = b.dtype in CHECKED
-            if is_number and ("running_" in name or magnitude(b) <= LIMIT):
+            if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
                 self._checked.append(live)
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
                 live = live.view(-1).view(torch.uint8)
             kinds.setdefault((b.device, live.dtype), []).append(live)
         self._buffers = []
         for live in kinds.values():
-            rows = [_flatten_dense_tensors(live) for _ in range(2)]
+            rows = [_flatten_dense_tensors(live).clone() for _ in range(2)]  # one is a view
             parts = [_unflatten_dense_tensors(row, live) for row in rows]
             self._buffers.append(Buffers(live, *rows, *parts))
 
@@ -318,7 +317,7 @@ class Guard:
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
-        """End the step; it decides, if nobody has. found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
+        """End the step; decide, if nobody has. found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
@@ -445,7 +444,7 @@ class Guard:
         return step, host.tolist(), keys
 
     def _read(self):
-        if self._pending is None:
+        if not self._pending:
             return None
         step, row, keys = self._arrived()
         self._pending = None
@@ -459,8 +458,9 @@ class Guard:
         reasons = [name for name in FLAGS[:FAULTS] if flags[name]]
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
+            why = ", ".join(reasons) or "found_inf"
             warnings.warn(f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "
-                          f"{', '.join(reasons)}. guard.verdict() tells of each", stacklevel=5)
+                          f"{why}. guard.verdict() tells of each", stacklevel=6)
         return Verdict(
             step,
             not rejected,

@@ -209,24 +209,20 @@ class ClippedAdamW(torch.optim.AdamW):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm and rejects what is not finite.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups, as torch's AdamW takes them.
-        lr: a number or a tensor; yours, a scheduler's or Schedule's to change.
+        args, kwargs: those of torch.optim.AdamW: params, lr, betas, eps, weight_decay, amsgrad
+            (which cures no NaN) and so on. It is fused and can be captured, whatever they say.
         clip: largest global gradient norm. None: no limit, and where found_inf is set from
             outside, no norm is read.
-        amsgrad: a flag of the kernel. It cures no NaN.
         masters: True: fp32 masters of half parameters, copied here: load weights before.
             None: refuse half parameters. False: half state, an experiment.
-        torchs: further keywords of torch.optim.AdamW. It is fused and can be captured anyway.
     """
 
     skips_on_device = True
 
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.01, *, clip: float | None = 1.0, amsgrad: bool = False,
-                 masters: bool | None = None, **torchs: Any):
-        torchs.setdefault("fused", True)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **torchs)
+    def __init__(self, *args: Any, clip: float | None = 1.0, masters: bool | None = None,
+                 **kwargs: Any):
+        kwargs.setdefault("fused", True)
+        super().__init__(*args, **kwargs)
         self.clip = clip
         self.half_state = masters is False
         self.masters = {}  # half parameter -> fp32 master

@@ -47,7 +47,7 @@ from ranks import (
 from record import Run
 from rescue import inject, resume
 
-CARRIED = ("micro_batches", "unsure_rank", "unsure_kind", "checksum", "negative_checksum")
+CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
 FACTS = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")  # of the arguments
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")

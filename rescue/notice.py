@@ -84,9 +84,7 @@ def look_at_all(run: Run, step: int, sampler: probes.Probes | None
         verify.carry_checksum(run)
     sentences = []
     if step == 1:
-        has_a_head = run.model is not run.net  # else the model has its own loss
-        outputs = len(run.data.classes) if has_a_head else None
-        sentences += probes.first_step_checks(run.net, outputs)
+        sentences += probes.first_step_checks(run.net)
     if sampler:
         sampler.detach()
         sentences += sampler.warnings(float(run.scaler.scale_tensor))

@@ -8,7 +8,7 @@ guards.py sees a non-finite number when it is there. Three tools here see what c
                         gradients underflow (fp16's smallest normal number is 6.1e-5)
     TensorFigures       of each parameter: gradient norm, weight norm, and how far one step moves it
     first_step_checks   after the first backward: a parameter without gradient, memory that nobody
-                        initialised, a head of the wrong size
+                        initialised
 
 None of them rejects a step or changes a number. To copy this file: it needs torch, nothing else.
 Paste::
@@ -22,7 +22,7 @@ Paste::
     with probes, torch.autocast("cpu", dtype=torch.float16):
         loss = nn.functional.cross_entropy(net(images).float(), labels)
         loss.backward()
-    for line in probes.warnings() + first_step_checks(net, num_classes=2):
+    for line in probes.warnings() + first_step_checks(net):
         print(line)
 """
 
@@ -37,12 +37,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[str]:
-    """Sentences about what will go wrong; [] = nothing. After the first backward. Syncs.
-
-    Before zero_grad. `num_classes`: what the last Linear or Conv2d of `net` has to give; None for a
-    net that does not classify.
-    """
+def first_step_checks(net: nn.Module) -> list[str]:
+    """Sentences about what will go wrong; [] = nothing. After the first backward, before
+    zero_grad. Syncs."""
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
     learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
@@ -59,12 +56,6 @@ def first_step_checks(net: nn.Module, num_classes: int | None = None) -> list[st
         dead = top == 0 and p.dim() > 1 and n not in learns
         if dead and len(learns) > len(named) / 2:
             wrong.append(f"{n} is all zero and its gradient is zero too: it will never learn")
-    layers = [(n, m) for n, m in net.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    if num_classes is not None and layers:
-        name, head = layers[-1]
-        if len(head.weight) != num_classes:
-            outputs = len(head.weight)
-            wrong.append(f"{name} has {outputs} outputs but the data has {num_classes} classes")
     return wrong
 
 
@@ -100,10 +91,10 @@ class TensorFigures:
         for _, grad_norm, weight, old in self._rows:
             size = old.float().norm()
             table.append(torch.stack([grad_norm, size, (weight - old).float().norm() / size]))
-        numbers = torch.stack(table).tolist() if table else []
-        names = ("grad_norm", "weight_norm", "update_ratio")
-        figures = [dict(zip(names, row, strict=True)) for row in numbers]
-        return {name: row for (name, *_), row in zip(self._rows, figures, strict=True)}
+        rows = torch.stack(table).tolist() if table else []
+        kinds = ("grad_norm", "weight_norm", "update_ratio")
+        names = [name for name, *_ in self._rows]
+        return {n: dict(zip(kinds, row, strict=True)) for n, row in zip(names, rows, strict=True)}
 
 
 class Reading(NamedTuple):

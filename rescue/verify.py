@@ -6,9 +6,8 @@ gives a number that looks like any other, and the run ends well with weights tha
 (Dixit et al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) two things are
 compared to the bit:
 
-    a pass run twice   Up to 32 images of the batch go forward and backward twice. Where the
-                       gradients differ, a third run decides. The fifth time the run ends: exit 5,
-                       with the rank's name.
+    a pass run twice   Up to 32 images of the batch go forward and backward twice. The fifth time
+                       that the gradients differ the run ends: exit 5, with the rank's name.
     the replicas       All ranks hold the same weights and moments. A checksum of them travels with
                        the guard's flags, in the same all-reduce. Where ranks differ, the majority
                        is right, and the others take its tensors. Two ranks have no majority: all
@@ -71,7 +70,7 @@ def carry_checksum(run: Run) -> None:
 
 def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> None:
     """A piece of this batch, twice. Where the gradients differ, the guard carries this rank,
-    counted from 1, and 1 if a third run agrees with one of two, 2 if with neither."""
+    counted from 1."""
     images = images[:PIECE]
     labels = labels[:PIECE]
     if run.guard.num_classes is not None:
@@ -90,19 +89,18 @@ def run_twice(run: Run, step: int, images: Tensor, labels: Tensor) -> None:
     same = same_bits(first, second)
     kind = f"{run.policy.name} {tuple(images.shape[1:])}"
     repeatable = run.healing.repeatable
-    if same and kind in repeatable:
-        return
-    third = gradients()
-    pairs = [same, same_bits(first, third), same_bits(second, third)]
-    if kind not in repeatable:  # of three passes on a CPU two are the same: that is a fault
-        repeatable[kind] = all(pairs) or (any(pairs) and run.device.type == "cpu")
+    if kind not in repeatable:
+        third = gradients()
+        pairs = [same, same_bits(first, third), same_bits(second, third)]
+        same = all(pairs)
+        # Of three passes on a CPU two are the same: that is a fault, and the CPU repeats itself.
+        repeatable[kind] = same or (any(pairs) and run.device.type == "cpu")
         if not repeatable[kind]:
             run.log.write(event="warning", step=step,
                           text="this device does not give the same bits twice")
     tolerated = not repeatable[kind] and within_rounding(first, second)
-    if not (all(pairs) or tolerated):
+    if not (same or tolerated):
         run.guard.carry("unsure_rank", run.rank + 1)
-        run.guard.carry("unsure_kind", 1 if any(pairs) else 2)
 
 
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -124,9 +122,7 @@ def differs(carried: dict[str, float]) -> bool:
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     """Find out who is right, and count. Every rank calls this, at the same step."""
     if unsure := int(verdict.carried["unsure_rank"]):
-        one = "one" if verdict.carried["unsure_kind"] == 1 else "neither"
-        symptom = f"the same pass gave two gradients; a third run agreed with {one}"
-        return unreliable(run, verdict.step, unsure - 1, symptom)
+        return unreliable(run, verdict.step, unsure - 1, "the same pass gave two gradients")
     tensors = replica(run)
     mine = checksums(tensors.values())
     every = [torch.empty_like(mine) for _ in range(run.world_size)]

@@ -42,7 +42,7 @@ from guards import Guard
 from models.classifier import Classifier
 from optim import ClippedAdamW, Schedule, master_params, warmup_cosine
 from prepare import CARRIED
-from rescue import heal, verify
+from rescue import heal, notice, verify
 from rescue.inject import Injector
 from rescue.probes import Probes
 
@@ -290,8 +290,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
         guard=Guard(net, num_classes=10, device=CUDA, carries=CARRIED), clip=1.0,
         schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
-        data=SimpleNamespace(classes=range(10)), log=SimpleNamespace(write=lambda **_: None),
-        rank=1,  # it prints nothing
+        log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
     )  # fmt: skip
     if ema:
         run.ema = EMA(master_params(chosen).values(), ema)
@@ -317,14 +316,14 @@ def look(run, images, labels, step=100, sampled=False):
     """A step with a look at all weights; with a sample of the probes."""
     sampler = Probes(run.net, CUDA).attach() if sampled else None
     figures = []
-    one_step(run, images, labels, lambda: figures.append(train.look_at_all(run, step, sampler)))
+    one_step(run, images, labels, lambda: figures.append(notice.look_at_all(run, step, sampler)))
     figures[0].read()
 
 
 def run_twice(run, images, labels):
     """What --verify-every does on one rank, and what every rank carries."""
-    verify.run_twice(run, 5, images, labels)
     run.guard.open()
+    verify.run_twice(run, 5, images, labels)
     verify.carry_checksum(run)
 
 
@@ -343,19 +342,18 @@ def average(run, images, labels):
             pass
 
 
-FIGURES = "probes.py: numbers = torch.stack(table).tolist() if table else []"
+FIGURES = "probes.py: rows = torch.stack(table).tolist() if table else []"
 PATHS = {  # what is run -> the lines that may ask the device, all of them and no other
     one_step: set(),
     average: set(),
     look: {FIGURES},
     lambda *run: look(*run, sampled=True): {
-        FIGURES, "train.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
+        FIGURES, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
         "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
     },
     run_twice: {"verify.py: return bool((checksums(a) == checksums(b)).all())"},
     evaluate: {
-        "validation.py: sums = rows.double().cpu().sum(1)  # (metrics + 1, B) -> (metrics + 1,)",
-        "validation.py: total += torch.cat([sums, torch.stack([pairs, differ]).cpu()])",
+        "validation.py: total += rows.double().cpu().sum(1)  # (metrics + 1, B) -> (metrics + 1,)",
     },
 }  # fmt: skip
 NAMES = ["a step", "the average", "a look", "a look with probes", "a pass twice", "validation"]
@@ -408,7 +406,7 @@ def test_guard_step_launches_at_most_20_kernels_more_than_clipping(gpu):
     assert 0 < guarded - stock <= 20
 
 
-def test_train_step_launches_at_most_22_kernels_more_than_the_stock_step(gpu):
+def test_train_step_launches_at_most_23_kernels_more_than_the_stock_step(gpu):
     """Autocast, clipping and fused AdamW beside the same network and loss in train_step, whose
     rate of each update comes from a table on the device."""
     with gpu, Watch(answer=1):
@@ -426,7 +424,7 @@ def test_train_step_launches_at_most_22_kernels_more_than_the_stock_step(gpu):
 
     with gpu:
         more = watched(lambda: one_step(run, *batch)).launches - watched(plain).launches
-    assert 0 < more <= 22
+    assert 0 < more <= 23
 
 
 def test_an_optimizer_that_does_not_skip_by_itself_asks_once_a_step(gpu):

@@ -199,6 +199,17 @@ def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_fla
     assert not net.every_other.any()
 
 
+def test_a_single_buffer_goes_back_and_raises_its_flag():
+    net = nn.Linear(2, 2)
+    net.register_buffer("mean", torch.zeros(3))
+    guard = Guard(net)
+    guard.open()
+    net.mean[1] = math.nan
+    bad = guard.decide()
+    guard.close(bad)
+    assert bad == 1 and not net.mean.any()
+
+
 def test_infinite_running_statistics_are_no_mask():
     net = network()
     net[1].running_var[0] = math.inf

@@ -378,6 +378,36 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
         assert "masters=True" in str(caught.value)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("choice", [{"fused": False}, {"foreach": False}, {"capturable": True}])
+def test_torchs_choice_of_a_kernel_is_without_effect_and_its_sign_is_not(choice, maximize):
+    ends = []
+    for kind, options in ((ClippedAdamW, choice | {"clip": None}), (ClippedAdamW, {"clip": None}),
+                          (torch.optim.AdamW, {"fused": True})):
+        params = make_params()
+        optimizer = kind(params, maximize=maximize, **options)
+        for i in range(3):
+            set_grads(params, i)
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    assert same(ends[0], ends[1])
+    torch.testing.assert_close(ends[1], ends[2], rtol=1e-6, atol=1e-7)
+
+
+def test_sharded_parameters_are_refused_in_one_sentence(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        p = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="sharded"):
+            ClippedAdamW([p.requires_grad_()])
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_beta2_limit_is_where_torchs_adamw_stops_decaying(dtype):
     unit = torch.finfo(dtype).eps
