@@ -97,7 +97,7 @@ TABLE = {
         ("--seed", number(int, 0, below=2**32), 0, ""),
         ("--deterministic", bool, False, "bit-identical reruns on CUDA too"),
         ("--compile", bool, False, "torch.compile; minutes at the start"),
-        ("--cuda-graph", bool, None, "the step as one CUDA graph; default: the model's recipe"),
+        ("--cuda-graph", bool, True, "the step as one CUDA graph where it runs on one GPU"),
         ("--device", ["auto", "cpu", "cuda", "mps"], "auto", ""),
         ("--log-every", count, 10, "steps between two lines of metrics.jsonl"),
         ("--tensorboard", bool, False, "the same numbers for TensorBoard, if it is installed"),
@@ -154,7 +154,7 @@ def parse(
     args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
     args.betas = tuple(args.betas)
     recipe = models[args.model][1]
-    for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon", "cuda_graph"):
+    for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon"):
         if getattr(args, name) is None:
             setattr(args, name, recipe[name])
     args.lr_reason = f"lr {args.lr} as asked"

@@ -22,7 +22,6 @@ from __future__ import annotations
 import statistics
 
 import optim
-import report
 from record import Run
 from rescue import probes, verify
 
@@ -96,9 +95,12 @@ def look_at_all(run: Run, step: int, sampler: probes.Probes | None
     return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
 
 
-def note_figures(run: Run, step: int, figures: report.Figures) -> None:
-    """Log the tensors that stand out, and keep in mind which did not move at any look."""
-    run.log.write(step=step, tensors=report.stand_out(figures))
+def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> None:
+    """Log the three tensors with the smallest gradient norm and the three with the largest, and
+    keep in mind which tensors did not move at any look."""
+    by_norm = sorted(figures, key=lambda name: figures[name]["grad_norm"])
+    ends = {name: figures[name] for name in by_norm[:3] + by_norm[-3:]}
+    run.log.write(step=step, tensors=ends)
     still = {name for name, row in figures.items() if row["update_ratio"] == 0}
     if run.healing.still is not None:
         still &= set(run.healing.still)

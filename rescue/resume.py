@@ -11,6 +11,7 @@ weights: a master, rounded, is its half weight to the bit. This file is wiring.
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import amp_policy
 import checkpoint
 import optim
+import report
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, parallel, refuse, refusing
 from record import Healing, Run, Trend
@@ -55,6 +57,23 @@ def check_last_good(path: Path, facts: dict) -> None:
         path.unlink(missing_ok=True)  # missing or damaged: the run begins with another
     else:
         checkpoint.describe_changes(good["facts"], facts)
+
+
+def make_folder(run: Run, new: bool) -> Path:
+    """--out-dir, or a new folder under runs/. `new`: it must not hold a run."""
+    args = run.args
+    if not args.out_dir:
+        # Microseconds, because runs may start in the same second. It must not be there yet.
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        path = Path("runs", f"{args.model}-{run.data.name}-{run.policy.name}-{now}")
+        path.mkdir(parents=True)
+        return path
+    if new and report.holds_a_run(args.out_dir):
+        raise checkpoint.CheckpointError(
+            f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
+            "new folder, or go on with --resume auto")
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    return args.out_dir
 
 
 def save(run: Run, good: bool) -> list[str]:

@@ -29,6 +29,7 @@ import prepare
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from models import MODELS
+from rescue import resume
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -298,5 +299,5 @@ def test_a_folder_belongs_to_one_run_at_a_time(run, few_images):
     two = SimpleNamespace(args=SimpleNamespace(out_dir=None, model="m"),
                           data=SimpleNamespace(name="d"), policy=SimpleNamespace(name="p"))
     # Runs that start in the same second.
-    names = [prepare.make_folder(two, new=True).name for _ in range(3)]
+    names = [resume.make_folder(two, new=True).name for _ in range(3)]
     assert len(set(names)) == 3 and all((Path("runs") / name).is_dir() for name in names)
