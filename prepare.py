@@ -47,7 +47,8 @@ from record import Run
 from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "unsure_kind", "checksum", "negative_checksum")
-FACTS = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")  # of the arguments
+# Arguments by which a run that is resumed is known again.
+IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
 
@@ -70,7 +71,7 @@ def setup(run: Run, train_step: Callable) -> None:
     resumed = folder(run, saved)
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
     decided = {
-        "device": f"{run.facts['hardware']}, torch {torch.__version__}",
+        "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
@@ -204,7 +205,7 @@ def precision(run: Run, saved: dict | None) -> float:
     caps = amp_policy.capabilities(run.device)
     resumes = saved is not None and wanted == "auto"
     if resumes:  # nothing measured may change a run that goes on
-        wanted = saved["facts"]["precision"]
+        wanted = saved["identity"]["precision"]
     images = args.batch_size // run.world_size
     micro_batch = images // run.accum
     # A quarter of it: what just fits in half precision has to fit in fp32 here.
@@ -253,7 +254,7 @@ def length(run: Run, saved: dict | None, seconds: float) -> str:
     elif args.epochs:
         steps = max(1, round(args.epochs * run.epoch_steps))
     elif saved:
-        steps = saved["facts"]["total_steps"]
+        steps = saved["identity"]["total_steps"]
         why = "as the checkpoint says"
     else:
         steps = recipe["epochs"] * run.epoch_steps
@@ -304,8 +305,8 @@ def training(run: Run) -> None:
 def folder(run: Run, saved: dict | None) -> str:
     """Go on from the checkpoint; the folder and its files. Returns what to say about a resume."""
     args = run.args
-    run.facts = {
-        **{name: getattr(args, name) for name in FACTS},
+    run.identity = {
+        **{name: getattr(args, name) for name in IDENTIFYING},
         **fingerprint(*run.data.train),
         "dataset": run.data.name,
         "num_classes": len(run.data.classes),
@@ -314,12 +315,12 @@ def folder(run: Run, saved: dict | None) -> str:
         "total_steps": run.total_steps,
         "torch": str(torch.__version__),
     }
-    must_agree(run.facts)
-    run.facts["hardware"] = amp_policy.capabilities(run.device).name
+    must_agree(run.identity)
+    run.identity["hardware"] = amp_policy.capabilities(run.device).name
     note = ""
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
         if saved:
-            changes = checkpoint.describe_changes(saved["facts"], run.facts)
+            changes = checkpoint.describe_changes(saved["identity"], run.identity)
             resume.load_whole_state(run, saved)
             note = "; ".join([f", resumed from {saved['path']} after step {run.step}", *changes])
         if run.rank == 0:
@@ -330,7 +331,7 @@ def folder(run: Run, saved: dict | None) -> str:
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
         run.log = report.MetricsFile(
             run.folder,
-            {"args": vars(args), **run.facts},
+            {"args": vars(args), **run.identity},
             run.step,
             args.tensorboard,
             writes=run.rank == 0,

@@ -215,7 +215,7 @@ def judged(losses, norms=None):
     """Sentences about a run with these losses, and the run."""
     run = train.Run()
     norms = norms or [1.0] * len(losses)
-    said = [notice.loss_is_lost(run, x, g) for x, g in zip(losses, norms, strict=True)]
+    said = [notice.judge_loss(run, x, g) for x, g in zip(losses, norms, strict=True)]
     return said, run.healing.trend
 
 

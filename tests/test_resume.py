@@ -269,7 +269,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
         refused(run(*finished, "--resume", file, out="new"), file.name)
     assert not run.folder.with_name("new").exists()
     good = checkpoint.load(run.folder / "last_good.pt")
-    good["facts"]["model"] = "vit"
+    good["identity"]["model"] = "vit"
     os.unlink(run.folder / "last_good.pt")
     torch.save(good, run.folder / "last_good.pt")
     refused(run(*finished, "--resume", "auto"), "model: vit -> cifarnet-tiny")
