@@ -62,7 +62,7 @@ def train_step(run, images, labels, inspect=None, eager=False):
     forward = run.model  # one process and no compiler
     if run.ddp is not None:
         forward = run.ddp if eager else run.compiled
-    # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What inspects bad
+    # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad
     #    raises a flag on the device and nothing else: leaving early would make the ranks average
     #    different steps.
     sums = {}
@@ -115,7 +115,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
         nonlocal figures
         figures = notice.inspect_step(run, step, sampler)
 
-    # cuDNN inspects for its fastest kernels where a step is taken, and nowhere else: 40 searches.
+    # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
     torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
     run.guard.open(step)
     while True:  # until the step fits into memory
