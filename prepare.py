@@ -18,8 +18,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
@@ -48,7 +47,8 @@ from record import Run
 from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
-FACTS = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")  # of the arguments
+# Arguments by which a run that is resumed is known again.
+IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
 
@@ -71,7 +71,7 @@ def setup(run: Run, train_step: Callable) -> None:
     resumed = folder(run, saved)
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
     decided = {
-        "device": f"{run.facts['hardware']}, torch {torch.__version__}",
+        "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
@@ -107,10 +107,12 @@ def data(run: Run, local_rank: int) -> list[str]:
     """
     args = run.args
     left_out = []
-    wrong_argument = (WrongArgument, FileNotFoundError, imagefolder.DiskFull)
-    bad_data = (OSError, ValueError)
     progress = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
-    with refusing(*bad_data, code=4), refusing(*wrong_argument), first_on_each_machine(local_rank):
+    with (
+        refusing(OSError, ValueError, code=4),
+        refusing(WrongArgument, FileNotFoundError, imagefolder.DiskFull),
+        first_on_each_machine(local_rank),
+    ):
         run.data = load(
             args.dataset,
             args.data_dir,
@@ -132,6 +134,7 @@ def data(run: Run, local_rank: int) -> list[str]:
                   f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     run.accum = args.accum_steps
     run.data.place(run.device)
+    recipe = MODELS[args.model][1]
     with refusing(ValueError):
         run.stream = batches.TrainBatches(
             *run.data.train,
@@ -145,8 +148,10 @@ def data(run: Run, local_rank: int) -> list[str]:
             size=run.data.image_size,
             cutout=args.cutout,
             workers=args.workers,
-            augment=MODELS[args.model][1]["augment"],
+            augment=recipe["augment"],
         )
+        # For the trials of a step: how many of these there are is known only after them.
+        run.stream.start_small(1 if recipe["small"] else 0)
     return left_out
 
 
@@ -167,24 +172,22 @@ def network(run: Run) -> None:
         net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
     run.net = net.to(run.device, memory_format=torch.channels_last)
     run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
-    margin = run.data.image_size // 16 if recipe["small"] else 0  # as the run begins
     micro_batch = args.batch_size // run.world_size // run.accum
     try:
-        seconds_of(run, torch.float32, min(2, micro_batch), margin)
+        seconds_of(run, torch.float32, min(2, micro_batch))
     except (RuntimeError, ValueError) as error:
         if TOO_SMALL.search(str(error)):
             refuse(2, f"--image-size or --batch-size is too small for {args.model}: {error}")
         raise
 
 
-def seconds_of(run: Run, dtype: torch.dtype, count: int, margin: int = 0) -> float:
+def seconds_of(run: Run, dtype: torch.dtype, count: int) -> float:
     """Of a forward and backward on `count` images. Weights, buffers and random numbers stay."""
     kept = autopsy.StepRecord(0, run.net)
     images, labels = run.stream.at(0)
-    inner = slice(margin, images.shape[-1] - margin)
     began = time.perf_counter()
     with torch.autocast(run.device.type, dtype, enabled=dtype is not torch.float32):
-        loss, _ = run.model(images[:count, :, inner, inner], torch.zeros_like(labels[:count]))
+        loss, _ = run.model(images[:count], torch.zeros_like(labels[:count]))
     loss.backward()
     loss.item()  # waits for the device
     seconds = time.perf_counter() - began
@@ -197,14 +200,16 @@ def precision(run: Run, saved: dict | None) -> float:
 
     Two ranks may measure two things, so rank 0 decides.
     """
-    args, wanted = run.args, run.args.precision
+    args = run.args
+    wanted = args.precision
     caps = amp_policy.capabilities(run.device)
     resumes = saved is not None and wanted == "auto"
     if resumes:  # nothing measured may change a run that goes on
-        wanted = saved["facts"]["precision"]
+        wanted = saved["identity"]["precision"]
     images = args.batch_size // run.world_size
-    # A quarter of a micro-batch: what just fits in half precision has to fit in fp32 here.
-    count = max(1, min(images // run.accum // 4, 64))
+    micro_batch = images // run.accum
+    # A quarter of it: what just fits in half precision has to fit in fp32 here.
+    count = max(min(2, micro_batch), min(micro_batch // 4, 64))
 
     @functools.cache
     def step(dtype: torch.dtype) -> float:
@@ -216,8 +221,8 @@ def precision(run: Run, saved: dict | None) -> float:
 
     policy = seconds = None
     if run.rank == 0:
-        known = caps.native_bf16 and run.device.type == "cuda"  # it gains
-        watch = None if known or resumes else stopwatch
+        gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
+        watch = None if gains or resumes else stopwatch
         policy = amp_policy.choose_policy(wanted, caps, stopwatch=watch)
         seconds = step(policy.dtype)
     run.policy, seconds = agreed((policy, seconds))
@@ -249,7 +254,7 @@ def length(run: Run, saved: dict | None, seconds: float) -> str:
     elif args.epochs:
         steps = max(1, round(args.epochs * run.epoch_steps))
     elif saved:
-        steps = saved["facts"]["total_steps"]
+        steps = saved["identity"]["total_steps"]
         why = "as the checkpoint says"
     else:
         steps = recipe["epochs"] * run.epoch_steps
@@ -259,19 +264,17 @@ def length(run: Run, saved: dict | None, seconds: float) -> str:
             steps = two_minutes
             why = f"the whole recipe is --epochs {recipe['epochs']}"
     run.total_steps = steps
-    with refusing(ValueError):
-        run.stream.start_small(round(steps * recipe["small"]))
+    run.stream.start_small(round(steps * recipe["small"]))
     if args.warmup_updates is None:
         args.warmup_updates = int(steps * recipe["warmup"])
     takes = timedelta(seconds=round(steps * seconds))
-    epochs = steps / run.epoch_steps
-    return f"{steps} steps = {epochs:.1f} epochs, about {takes} here; {why}"
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs, about {takes} here; {why}"
 
 
 def training(run: Run) -> None:
     """Optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
     args, recipe = run.args, MODELS[run.args.model][1]
-    masters = run.policy.masters if run.policy.param_dtype in amp_policy.HALF else None
+    masters = run.policy.masters
     matrices = muon.matrices(run.net, args.muon)
     groups = optim.param_groups(
         run.net, args.weight_decay, args.no_decay, recipe["lr_scale"], skip=matrices
@@ -302,8 +305,8 @@ def training(run: Run) -> None:
 def folder(run: Run, saved: dict | None) -> str:
     """Go on from the checkpoint; the folder and its files. Returns what to say about a resume."""
     args = run.args
-    run.facts = {
-        **{name: getattr(args, name) for name in FACTS},
+    run.identity = {
+        **{name: getattr(args, name) for name in IDENTIFYING},
         **fingerprint(*run.data.train),
         "dataset": run.data.name,
         "num_classes": len(run.data.classes),
@@ -312,39 +315,26 @@ def folder(run: Run, saved: dict | None) -> str:
         "total_steps": run.total_steps,
         "torch": str(torch.__version__),
     }
-    must_agree(run.facts)
-    run.facts["hardware"] = amp_policy.capabilities(run.device).name
+    must_agree(run.identity)
+    run.identity["hardware"] = amp_policy.capabilities(run.device).name
     note = ""
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
         if saved:
-            changes = checkpoint.describe_changes(saved["facts"], run.facts)
+            changes = checkpoint.describe_changes(saved["identity"], run.identity)
             resume.load_whole_state(run, saved)
             note = "; ".join([f", resumed from {saved['path']} after step {run.step}", *changes])
         if run.rank == 0:
-            run.folder = make_folder(run, saved is None)
+            run.folder = resume.make_folder(run, new=saved is None)
             checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives
     run.folder = agreed(run.folder)
     run.checkpoints = checkpoint.Checkpoints(run.folder)
-    header = {"args": vars(args), **run.facts}
     with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
         run.log = report.MetricsFile(
-            run.folder, header, run.step, args.tensorboard, run.rank == 0, tqdm.write
+            run.folder,
+            {"args": vars(args), **run.identity},
+            run.step,
+            args.tensorboard,
+            writes=run.rank == 0,
+            print_with=tqdm.write,
         )
     return note
-
-
-def make_folder(run: Run, new: bool) -> Path:
-    """--out-dir, or a new folder under runs/. `new`: it must not hold a run."""
-    args = run.args
-    if not args.out_dir:
-        # Microseconds, because runs may start in the same second. It must not be there yet.
-        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        path = Path("runs", f"{args.model}-{run.data.name}-{run.policy.name}-{now}")
-        path.mkdir(parents=True)
-        return path
-    if new and report.holds_a_run(args.out_dir):
-        raise checkpoint.CheckpointError(
-            f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
-            "new folder, or go on with --resume auto")
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    return args.out_dir

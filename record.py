@@ -103,7 +103,7 @@ class Run:
     injector: Injector | None = None
     graph: StepGraph | None = None  # the step as one CUDA graph
     # What it leaves behind
-    facts: dict = field(default_factory=dict)  # by which a resumed run knows itself again
+    identity: dict = field(default_factory=dict)  # by which a resumed run knows itself again
     folder: Path = Path()
     checkpoints: Checkpoints | None = None
     log: MetricsFile | None = None

@@ -10,7 +10,7 @@ something else spoilt, is left out. Who reads the output may leave (`| head -2`)
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}     first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, ...}
-    {"step": 100, "tensors": {"conv1.weight": {"grad_norm": 0.0, ...}, ...}}    that stand out
+    {"step": 100, "tensors": {"conv1.weight": {"grad_norm": 0.0, ...}, ...}}
     {"step": 195, "epoch": 1.0, "train_loss": 1.60, "val_loss": 0.98, "val_acc1": 68.2}
     {"event": "skip", "step": 12, "reasons": ["input"], ...}              events as they happen
 
@@ -38,17 +38,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import resource
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-Figures = dict[str, dict[str, float]]  # of each tensor, by its name
 
 
 class MetricsFile:
@@ -156,23 +152,6 @@ def peak_memory_mb(cuda: bool) -> int:
         return round(torch.cuda.max_memory_allocated() / 2**20)
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
-
-
-def stand_out(figures: Figures) -> Figures:
-    """The figures of five tensors: those with a gradient norm of 0 or that is not finite, then
-    those whose gradient norm is furthest from the median of all tensors, up or down."""
-    norms = {name: row["grad_norm"] for name, row in figures.items()}
-    alive = [norm for norm in norms.values() if 0 < norm < math.inf]
-    if not alive:  # at a bad step none stands out
-        return {}
-    median = statistics.median(alive)
-
-    def distance(name: str) -> float:
-        norm = norms[name]
-        return abs(math.log(norm / median)) if 0 < norm < math.inf else math.inf
-
-    furthest = sorted(figures, key=distance, reverse=True)[:5]
-    return {name: figures[name] for name in furthest}
 
 
 def draw_curves(path: Path) -> Path | None:

@@ -107,13 +107,13 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     args = run.args
     verifies = bool(args.verify_every) and step % args.verify_every == 0
     samples = bool(args.probe_every) and step % args.probe_every == 0
-    looks = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
+    inspects = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
     sampler = probes.Probes(run.net, run.device).attach() if samples else None
     figures = None
 
     def inspect():
         nonlocal figures
-        figures = notice.look_at_all(run, step, sampler)
+        figures = notice.inspect_step(run, step, sampler)
 
     # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
     torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
@@ -123,7 +123,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
         if verifies:
             verify.run_twice(run, step, images, labels)
         try:
-            if looks:
+            if inspects:
                 train_step(run, images, labels, inspect, eager or samples)
             elif run.graph and not eager:
                 run.graph(images, labels)
@@ -137,7 +137,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     torch.backends.cudnn.benchmark = False
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()
-    if looks:
+    if inspects:
         notice.note_figures(run, step, figures.read())
     return verdict
 
@@ -147,7 +147,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
 class Finding(NamedTuple):
     """What the host has learnt about a step and has to answer."""
 
-    kind: str  # signal, rejected, no memory, mismatch, lost, too many
+    kind: str  # signal, rejected, no memory, mismatch, diverged, too many
     step: int
     verdict: guards.Verdict | None = None
     reason: str = ""
@@ -206,7 +206,9 @@ def digest(run, verdict):
     on every rank."""
     if verdict is None:
         return []
-    step, carried, findings = verdict.step, verdict.carried, []
+    findings = []
+    step = verdict.step
+    carried = verdict.carried
     run.updates += verdict.accepted
     stats = {**verdict.stats, "updates": run.updates}
     if carried["micro_batches"]:
@@ -216,14 +218,13 @@ def digest(run, verdict):
     if verdict.accepted:
         if verify.differs(carried):
             findings.append(Finding("mismatch", step, verdict))
-        if reason := notice.loss_is_lost(run, stats["loss"], stats["grad_norm"]):
-            findings.append(Finding("lost", step, verdict, reason))
+        if reason := notice.judge_loss(run, stats["loss"], stats["grad_norm"]):
+            findings.append(Finding("diverged", step, verdict, reason))
     elif "veto" in verdict.reasons:  # see heal.out_of_memory
         findings.append(Finding("no memory", step, verdict))
     else:
         run.log.write(event="skip", step=step, reasons=verdict.reasons, rank=verdict.rank, **stats)
-        heals = run.args.on_nonfinite == "heal"
-        if heals:
+        if run.args.on_nonfinite == "heal":
             run.healing.hunt_until = step + 50
             findings.append(Finding("rejected", step, verdict))
         in_a_row = run.guard.skipped_in_a_row
@@ -258,8 +259,8 @@ def answer(run, findings, record=None):
         elif goes_on(end):
             if kind == "mismatch":
                 cure = verify.compare_ranks(run, verdict)
-            elif kind == "lost":
-                cure = heal.turn_back(run, reason)
+            elif kind == "diverged":
+                cure = heal.diverged(run, reason)
             else:
                 cure = heal.treat(run, step, record if record and record.step == step else None)
             publish(run, cure)
@@ -307,17 +308,18 @@ def validate(run):
     """Validate, log, and turn back where the validation says that the model is lost."""
     if warning := validation.validate(run):
         run.log.warn(run.step, warning)
-    trend, epoch = run.healing.trend, run.step / run.epoch_steps
+    trend = run.healing.trend
+    epoch = run.step / run.epoch_steps
     run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
     shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
     run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
-    reason = validation.is_lost(run, run.scores)
-    at_chance = validation.is_at_chance(run, run.scores, kept=0.2)
+    reason = validation.unsound(run, run.scores)
+    at_chance = validation.at_chance(run, run.scores, kept=0.2)
     trend.chance_since = (trend.chance_since or run.step) if at_chance else 0
     lasts = run.step - trend.chance_since >= 50  # a high rate may bring a model there and back
     if lasts or run.step >= run.total_steps:
         reason = reason or at_chance
-    return answer(run, [Finding("lost", run.step, None, reason)] if reason else [])
+    return answer(run, [Finding("diverged", run.step, None, reason)] if reason else [])
 
 
 def save(run, good):
@@ -330,7 +332,7 @@ def save(run, good):
         return None
     run.log.write(event="save refused", step=run.step, tensors=bad)
     reason = f"not finite at a save: {', '.join(bad[:3])}"
-    return answer(run, [Finding("lost", run.step, None, reason)])
+    return answer(run, [Finding("diverged", run.step, None, reason)])
 
 
 def conclude(run):

@@ -92,9 +92,10 @@ def describe(run: Run) -> dict:
     }
 
 
-def is_lost(run: Run, scores: dict[str, float]) -> str:
+def unsound(run: Run, scores: dict[str, float]) -> str:
     """Why these scores cannot be those of a model that learns, or ""."""
-    start, loss = run.healing.trend.start, scores["val_loss"]
+    start = run.healing.trend.start
+    loss = scores["val_loss"]
     if not all(abs(x) <= LIMIT for x in scores.values()):
         return f"the validation is not finite: {scores}"
     if start > 0 and loss > 20 * start:  # an untrained model does better by far
@@ -103,11 +104,12 @@ def is_lost(run: Run, scores: dict[str, float]) -> str:
     return ""
 
 
-def is_at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
+def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
     """Accuracy that was clearly above chance, and keeps less than this share of that; or ""."""
     if "val_acc1" not in scores or run.best is None:
         return ""
-    accuracy, chance = scores["val_acc1"], 100 / len(run.data.classes)
+    accuracy = scores["val_acc1"]
+    chance = 100 / len(run.data.classes)
     deviation = math.sqrt(chance * (100 - chance) / len(run.data.val[1]))  # of guessing
     learnt = run.best - chance
     was_better = learnt >= max(5.0, 4 * deviation)
@@ -123,7 +125,7 @@ def sample_is_sound(run: Run) -> bool:
         return True
     with torch.random.fork_rng(devices=[]), evaluated_weights(run):
         scores = evaluate(run.model, [sample(run, SAMPLE)], alone=True)
-    return not (is_lost(run, scores) or is_at_chance(run, scores, kept=0.8))
+    return not (unsound(run, scores) or at_chance(run, scores, kept=0.8))
 
 
 def sample(run: Run, count: int) -> tuple[Tensor, Tensor]:

@@ -76,12 +76,13 @@ def replay(path: Path, rerun: Callable) -> int:
         content = Capsule(**checkpoint.load(path))
     except TypeError as error:
         raise ValueError(f"{path} is no capsule of a bad step: {error}") from error
-    state, facts = content.state, content.state["facts"]
-    if facts["model"] not in MODELS:
-        raise ValueError(f"{path} is of the model {facts['model']}, which is not here")
-    build, recipe = MODELS[facts["model"]]
+    state = content.state
+    about = state["identity"]
+    if about["model"] not in MODELS:
+        raise ValueError(f"{path} is of the model {about['model']}, which is not here")
+    build, recipe = MODELS[about["model"]]
     net = build(content.class_names, content.image_size)
-    set_drop_path(net, facts["drop_path"])
+    set_drop_path(net, about["drop_path"])
     keep_fp32(net, state["pinned"])
     caps = amp_policy.capabilities("cpu")
     policy = amp_policy.choose_policy(state["policy"], caps, None, None)
@@ -90,7 +91,7 @@ def replay(path: Path, rerun: Callable) -> int:
         net.load_state_dict(state["model"])
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"{path} does not fit this {facts['model']}: {why}") from error
+        raise ValueError(f"{path} does not fit this {about['model']}: {why}") from error
     kept = autopsy.StepRecord(content.step, net, rank=content.rank)
     for name in ("buffers", "rng", "batches", "indices"):
         setattr(kept, name, getattr(content, name))

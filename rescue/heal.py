@@ -152,7 +152,8 @@ def calibrates(run: Run, report: autopsy.Report) -> bool:
 
 def respond(run: Run, report: autopsy.Report) -> Cure:
     """One rung of the ladder."""
-    verdict, cures = report.verdict, run.healing.cures
+    verdict = report.verdict
+    cures = run.healing.cures
     cures.append(verdict)
     end = None
     if verdict in LASTING and sum(cure in LASTING for cure in cures) > run.args.max_cures:
@@ -210,7 +211,7 @@ def rewind(run: Run, slower: bool = False) -> str:
     return f"back to the weights of step {state['step']}{rate}"
 
 
-def turn_back(run: Run, symptom: str) -> Cure:
+def diverged(run: Run, symptom: str) -> Cure:
     """The response to a run that is lost with finite numbers, or whose state is not finite."""
     report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank,
                             precision=run.policy.name, symptom=symptom)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import statistics
 
 import optim
-import report
 from record import Run
 from rescue import probes, verify
 
@@ -34,7 +33,7 @@ DEAD = "the gradient has been dead"
 PATIENCE = {HIGH: 20, UNLEARNT: 50, DEAD: 20}
 
 
-def loss_is_lost(run: Run, loss: float, grad_norm: float) -> str:
+def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
     """Take in an accepted step's numbers. Returns why the run is lost, or ""."""
     trend = run.healing.trend
     if len(trend.first) < FIRST:
@@ -73,7 +72,7 @@ def is_suspicious(run: Run) -> bool:
     return suspected or run.guard.skipped_in_a_row > 0
 
 
-def look_at_all(run: Run, step: int, sampler: probes.Probes | None
+def inspect_step(run: Run, step: int, sampler: probes.Probes | None
                 ) -> probes.TensorFigures:
     """Between the last backward and the decision: what is too dear for every step. It may ask the
     device. Returns the figures of all tensors."""
@@ -94,9 +93,12 @@ def look_at_all(run: Run, step: int, sampler: probes.Probes | None
     return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
 
 
-def note_figures(run: Run, step: int, figures: report.Figures) -> None:
-    """Log the tensors that stand out, and keep in mind which did not move at any look."""
-    run.log.write(step=step, tensors=report.stand_out(figures))
+def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> None:
+    """Log the three tensors with the smallest gradient norm and the three with the largest, and
+    keep in mind which tensors did not move at any look."""
+    by_norm = sorted(figures, key=lambda name: figures[name]["grad_norm"])
+    ends = {name: figures[name] for name in by_norm[:3] + by_norm[-3:]}
+    run.log.write(step=step, tensors=ends)
     still = {name for name, row in figures.items() if row["update_ratio"] == 0}
     if run.healing.still is not None:
         still &= set(run.healing.still)
@@ -114,7 +116,8 @@ def evidence_of_loss(run: Run) -> list[str]:
 def has_not_learnt(run: Run) -> str:
     """Tensors whose gradient was always 0, so that their moments are, and weights that did not
     move, while there was something left to learn."""
-    trend, still = run.healing.trend, run.healing.still or []
+    trend = run.healing.trend
+    still = run.healing.still or []
     if len(trend.first) < FIRST or trend.mean <= 1e-3 * trend.start:
         return ""
     if len(still) >= 0.5 * len(list(run.net.parameters())):  # a single table may stand still
@@ -131,7 +134,8 @@ def has_not_learnt(run: Run) -> str:
 
 def ended_high(run: Run) -> str:
     """A loss that is high in the last steps, where the validation agrees: a spike is none."""
-    trend, val_loss = run.healing.trend, run.scores["val_loss"]
+    trend = run.healing.trend
+    val_loss = run.scores["val_loss"]
     if not trend.first:
         return ""
     untrained = trend.first[0]

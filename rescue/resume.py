@@ -11,6 +11,7 @@ weights: a master, rounded, is its half weight to the bit. This file is wiring.
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -20,11 +21,14 @@ from torch.utils._pytree import tree_map_only
 import amp_policy
 import checkpoint
 import optim
+import report
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, parallel, refuse, refusing
 from record import Healing, Run, Trend
 
-NEEDED = ("facts", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores")
+NEEDED = (
+    "identity", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores",
+)  # fmt: skip
 
 
 def read_checkpoint(run: Run) -> dict | None:
@@ -43,18 +47,35 @@ def read_checkpoint(run: Run) -> dict | None:
             return None
         path, state = newest
         if run.rank == 0:
-            check_last_good(checkpoints.last_good, state["facts"])
+            check_last_good(checkpoints.last_good, state["identity"])
         return state | {"path": path}
 
 
-def check_last_good(path: Path, facts: dict) -> None:
+def check_last_good(path: Path, identity: dict) -> None:
     """What a cure would turn back to is of this run."""
     try:
         good = checkpoint.load(path)
     except checkpoint.CheckpointError:
         path.unlink(missing_ok=True)  # missing or damaged: the run begins with another
     else:
-        checkpoint.describe_changes(good["facts"], facts)
+        checkpoint.describe_changes(good["identity"], identity)
+
+
+def make_folder(run: Run, new: bool) -> Path:
+    """--out-dir, or a new folder under runs/. `new`: it must not hold a run."""
+    args = run.args
+    if not args.out_dir:
+        # Microseconds, because runs may start in the same second. It must not be there yet.
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        path = Path("runs", f"{args.model}-{run.data.name}-{run.policy.name}-{now}")
+        path.mkdir(parents=True)
+        return path
+    if new and report.holds_a_run(args.out_dir):
+        raise checkpoint.CheckpointError(
+            f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
+            "new folder, or go on with --resume auto")
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    return args.out_dir
 
 
 def save(run: Run, good: bool) -> list[str]:
@@ -85,7 +106,7 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
         "ema": run.ema and run.ema.state_dict(),
         "guard": run.guard.state_dict(),
         "rng": rng,
-        "facts": run.facts,
+        "identity": run.identity,
         "updates": run.updates,
         "scores": run.scores,
         "best": run.best,
@@ -112,7 +133,7 @@ def load_whole_state(run: Run, state: dict) -> None:
     if "eager mode" in run.healing.healed:
         run.compiled = run.ddp
     run.guard.watch(run.net)  # pinning may have exchanged buffers
-    if run.policy.name == state["facts"]["precision"]:  # as it began; it may have been given up
+    if run.policy.name == state["identity"]["precision"]:  # as it began; it may have been given up
         adopt(run, state["policy"])
     restore(run, state)
     run.scaler.load_state_dict(state["scaler"])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,8 +183,21 @@ def judged(losses, norms=None):
     """Sentences about a run with these losses, and the run."""
     run = train.Run()
     norms = norms or [1.0] * len(losses)
-    said = [notice.loss_is_lost(run, x, g) for x, g in zip(losses, norms, strict=True)]
+    said = [notice.judge_loss(run, x, g) for x, g in zip(losses, norms, strict=True)]
     return said, run.healing.trend
+
+
+def test_a_look_logs_both_ends_of_the_gradient_norms_and_remembers_what_never_moved():
+    lines = []
+    run = train.Run(log=SimpleNamespace(write=lambda **line: lines.append(line)))
+    rows = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i, "update_ratio": 1e-3} for i in range(40)}
+    rows["t12"]["grad_norm"], rows["t31"]["grad_norm"] = 0.0, 50.0
+    for still in ("t3 t5", "t3"):
+        now = {name: row | {"update_ratio": row["update_ratio"] * (name not in still.split())}
+               for name, row in rows.items()}
+        notice.note_figures(run, 100, now)
+    names = [*lines[0]["tensors"]]
+    assert names == ["t12", "t0", "t1", "t38", "t39", "t31"] and run.healing.still == ["t3"]
 
 
 def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not():

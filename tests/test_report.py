@@ -94,19 +94,3 @@ def test_a_folder_holds_a_run_from_its_first_logged_step_or_checkpoint_on(tmp_pa
     file.path.unlink()
     (tmp_path / "last.pt").touch()
     assert report.holds_a_run(tmp_path)
-
-
-# --- Tensors that stand out
-
-def test_planted_tensors_that_stand_out_are_named_and_the_rest_is_not():
-    figures = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i} for i in range(40)}  # ordinary ones
-    planted = {"t31": NAN, "t12": 0.0, "t3": 1e-6, "t20": 50.0, "t5": 3.0}
-    figures |= {name: {"grad_norm": norm} for name, norm in planted.items()}
-    named = report.stand_out(figures)
-    assert set([*named][:2]) == {"t31", "t12"} and [*named][2:] == ["t3", "t20", "t5"]
-    assert named["t20"] == {"grad_norm": 50.0}
-
-
-@pytest.mark.parametrize("bad", [0.0, NAN, INF])
-def test_at_a_step_where_nothing_or_everything_is_bad_no_tensor_stands_out(bad):
-    assert report.stand_out({}) == report.stand_out({"only": {"grad_norm": bad}}) == {}

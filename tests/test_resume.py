@@ -28,6 +28,8 @@ import checkpoint
 import prepare
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
+from models import MODELS
+from rescue import resume
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -254,7 +256,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
         refused(run(*finished, "--resume", file, out="new"), file.name)
     assert not run.folder.with_name("new").exists()
     good = checkpoint.load(run.folder / "last_good.pt")
-    good["facts"]["model"] = "vit"
+    good["identity"]["model"] = "vit"
     os.unlink(run.folder / "last_good.pt")
     torch.save(good, run.folder / "last_good.pt")
     refused(run(*finished, "--resume", "auto"), "model: vit -> cifarnet-tiny")
@@ -280,5 +282,5 @@ def test_a_folder_belongs_to_one_run_at_a_time(run, few_images):
     two = SimpleNamespace(args=SimpleNamespace(out_dir=None, model="m"),
                           data=SimpleNamespace(name="d"), policy=SimpleNamespace(name="p"))
     # Runs that start in the same second.
-    names = [prepare.make_folder(two, new=True).name for _ in range(3)]
+    names = [resume.make_folder(two, new=True).name for _ in range(3)]
     assert len(set(names)) == 3 and all((Path("runs") / name).is_dir() for name in names)
