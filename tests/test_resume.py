@@ -28,7 +28,6 @@ import checkpoint
 import prepare
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
-from models import MODELS
 from rescue import resume
 
 EPOCH = 6  # steps: 120 images in batches of 20
