@@ -131,7 +131,7 @@ def parse(
     flag("--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES])
     flag("--disable-amp", dest="precision", action="store_const", const="fp32")
     flag = parser.add_mutually_exclusive_group().add_argument
-    flag("--epochs", type=number(float, 0, above=True, below=MANY), help="default: the recipe's; "
+    flag("--epochs", type=number(float, 0, above=True, below=10**5), help="default: the recipe's; "
          "on a CPU as many steps as take two minutes")
     flag("--max-steps", type=count)
     flag = parser.add_argument

@@ -9,19 +9,7 @@ model, its classes in order, the size, crop, mean and deviation of the images, a
 evaluated when these weights were kept. This file reads both. It decodes, crops and normalises with
 the code of the validation, and computes in fp32.
 
-For a model that torchvision has, on images of 64 pixels and more, none of our files is needed:
-
-    import json, torch, torchvision
-    from PIL import Image
-    from torchvision.transforms import v2
-    known = json.load(open("RUN_FOLDER/model.json"))
-    net = torchvision.models.get_model(known["model"], num_classes=len(known["classes"])).eval()
-    net.load_state_dict(torch.load("RUN_FOLDER/best.pt", weights_only=True))
-    resized = v2.Resize(known["resize"])(Image.open("IMAGE").convert("RGB"))
-    pixels = v2.functional.pil_to_tensor(v2.CenterCrop(known["image_size"])(resized))
-    mean, std = (torch.tensor(known[name]).view(3, 1, 1) for name in ("mean", "std"))
-    chances = net((pixels - mean)[None] / std).softmax(1)[0]
-    print(known["classes"][chances.argmax()], chances.max().item())
+README.md has ten lines that do it without our files, for a model that torchvision has.
 """
 
 from __future__ import annotations

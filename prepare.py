@@ -11,6 +11,7 @@ of the run and fills in its part of it. Two rules:
                     is not wrapped: whoever forks this repository needs its traceback.
 """
 
+import dataclasses
 import fnmatch
 import functools
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 import amp_policy
@@ -195,8 +197,8 @@ def seconds_of(run: Run, dtype: torch.dtype, count: int) -> float:
     return seconds
 
 
-def precision(run: Run, saved: dict | None) -> float:
-    """The precision. Returns the seconds of a step.
+def precision(run: Run, saved: dict | None) -> float | None:
+    """The precision. Returns the seconds of a step; None where nothing had to be timed.
 
     Two ranks may measure two things, so rank 0 decides.
     """
@@ -224,7 +226,14 @@ def precision(run: Run, saved: dict | None) -> float:
         gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
         watch = None if gains or resumes else stopwatch
         policy = amp_policy.choose_policy(wanted, caps, stopwatch=watch)
-        seconds = step(policy.dtype)
+        if gains and (wanted, policy.name) == ("auto", "bf16") and has_batch_norm(run.net):
+            # cuDNN has a BatchNorm for float16 and none for bfloat16.
+            other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
+            ratio = step(torch.float16) / step(torch.bfloat16)
+            if ratio < 0.9 and not other.warnings:
+                why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
+                policy = dataclasses.replace(other, reason=why)
+        seconds = None if gains else step(policy.dtype)
     run.policy, seconds = agreed((policy, seconds))
     with refusing(ValueError):
         fp32.keep_fp32(run.net, args.keep_fp32)
@@ -239,7 +248,11 @@ def precision(run: Run, saved: dict | None) -> float:
     return seconds
 
 
-def length(run: Run, saved: dict | None, seconds: float) -> str:
+def has_batch_norm(net: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
+
+
+def length(run: Run, saved: dict | None, seconds: float | None) -> str:
     """The number of steps, and what is a share of it. Returns a sentence about it.
 
     A GPU gets the whole recipe, a CPU as much of it as two minutes hold.
@@ -259,16 +272,16 @@ def length(run: Run, saved: dict | None, seconds: float) -> str:
     else:
         steps = recipe["epochs"] * run.epoch_steps
         why = "the whole recipe"
-        two_minutes = max(10, int(120 / seconds))
-        if run.device.type == "cpu" and two_minutes < steps:
-            steps = two_minutes
-            why = f"the whole recipe is --epochs {recipe['epochs']}"
+        if run.device.type == "cpu" and steps * seconds > 120:
+            # In tens, so that a second run has the same number.
+            steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
+            why = f"two minutes here; the whole recipe is --epochs {recipe['epochs']}"
     run.total_steps = steps
     run.stream.start_small(round(steps * recipe["small"]))
     if args.warmup_updates is None:
         args.warmup_updates = int(steps * recipe["warmup"])
-    takes = timedelta(seconds=round(steps * seconds))
-    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs, about {takes} here; {why}"
+    takes = f", about {timedelta(seconds=round(steps * seconds))} here" if seconds else ""
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}"
 
 
 def training(run: Run) -> None:
