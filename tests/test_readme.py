@@ -145,7 +145,7 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
             if "--epochs" in words:
                 at = words.index("--epochs")
                 del words[at : at + 2]
-            words += ["--max-steps", str(next(steps)), "--batch-size", "40"]
+            words += ["--max-steps", str(next(steps)), "--batch-size", "16"]
             words += [] if "--data-dir" in words else ["--data-dir", str(image_folder)]
         if words[0] == "torchrun" or (words[:2] == ["bash", "run.sh"] and not alone):
             alone.append(words)
