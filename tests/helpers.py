@@ -11,12 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from amp_policy import Capabilities, choose_policy
+
 ROOT = Path(__file__).resolve().parent.parent
 numbers = itertools.count()  # of files that scripts print to
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def policy_for(name, device="cpu"):
+    """As asked for, neither tried nor timed."""
+    return choose_policy(name, Capabilities(device), trial=None, stopwatch=None)
 
 
 def snapshot(*things):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import both_devices, needs_cuda, policy_for
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -24,17 +25,11 @@ from amp_policy import (
 from fp32 import fp32_eval
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
 def skip_emulated(device, dtype):
     if device == "cuda" and dtype is BF16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU only emulates bfloat16")
-
-
-def policy_for(name, device="cpu"):
-    return choose_policy(name, Capabilities(device), trial=None, stopwatch=None)
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_scripts, same
+from helpers import needs_cuda, run_scripts, same
 
 import checkpoint
 from checkpoint import CheckpointError, Checkpoints, StopSignals, load, non_finite, snapshot
 
 NAN, INF = float("nan"), float("inf")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def fork(folder, script, *arguments):

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, run_scripts
+from helpers import ROOT, needs_cuda, run_scripts
 from torchvision.transforms.v2.functional import to_pil_image
 
 import train
@@ -20,7 +20,6 @@ from data import Dataset, batches, cifar10, fingerprint, load, synthetic
 CROPS = [{}, {"scale": (0.35, 1.0), "size": 24}]
 IMAGES, CLASSES = synthetic.draw(0, 96, seed=0)
 NUMBERS = torch.arange(96)  # as labels: which image is which
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def stream(images=IMAGES, **options):

@@ -7,8 +7,7 @@ import warnings
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from helpers import same, snapshot
+from helpers import ROOT, run_ranks, same, snapshot
 from torch import nn
 from torch.nn import functional as F
 
@@ -369,7 +368,13 @@ def two_ranks(rank, folder):
 
 
 def test_a_fault_on_one_rank_is_rejected_on_both_and_the_replicas_stay_equal(tmp_path):
-    mp.spawn(two_ranks, (str(tmp_path),), nprocs=2)
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys\n"
+                      f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+                      "import test_foreign\n"
+                      "test_foreign.two_ranks(int(os.environ['RANK']), sys.argv[1])\n")
+    ended = run_ranks([script, tmp_path], tmp_path)
+    assert [code for code, _, _ in ended] == [0, 0], ended
     first, second = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
     assert same(first, second)
     for (_, fault), (history, _) in first.items():

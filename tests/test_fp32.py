@@ -7,21 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import same, snapshot
+from helpers import both_devices, policy_for, same, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from amp_policy import Capabilities, choose_policy, set_tf32
+from amp_policy import set_tf32
 from fp32 import disagreement, fp32_eval, keep_fp32, pinned
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-
-
-def policy_for(name, device="cpu"):
-    return choose_policy(name, Capabilities(device), trial=None, stopwatch=None)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT, run_scripts
 
 PAGES = {path: path.read_text() for path in (
@@ -122,22 +121,6 @@ def test_each_recipe_runs_in_an_empty_folder_with_its_files_alone(tmp_path):
         assert "examine" in block or "nan" not in out, (name, out)
 
 
-@pytest.mark.parametrize("block", [param for param in recipes() if "guard.step(" in param.values[0]
-                                   and "torch.inf" in param.values[0]])
-def test_a_recipe_without_the_lines_of_its_guard_loses_its_weights(block):
-    """So the recipe shows what the guard is for, and a plain loop is left without it."""
-    scaled = "scaler.step(optimizer)" if "scaler" in block else "optimizer.step()"
-    step = "slow.step(); fast.step()" if "[slow, fast]" in block else scaled
-    block = re.sub(r"guard\.step\([^()]*\)", step, block)
-    block = re.sub(r"( *)if \(verdict.*\n.*", "", block)
-    lines = [line for line in block.splitlines() if not re.search(r"\b[Gg]uard\b", line)]
-    space = {}
-    exec("\n".join(lines), space)
-    nets = [value for value in space.values() if isinstance(value, torch.nn.Module)]
-    tensors = [tensor for net in nets for tensor in net.state_dict().values()]
-    assert tensors and not all(tensor.isfinite().all() for tensor in tensors)
-
-
 # Commands
 
 def commands(page):
@@ -162,7 +145,7 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
             if "--epochs" in words:
                 at = words.index("--epochs")
                 del words[at : at + 2]
-            words += ["--max-steps", str(next(steps)), "--batch-size", "40"]
+            words += ["--max-steps", str(next(steps)), "--batch-size", "16"]
             words += [] if "--data-dir" in words else ["--data-dir", str(image_folder)]
         if words[0] == "torchrun" or (words[:2] == ["bash", "run.sh"] and not alone):
             alone.append(words)

@@ -61,12 +61,12 @@ def test_a_device_that_is_not_deterministic_is_compared_within_rounding():
 
 
 def test_of_three_ranks_the_one_that_differs_is_named_and_repaired(tmp_path, image_folder):
-    spec = "flip:optstate:exp_avg@step=5,rank=2"
+    spec = "flip:optstate:exp_avg@step=5,rank=0"  # the first is not always right
     last, lines, weights = two_ranks(tmp_path, image_folder, "--inject", spec, "--verify-every", 6,
                                      count=3)
     cure, = events(lines, "cure")
-    assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 6, 2)
-    assert cure["action"] == "repaired from rank 0"
+    assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 6, 0)
+    assert cure["action"] == "repaired from rank 1"
     assert (last["updates"], last["skipped"]) == (12, 0)
     assert same(weights[0], weights[1]) and same(weights[0], weights[2])
 
