@@ -94,13 +94,12 @@ def describe(run: Run) -> dict:
 
 def unsound(run: Run, scores: dict[str, float]) -> str:
     """Why these scores cannot be those of a model that learns, or ""."""
-    start = run.healing.trend.start
+    first = run.healing.trend.first[:1]
     loss = scores["val_loss"]
     if not all(abs(x) <= LIMIT for x in scores.values()):
         return f"the validation is not finite: {scores}"
-    if start > 0 and loss > 20 * start:  # an untrained model does better by far
-        return (f"the validation loss is {loss:.4g}, and before anything was learnt the training "
-                f"loss was {start:.4g}")
+    if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far
+        return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
     return ""
 
 
