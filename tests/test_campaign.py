@@ -30,7 +30,7 @@ def outcome(ranks, precisions, folder):
 @pytest.mark.parametrize(("ranks", "precisions"), [(1, ("bf16", "O2")), (2, ("fp32", "O1"))])
 def test_every_cell_of_the_campaign_holds_and_the_judge_would_notice(ranks, precisions, tmp_path):
     cells = outcome(ranks, precisions, tmp_path)
-    assert len(cells) == len(campaign.CELLS) / 2 > 130
+    assert len(cells) == len(campaign.CELLS) / 2 > 100
     broken = {(c["where"], c["kind"], c["precision"]): campaign.judge(c, ranks) for c in cells}
     assert not {cell: why for cell, why in broken.items() if why and not why.startswith("n/a")}
     bad = [c for c in cells if (c["where"], c["kind"]) in campaign.BAD]
