@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,19 +59,27 @@ TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than act
 def setup(run: Run, train_step: Callable) -> None:
     """Make `run` ready for its first step, and say what was decided."""
     args = run.args
-    local_rank = process(run)
+    spent = {"torch": time.process_time()}  # seconds: its import, before anything of ours
+
+    def timed(phase: Callable, *more: Any) -> Any:
+        began = time.perf_counter()
+        result = phase(run, *more)
+        spent[phase.__name__] = time.perf_counter() - began
+        return result
+
+    local_rank = timed(process)
     saved = resume.read_checkpoint(run)
-    unreadable = data(run, local_rank)
-    network(run)
-    seconds = precision(run, saved)
+    unreadable = timed(data, local_rank)
+    timed(network)
+    seconds = timed(precision, saved)
     torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
     plan = length(run, saved, seconds)
-    training(run)
+    timed(training)
     observed = args.inject or args.detect_anomaly
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
     if args.cuda_graph and alone_on_a_gpu and not observed:
         run.graph = graphs.StepGraph(functools.partial(train_step, run))
-    resumed = folder(run, saved)
+    resumed = timed(folder, saved)
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
     decided = {
         "device": f"{run.identity['hardware']}, torch {torch.__version__}",
@@ -80,6 +89,8 @@ def setup(run: Run, train_step: Callable) -> None:
         "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
         "length": plan,
         "output": f"{run.folder}{resumed}",
+        "start": f"{sum(spent.values()):.1f} s: "
+                 + ", ".join(f"{name} {t:.1f}" for name, t in spent.items() if t >= 0.05),
     }
     for name, decision in decided.items():
         run.log.say(f"{name:<11} {decision}")

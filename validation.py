@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.utils import save_image
 
 import optim
@@ -34,6 +35,7 @@ from ranks import out_of_memory, share_buffers
 from record import Run
 
 SAMPLE = 500  # images that are compared in both precisions, and evaluated before a good save
+INDEPENDENT = "val_input_ignored"  # 1.0: the outputs do not depend on the input
 
 
 @contextmanager
@@ -98,6 +100,8 @@ def unsound(run: Run, scores: dict[str, float]) -> str:
     loss = scores["val_loss"]
     if not all(abs(x) <= LIMIT for x in scores.values()):
         return f"the validation is not finite: {scores}"
+    if scores.get(INDEPENDENT):
+        return "the outputs no longer depend on the input"
     if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far
         return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
     return ""
@@ -139,21 +143,41 @@ def sample(run: Run, count: int) -> tuple[Tensor, Tensor]:
 def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bool = False,
              graph: StepGraph | None = None) -> dict[str, float]:
     """Mean of every metric over all validation images of all ranks (`alone`: of this rank only),
-    under the names val_*."""
+    under the names val_*.
+
+    INDEPENDENT is 1 where different images of a label always have the same loss, and it is not 0.
+    """
     model.eval()
     total = 0.0
     for x, y in split:
-        for _, metrics in in_halves(model, x, y, graph):
-            rows = torch.stack([torch.ones_like(metrics["loss"]), *metrics.values()])
-            total += rows.double().cpu().sum(1)  # (metrics + 1, B) -> (metrics + 1,)
+        parts = [metrics for _, metrics in in_halves(model, x, y, graph)]
+        metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        pairs, differ = same_label_pairs(x, y, metrics["loss"])
+        rows = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
+        total += rows.double().cpu().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
     if dist.is_initialized() and not alone:
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
-    count, *sums = total.tolist()
+    count, pairs, differ, *sums = total.tolist()
     # Six digits: what is printed is what is compared.
-    return {f"val_{name}": float(f"{x / count:.6g}")
-            for name, x in zip(metrics, sums, strict=True)}
+    scores = {f"val_{name}": float(f"{x / count:.6g}")
+              for name, x in zip(metrics, sums, strict=True)}
+    if pairs and not differ and scores["val_loss"] > 1e-6:
+        scores[INDEPENDENT] = 1.0
+    return scores
+
+
+def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Of neighbours in the order of labels, (B,) each: have they one label and different images?
+    And different losses besides?"""
+    if y.is_floating_point():
+        return torch.zeros_like(loss), torch.zeros_like(loss)
+    order = y.argsort()
+    content = x.float().flatten(1).square().mean(1)[order]
+    pairs = (y[order].diff() == 0) & (content.diff() != 0)
+    differ = pairs & ~(loss[order].diff().abs() <= 1e-6 * loss.abs().max())  # NaN is different
+    return F.pad(pairs, (0, 1)), F.pad(differ, (0, 1))
 
 
 def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
@@ -163,10 +187,12 @@ def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
     try:
         return [function(x, y)]
     except RuntimeError as error:
-        if len(x) == 1 or not out_of_memory(error):
+        holds_memory = graph and graph.graph
+        if not out_of_memory(error) or (len(x) == 1 and not holds_memory):
             raise
-    if graph:
+    if holds_memory:
         graph.drop()
+        return in_halves(function, x, y, graph)
     halves = zip(x.chunk(2), y.chunk(2), strict=True)
     return [result for half in halves for result in in_halves(function, *half, graph)]
 

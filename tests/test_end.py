@@ -217,3 +217,21 @@ def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_le
     assert not any(judged([1.0] * len(norms), norms)[0])
     assert "dead for 20 steps" in judged([1.0] * 30, [1.0] * 10 + [0.0] * 20)[0][-1]
     assert not any(judged([2.3] * 10 + [0.0] * 50, [1.0] * 10 + [0.0] * 50)[0])
+
+
+def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
+    class Judge(nn.Module):
+        def __init__(self, looks):
+            super().__init__()
+            self.looks = looks
+
+        def forward(self, x, y):
+            loss = 2.3 + x.flatten() * self.looks
+            return loss.mean(), {"loss": loss}
+
+    x = torch.arange(3.0).repeat_interleave(4).view(12, 1, 1, 1)
+    y = torch.arange(3).repeat_interleave(4)
+    noisy = x + torch.rand(12, 1, 1, 1) * 0.1
+    for looks, images, ignored in ((1, x, False), (1, noisy, False), (0, noisy, True)):
+        scores = train.validation.evaluate(Judge(looks), [(images, y)], alone=True)
+        assert (train.validation.INDEPENDENT in scores) == ignored
