@@ -15,8 +15,8 @@ tools run beside the autopsy on the same steps:
     hooks       forward hooks that look for NaN and inf in weights, inputs and outputs of each
                 module, the way of transformers' DebugUnderflowOverflow, written anew: is the first
                 module that they name the guilty one?
-    DebugMode   torch's own list of operations (torch 2.11 and later), with a hook that asks each
-                result for NaN and inf: is the first one the guilty operation, and is its line right?
+    DebugMode   torch's own list of operations (newer versions have it), with a hook that asks each
+                result for NaN and inf: is the first one the guilty operation, is its line right?
 
 They are asked only what they can say. A step is handled as in a run: the record is made, the step
 is run and goes bad (and writes into buffers what it writes), then the tool is called. Where the
