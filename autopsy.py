@@ -993,8 +993,9 @@ class Locator(TorchDispatchMode):
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
         for number, t in enumerate(outs):
-            if (storage := _storage(t)) in self._rows and storage in before:
-                continue  # a view
+            part = (storage := _storage(t)) in before or _values(t).nbytes < storage.nbytes()
+            if part and storage in self._rows:
+                continue  # a view, or written in part
             self._rows.pop(storage, None)  # overwritten
             for k, source, (d, inner) in sources if t.layout is torch.strided else ():
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
@@ -1551,7 +1552,6 @@ class Tape(TorchFunctionMode):
         if isinstance(self.symbol(t), Made):
             return True
         if _storage(t) in self.watch.weights:  # an update by hand ends the step
-            self.watch._safely(self.watch._by_hand)
             self.stepped(0)
         elif t.numel() < ROOM >> 6 and not (t.requires_grad and t.is_leaf):
             before = t.detach().clone()
@@ -1651,10 +1651,11 @@ class Watch:
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.passes = self.fired = self.skips = self.skipped = 0
-        self.agreed = self.guilty = self.hand = 0
+        self.agreed = self.guilty = 0
         self.last: dict[int, int] = {}  # optimizer: its steps
-        # Read at the next transfer: norms (0-dim, on the device), optimizers, learning rates.
-        self.pending: list[tuple[Tensor, ref, list]] = []
+        # Read at the next transfer: a norm (0-dim, on the device), the optimizer and its rates;
+        # or the size of a loss, None, and the loss.
+        self.pending: list[tuple[Tensor, ref | None, Any]] = []
         self.roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
         self.weights: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
         self.call = self.evaluation = self.trained = None
@@ -1818,24 +1819,24 @@ class Watch:
         return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
     def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        self._safely(self.tape.write, BACKWARD, args, kwargs)
+        self._safely(self._losses, args, kwargs)
         self.depth += 1  # a checkpoint calls its modules in there
         self._unseen(original, *args, **kwargs)
         self.depth -= 1
         self.passes += 1
         self._safely(self._after_backward)
 
+    def _losses(self, args: Any, kwargs: Any) -> None:
+        self.tape.write(BACKWARD, args, kwargs)
+        for _, t in inner_tensors(args[0] if args else kwargs["tensors"]):
+            self.pending.append((t.detach().abs().amax(), None, t.detach()))
+
     def _after_backward(self) -> None:
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
             self._watch_operations()
-
-    def _by_hand(self) -> None:
-        """Before an update without an optimizer: its first write to a weight."""
-        if self.hand < self.passes and not self.last and self.world == 1:
-            self.hand = self.passes
-            self._judge(list(self._named().values()))
+            self._transfer()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -1858,7 +1859,7 @@ class Watch:
             bad = (total <= LIMIT**2).logical_not().float()
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
-        values = self._transfer([*norms, *scales])
+        values = self._transfer([*norms, *scales], calm=bool(scales))
         self.scale = values.pop() if scales else 1.0
         norm = sum(v * v for v in values) ** 0.5 / self.scale
         if norm <= LIMIT:
@@ -1932,7 +1933,7 @@ class Watch:
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.scale = scale
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
-        self._transfer()
+        self._transfer(calm=True)
         why = ""
         if self.skips > 20:
             why = f"{self.skips} skipped steps in a row"
@@ -1971,13 +1972,17 @@ class Watch:
 
     # What is wrong
 
-    def _transfer(self, more: Iterable[Tensor] = ()) -> list[float]:
-        """The values of `more`, in one transfer with those that are pending: weights, moments."""
+    def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
+        """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
         pending, self.pending = self.pending, []
         values = _host([*(value for value, *_ in pending), *more])
-        for (_, optimizer, rates), value in zip(pending, values, strict=False):
-            if not value <= LIMIT:
-                self._blame_update(optimizer(), rates)
+        for (_, optimizer, of), value in zip(pending, values, strict=False):
+            if abs(value) <= LIMIT:
+                continue
+            if optimizer:
+                self._blame_update(optimizer(), of)
+            elif not calm and self.world == 1:  # else all ranks decide by the gradients
+                self._finding(f"loss is {value:.3g}", [of])
         self._evaluated()
         return values[len(pending) :]
 
@@ -2336,7 +2341,9 @@ def _play(
     finally:
         for t, data in zip(half, was, strict=True):
             t.data = data
-    judged = [t for m, t in made.items() if m.number in targets and not is_mask(extent(t))]
+    judged = [t for m, t in made.items() if m.number in targets]
+    if len(judged) > 1:  # whatever was made: there may be masks
+        judged = [t for t in judged if not is_mask(extent(t))]
     if calls[-1].backward:
         judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
     bad = [t for t in judged if is_bad(extent(t))]
