@@ -86,7 +86,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
@@ -741,7 +741,11 @@ class Locator(TorchDispatchMode):
         self.calls.clear()
         self._rows.clear()
         self.ignored: int | None = None  # the ignore_index of a loss that ignores every label here
-        for t in leaves.values() if self.size > 1 else ():
+        self.follow(leaves.values())
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Those with the size of the batch hold a row for each sample."""
+        for t in tensors if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
 
@@ -1465,8 +1469,12 @@ class Call:
             function = partial(_from(frame), function)
         for module, name, value in self.carried:
             setattr(module, name, value)
-        if isinstance(self.function, nn.Module) and self.function.training != self.training:
-            self.function.train(self.training)
+        if isinstance(self.function, nn.Module):
+            if self.function.training != self.training:
+                self.function.train(self.training)
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Locator):
+                    mode.follow(_flat((args, kwargs)))
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
