@@ -872,7 +872,8 @@ class Locator(TorchDispatchMode):
         if is_mask(span) and (masks or wanted):
             return LAWFUL, birth or self._birth(func, spans, t)
         birth = self._birth(func, spans, t)
-        if rule.constant and wanted and not birth.source:
+        # some versions of torch fill with a tensor of one number
+        if rule.constant and (birth.source == CONSTANT or (wanted and not birth.source)):
             return next(self._clock), replace(birth, source=WRITTEN)
         return next(self._clock), replace(birth, again=again())
 
