@@ -86,7 +86,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
@@ -577,7 +577,8 @@ def _finite(
     rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None
 ) -> tuple:
     """The same for a step that is not bad again."""
-    if run_compiled or "torch._dynamo" in sys.modules:
+    dynamo = sys.modules.get("torch._dynamo")
+    if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with _stance("default"):
             symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)()
         if symptom:
@@ -669,7 +670,7 @@ class Rerun:
         if self.error:
             line = _line(traceback.format_tb(self.error.__traceback__))
             raised = Birth(type(self.error).__name__, phase="forward", line=line)
-            bad = where.blame(t for *_, t in _bad_locals(self.error))
+            bad = where.blame(_bad_locals(self.error))
             return symptom, where.failed or bad or raised
         if not symptom:
             return "", Birth()
@@ -740,7 +741,11 @@ class Locator(TorchDispatchMode):
         self.calls.clear()
         self._rows.clear()
         self.ignored: int | None = None  # the ignore_index of a loss that ignores every label here
-        for t in leaves.values() if self.size > 1 else ():
+        self.follow(leaves.values())
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Those with the size of the batch hold a row for each sample."""
+        for t in tensors if self.size > 1 else ():
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
 
@@ -867,7 +872,8 @@ class Locator(TorchDispatchMode):
         if is_mask(span) and (masks or wanted):
             return LAWFUL, birth or self._birth(func, spans, t)
         birth = self._birth(func, spans, t)
-        if rule.constant and wanted and not birth.source:
+        # some versions of torch fill with a tensor of one number
+        if rule.constant and (birth.source == CONSTANT or (wanted and not birth.source)):
             return next(self._clock), replace(birth, source=WRITTEN)
         return next(self._clock), replace(birth, again=again())
 
@@ -992,8 +998,9 @@ class Locator(TorchDispatchMode):
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
         for number, t in enumerate(outs):
-            if (storage := _storage(t)) in self._rows and storage in before:
-                continue  # a view
+            part = (storage := _storage(t)) in before or _values(t).nbytes < storage.nbytes()
+            if part and storage in self._rows:
+                continue  # a view, or written in part
             self._rows.pop(storage, None)  # overwritten
             for k, source, (d, inner) in sources if t.layout is torch.strided else ():
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
@@ -1126,7 +1133,8 @@ def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple
         what = f"x.float() at {birth.line}"
         cures.append((what, Calls(line=birth.line), ("line", birth.line)))
     if precision and birth.result.startswith("float16"):
-        cures.append(("the whole step in bf16", InDtype(torch.bfloat16, (torch.float16,)), ("precision", "bf16")))
+        bf16 = InDtype(torch.bfloat16, (torch.float16,))
+        cures.append(("the whole step in bf16", bf16, ("precision", "bf16")))
     for what, context, cure in cures:
         symptom = rerun(context)
         missed = isinstance(context, Calls) and not context.hits
@@ -1342,16 +1350,11 @@ def _in_library(file: str) -> bool:
     return file.startswith(LIBRARY) or "-packages" in file
 
 
-def _bad_locals(error: BaseException) -> list[tuple[str, str, Tensor]]:
-    """(name, file:line, tensor) of the bad variables in the frames of an exception."""
+def _bad_locals(error: BaseException) -> list[Tensor]:
+    """The bad variables in the frames of an exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [
-        (name, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", t)
-        for frame in reversed(frames)
-        if frame.f_code.co_filename != __file__
-        for name, t in frame.f_locals.items()
-        if isinstance(t, Tensor) and is_bad(extent(t)) and not is_mask(extent(t))
-    ]
+    every = [v for frame in frames for v in frame.f_locals.values()]
+    return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
 def _line(stack: Iterable[str]) -> str:
@@ -1408,9 +1411,11 @@ again); --one-run refuses that. --from-step N watches every operation from optim
 code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
 Any other exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: "step:folder"
-ROOM = 1 << 28  # bytes of tensors that are kept by reference beyond the last optimizer step
+ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
-RANDOM = re.compile("empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel")
+RANDOM = re.compile(
+    "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
+)
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
@@ -1465,8 +1470,12 @@ class Call:
             function = partial(_from(frame), function)
         for module, name, value in self.carried:
             setattr(module, name, value)
-        if isinstance(self.function, nn.Module) and self.function.training != self.training:
-            self.function.train(self.training)
+        if isinstance(self.function, nn.Module):
+            if self.function.training != self.training:
+                self.function.train(self.training)
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Locator):
+                    mode.follow(_flat((args, kwargs)))
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
@@ -1650,17 +1659,19 @@ class Watch:
         self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
-        self.passes = self.fired = self.skips = self.skipped = self.agreed = self.guilty = 0
+        self.passes = self.fired = self.skips = self.skipped = 0
+        self.agreed = self.guilty = 0
         self.last: dict[int, int] = {}  # optimizer: its steps
-        # Read at the next transfer: value (0-dim, on the device), and the tensor or the optimizer.
-        self.pending: list[tuple[Tensor, Any]] = []
+        # Read at the next transfer: a norm (0-dim, on the device), the optimizer and its rates;
+        # or the size of a loss, None, and the loss.
+        self.pending: list[tuple[Tensor, ref | None, Any]] = []
         self.roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
         self.weights: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
         self.call = self.evaluation = self.trained = None
         self.gradient = 0.0  # the largest
         self.still: dict[int, tuple] = {}  # parameter: type, first checksum, samples; gone if moved
         self.rates: set[float] = set()
-        self.optimizer, self.stepping, self.locator = None, None, None
+        self.stepping = self.locator = None
         self.scale, self.reads, self.outsiders = 1.0, Counter(), set()
         self.symptom, self.step, self.report, self.later = "", 0, "", ""
 
@@ -1827,7 +1838,7 @@ class Watch:
     def _losses(self, args: Any, kwargs: Any) -> None:
         self.tape.write(BACKWARD, args, kwargs)
         for _, t in inner_tensors(args[0] if args else kwargs["tensors"]):
-            self._note(t.detach().abs().amax(), t.detach() if self.locator else None)
+            self.pending.append((t.detach().abs().amax(), None, t.detach()))
 
     def _after_backward(self) -> None:
         if self.stepping:
@@ -1847,7 +1858,7 @@ class Watch:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
             self._moments(optimizer)
-        self.fired, self.optimizer = self.fired + 1, optimizer
+        self.fired += 1
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
         grads = [p.grad for p in _moved(optimizer)]
@@ -1893,7 +1904,9 @@ class Watch:
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
         for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
-            self._note(value, (ref(optimizer), rates))
+            self.pending.append((value, ref(optimizer), rates))
+        if self.locator:
+            self._transfer()
         pairs = [pair for root in self.roots.values() for pair in root.statistics]
         if pairs:
             torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
@@ -1927,7 +1940,7 @@ class Watch:
 
     def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
         """The loss scaler skipped a step: calibration, unless it goes on."""
-        self.optimizer, self.scale = optimizer, scale
+        self.scale = scale
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         self._transfer(calm=True)
         why = ""
@@ -1968,28 +1981,23 @@ class Watch:
 
     # What is wrong
 
-    def _note(self, value: Tensor, evidence: Any) -> None:
-        """This value is read at the next transfer; at once where every operation is watched."""
-        self.pending.append((value, evidence))
-        if len(self.pending) > 9999 or self.locator:
-            self._transfer()
-
     def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
         pending, self.pending = self.pending, []
-        values = _host([*(value for value, _ in pending), *more])
-        for (_, evidence), value in zip(pending, values, strict=False):
+        values = _host([*(value for value, *_ in pending), *more])
+        for (_, optimizer, of), value in zip(pending, values, strict=False):
             if abs(value) <= LIMIT:
                 continue
-            if isinstance(evidence, tuple):
-                self._blame_update(evidence[0](), evidence[1])
+            if optimizer:
+                self._blame_update(optimizer(), of)
             elif not calm and self.world == 1:  # else all ranks decide by the gradients
-                self._finding(f"loss is {value:.3g}", [] if evidence is None else [evidence])
+                self._finding(f"loss is {value:.3g}", [of])
         self._evaluated()
         return values[len(pending) :]
 
     def _judge(self, params: list[Tensor], why: str = "") -> None:
         """A finding if any of these gradients is bad."""
+        params = [p for p in params if p.grad is not None]
         norms = _host(_norms(p.grad for p in params))
         bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
         if bad or self.world > 1:
@@ -2052,14 +2060,13 @@ class Watch:
         calls = list(self.tape.calls)
         found = [c.function for c in calls if isinstance(c.function, nn.Module)]
         net = _together(list(dict.fromkeys(found)))
-        record = StepRecord(self.step, net, rank=self.rank)
-        now = dict(record.buffers), list(record.carried)
+        now = StepRecord(self.step, net)
         modes = [(m, m.training) for m in net.modules()]
         params = [p for call in calls for p in _flat((call.args, call.kwargs)) if p.is_leaf]
         grads = [(p, p.grad) for p in (*net.parameters(), *params)]
         for root in self.roots.values():
             root.put_back()
-        record.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
+        record = StepRecord(self.step, net, rank=self.rank)
         record.rng = next((call.rng for call in calls if call.rng), record.rng)
         made: dict[Made, Tensor] = {}
         leaves: dict[int, Tensor] = {}
@@ -2088,10 +2095,7 @@ class Watch:
                 return self._of_birth(birth) if birth.op else None
             return examine(run_step, record, net, precision=precision)
         finally:
-            record.buffers, record.carried = now
-            rng, record.rng = rng_states(record.device), rng_states(record.device)
-            record.restore()
-            set_rng_states(rng, record.device)
+            now.restore()
             for p, g in grads:
                 p.grad = g
             for module, mode in modes:
@@ -2117,8 +2121,6 @@ class Watch:
 
     def _of_birth(self, birth: Birth) -> Report:
         """The report on a birth that was seen while every operation was watched."""
-        if "aten.set_." in birth.op:
-            birth = replace(birth, source="the batch that a worker sent", again="")
         if birth.origin or birth.source:
             verdict = birth.origin or ("divergence" if birth.source == OPAQUE else "data")
         else:
@@ -2150,17 +2152,14 @@ class Watch:
         """A bad number would reach the weights: the report, and the end."""
         self.step = self.steps
         report = None if self.report else self._explain((), evidence)
-        text = self.report or (report and str(replace(report, symptom=symptom, scale=self.scale)))
+        if report and self.skips:
+            report = replace(report, symptom=symptom, scale=self.scale)
+        text = self.report or (report and str(report))
         text = self._agree(report, text) if self.world > 1 and go_on else text
         self.report = text or ""
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):
             self._say(f"this is before step {self.begin}, from which every operation is watched")
-        for p in _moved(self.optimizer) if self.optimizer else ():
-            p.grad = None  # a script that goes on all the same steps over these parameters
-        for p in () if self.last else self._named().values():
-            if p.grad is not None:
-                p.grad.zero_()  # an update by hand
         for root in self.roots.values():
             root.put_back()
         self._end()
@@ -2243,12 +2242,8 @@ class Watch:
         self.step = self.steps
         report = self._explain([call.number for call in self.tape.calls])
         if report:
-            symptom = _said(failure)
-            local = _bad_locals(failure)
-            if local:
-                name, at, t = local[0]
-                symptom += f" (`{name}` holds {_made(extent(t))} at {at})"
-            self.report, self.guilty = str(replace(report, symptom=symptom)), self.rank
+            self.report = str(replace(report, symptom=_said(failure)))
+            self.guilty = self.rank
             self._end()
 
     def _clean(self) -> None:
@@ -2355,7 +2350,9 @@ def _play(
     finally:
         for t, data in zip(half, was, strict=True):
             t.data = data
-    judged = [t for m, t in made.items() if m.number in targets and not is_mask(extent(t))]
+    judged = [t for m, t in made.items() if m.number in targets]
+    if len(judged) > 1:  # whatever was made: there may be masks
+        judged = [t for t in judged if not is_mask(extent(t))]
     if calls[-1].backward:
         judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
     bad = [t for t in judged if is_bad(extent(t))]

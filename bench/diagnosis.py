@@ -7,7 +7,7 @@ bug reports.
 
 The cases (diagnosis_cases.py, diagnosis_more.py) cite their reports and say what a right diagnosis
 is: verdict, module, operation, source line, samples, and what the advice must speak of. A case is
-wholly right when all that it asks is right. A tool that crashes is wrong on all of it. Two other
+wholly right when all that it asks is right. A tool that crashes is wrong on all of it. Three other
 tools run beside the autopsy on the same steps:
 
     anomaly     torch.autograd.set_detect_anomaly(True): does its error name the function, does its
@@ -15,8 +15,10 @@ tools run beside the autopsy on the same steps:
     hooks       forward hooks that look for NaN and inf in weights, inputs and outputs of each
                 module, the way of transformers' DebugUnderflowOverflow, written anew: is the first
                 module that they name the guilty one?
+    DebugMode   torch's own list of operations (newer versions have it), with a hook that asks each
+                result for NaN and inf: is the first one the guilty operation, is its line right?
 
-Both are asked only what they can say. A step is handled as in a run: the record is made, the step
+They are asked only what they can say. A step is handled as in a run: the record is made, the step
 is run and goes bad (and writes into buffers what it writes), then the tool is called. Where the
 advice is an fp32 island, the bench follows it to the letter on a fresh copy of the step and says
 whether that is finite.
@@ -124,7 +126,7 @@ def asked(case: Case) -> set[str]:
     return {what for what, right in score(case, None).items() if right is not None}
 
 
-# --- The three tools
+# --- The four tools
 
 def build(case: Case) -> Step:
     torch.manual_seed(0)
@@ -212,6 +214,31 @@ def by_hooks(case: Case) -> str | None:
     return found[0] if found else None
 
 
+def by_debug_mode(case: Case) -> tuple[str, str]:
+    """(operation, "file.py:123 in function") of the first bad result that DebugMode lists."""
+    try:
+        from torch.utils._debug_mode import DebugMode
+    except ImportError:
+        return "", ""
+    step = build(case)
+
+    def look(func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> dict[str, bool]:
+        return {"bad": any(beyond(t) for t in tree_leaves(result))}
+
+    with DebugMode(record_stack_trace=True) as mode, DebugMode.dispatch_hooks(record_hook=look):
+        for batch in step.batches:
+            with contextlib.suppress(Exception):
+                step.run(batch, False)
+    for call in mode.operators:
+        if (getattr(call, "record", None) or {}).get("bad"):
+            trace = getattr(call, "fwd_stack_trace", None) or call.stack_trace or ""
+            frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', trace)
+            frames = [frame for frame in frames if "site-packages" not in frame[0]]
+            file, number, place = frames[-1] if frames else ("", "", "")
+            return str(call.op), f"{Path(file).name}:{number} in {place}"
+    return "", ""
+
+
 def mends(case: Case, patterns: list[str]) -> bool:
     """Follow the advice to the letter on a fresh step: these modules get fp32 inputs, and their
     result stays fp32.
@@ -238,11 +265,15 @@ def row(name: str, case: Case) -> dict[str, Any]:
     right = score(case, None if crash else report)
     function, line = by_anomaly_mode(case)
     hooked = by_hooks(case)
+    listed, listed_line = by_debug_mode(case)
     out = {"kind": case.kind, "cite": case.cite, "right": right,
            "whole": False not in right.values(),
            "crash": crash[:200], "anomaly": function, "anomaly line": line, "hooks": hooked,
            "anomaly op right": None if case.op is None else named(case.op, function),
            "anomaly line right": None if not case.lines else on_line(case, line),
+           "debug mode": listed, "debug mode line": listed_line,
+           "debug mode op right": None if case.op is None else named(case.op, listed),
+           "debug mode line right": None if not case.lines else on_line(case, listed_line),
            "hooks right": None if case.module is None else hooked in case.module}
     if not crash:
         parts = ("verdict", "module", "op", "node", "line", "samples", "names", "suggestion")
@@ -273,6 +304,8 @@ def totals(rows: dict[str, dict]) -> dict[str, Any]:
                         for kind in Counter(r["kind"] for r in values)},
             "anomaly mode": {"op": count([r["anomaly op right"] for r in values]),
                              "line": count([r["anomaly line right"] for r in values])},
+            "DebugMode": {"op": count([r["debug mode op right"] for r in values]),
+                          "line": count([r["debug mode line right"] for r in values])},
             "hooks": {"module": count([r["hooks right"] for r in values])}}
 
 
