@@ -86,7 +86,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
@@ -614,7 +618,7 @@ def _labels(batch: Any) -> list[Tensor]:
 
 
 # Fused attention knows half only; its plain mathematics knows fp32.
-PLAIN = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
+PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
 
 
 class Rerun:
@@ -630,7 +634,7 @@ class Rerun:
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         try:
-            with context or nullcontext(), PLAIN() if fp32 else nullcontext():
+            with context or nullcontext(), PLAIN_ATTENTION() if fp32 else nullcontext():
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
@@ -1551,6 +1555,9 @@ class Tape(TorchFunctionMode):
         if random:
             call.rng = rng_states(_device(args))
         out = func(*args, **kwargs)
+        if "empty" in name:
+            call.function = partial(_as_it_is_now, out.detach())
+            call.args, call.kwargs = (), {}
         self.done(call, out)
         if not (_flat(out) or writes or name == "register_hook"):
             self.calls.remove(call)
@@ -1614,6 +1621,14 @@ class Tape(TorchFunctionMode):
         self.calls = [call for call in self.calls if call.number > self.start]
         self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
         self.outer, self.bytes = set(), 0
+
+
+def _as_it_is_now(room: Tensor) -> Tensor:
+    """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
+    again = torch.empty_like(room)
+    with _disable_current_modes():  # torch wrote nothing here
+        again.copy_(room)
+    return again
 
 
 def _frames() -> list[tuple[str, int, str]]:

@@ -118,7 +118,7 @@ def has_not_learnt(run: Run) -> str:
     move, while there was something left to learn."""
     trend = run.healing.trend
     still = run.healing.still or []
-    if len(trend.first) < FIRST or trend.mean <= 1e-3 * trend.start:
+    if run.updates < PATIENCE[DEAD] or trend.mean <= 1e-3 * trend.start:
         return ""
     if len(still) >= 0.5 * len(list(run.net.parameters())):  # a single table may stand still
         return (f"{', '.join(still[:3])} does not move: the learning rate is 0, or every update is "

@@ -193,7 +193,8 @@ def example(name):
 
 def test_the_recipe_for_mixup_mixes_images_as_it_mixes_losses():
     text = (ROOT / "docs/data.md").read_text()
-    code = textwrap.dedent(text[text.index("    import torch\n") : text.index("\nand in `models/")])
+    end = text.index("\nIn `models/__init__")
+    code = textwrap.dedent(text[text.index("    import torch\n") : end])
     scope = {"__package__": "models", "__name__": "models.mixup"}
     exec(code, scope)
     model = scope["Mixup"](torch.nn.Flatten())

@@ -91,7 +91,7 @@ def struck(run, monkeypatch):
 
 RUINS = [
     ("running_var", -1.0, "validation is not finite"),
-    ("running_mean", 1e5, "accuracy is 10.0 %"),
+    ("running_mean", 1e5, "outputs no longer"),
 ]
 
 

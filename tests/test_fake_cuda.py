@@ -316,7 +316,7 @@ def look(run, images, labels, step=100, sampled=False):
     """A step with a look at all weights; with a sample of the probes."""
     sampler = Probes(run.net, CUDA).attach() if sampled else None
     figures = []
-    one_step(run, images, labels, lambda: figures.append(notice.look_at_all(run, step, sampler)))
+    one_step(run, images, labels, lambda: figures.append(notice.inspect_step(run, step, sampler)))
     figures[0].read()
 
 

@@ -118,7 +118,8 @@ def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
         return SimpleNamespace(changed=0.0, nonfinite=0.0, parted=False)
 
     def watch(module, args, out):
-        seen[module.training].add(out.dtype)
+        if isinstance(out, torch.Tensor):
+            seen[module.training].add(out.dtype)
 
     monkeypatch.setattr(validation, "disagreement", compare)
     with torch.nn.modules.module.register_module_forward_hook(watch):
@@ -323,7 +324,7 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(
     stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     assert run("--tensorboard", "--model", "slat_vae-test", "--max-steps", 2)[0] == 0
-    assert ("val_loss", 2) in scalars and any(name.startswith("grad_norm/") for name, _ in scalars)
+    assert ("val_loss", 2) in scalars
     assert {step for name, step in scalars if name == "loss"} == {1, 2}
 
 
