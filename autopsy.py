@@ -876,8 +876,9 @@ class Locator(TorchDispatchMode):
         if is_mask(span) and (masks or wanted):
             return LAWFUL, birth or self._birth(func, spans, t)
         birth = self._birth(func, spans, t)
-        # some versions of torch fill with a tensor of one number
-        if rule.constant and (birth.source == CONSTANT or (wanted and not birth.source)):
+        # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
+        fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
+        if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
             return next(self._clock), replace(birth, source=WRITTEN)
         return next(self._clock), replace(birth, again=again())
 
@@ -1625,9 +1626,9 @@ class Tape(TorchFunctionMode):
 
 def _as_it_is_now(room: Tensor) -> Tensor:
     """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
-    again = torch.empty_like(room)
+    again = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
     with _disable_current_modes():  # torch wrote nothing here
-        again.copy_(room)
+        again.resize_(room.shape).copy_(room)
     return again
 
 

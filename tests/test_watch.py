@@ -535,12 +535,17 @@ for layer in (net[0], net[2], net):
 ddp = net""")
 
 
+def printed(done):
+    """The script's own lines: gloo of torch 2.9 prints on every rank, at the same time."""
+    return [line for line in done.stdout.splitlines() if re.match(r"\d 0x", line)]
+
+
 @pytest.mark.parametrize("text", [LEAVES, SHARDED], ids=["sys.exit", "fsdp"])
 def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_is_named(
         tmp_path, text):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     bare, watched = (process(tmp_path, text, launcher=torchrun, watched=w) for w in (False, True))
-    assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5, watched.stderr
+    assert printed(bare) == printed(watched) and len(printed(bare)) == 5, watched.stderr
     done = process(tmp_path, text, "fault", launcher=torchrun)
     assert done.returncode != 0, done.stderr
     assert f"script.py:{line_of(text, 'rank')} " in done.stderr, done.stderr
@@ -550,7 +555,7 @@ def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_i
 def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     bare, watched = (process(tmp_path, RANKS, launcher=torchrun, watched=w) for w in (False, True))
-    assert bare.stdout == watched.stdout and bare.stdout.count("\n") == 5, watched.stderr
+    assert printed(bare) == printed(watched) and len(printed(bare)) == 5, watched.stderr
     assert watched.returncode == 0 and watched.stderr.count("nothing non-finite") == 1
     done = process(tmp_path, RANKS, "fault", launcher=torchrun)
     assert done.returncode != 0 and "guilty: rank 1 of 2" in done.stderr, done.stderr
