@@ -115,13 +115,14 @@ def attempt(run, step, images, labels, signal=0, eager=False):
         nonlocal figures
         figures = notice.inspect_step(run, step, sampler)
 
+    unsure = verifies and not verify.is_repeated(run, step, images, labels)
     # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
     torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
     run.guard.open(step)
     while True:  # until the step fits into memory
         run.guard.raise_flag("signal", signal)
-        if verifies:
-            verify.run_twice(run, step, images, labels)
+        if unsure:
+            run.guard.carry("unsure_rank", run.rank + 1)
         try:
             if inspects:
                 train_step(run, images, labels, inspect, eager or samples)
@@ -181,7 +182,7 @@ def train(run, stop):
             save(run, good=True)  # there is always a last_good to go back to
             run.checkpoints.wait()  # a kill may strike as soon as a step is logged
         if run.step >= run.total_steps:  # a run that was finished before is started again
-            return conclude(run)
+            return (None if run.scores else validate(run)) or conclude(run)
         run.model.train()
         while end is None:
             run.step += 1

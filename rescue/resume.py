@@ -56,7 +56,8 @@ def check_last_good(path: Path, identity: dict) -> None:
     try:
         good = checkpoint.load(path)
     except checkpoint.CheckpointError:
-        path.unlink(missing_ok=True)  # missing or damaged: the run begins with another
+        if path.exists():  # it makes room for another
+            path.replace(path.with_suffix(".damaged"))
     else:
         checkpoint.describe_changes(good["identity"], identity)
 

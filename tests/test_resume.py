@@ -26,6 +26,7 @@ from helpers import run_ranks
 
 import checkpoint
 import prepare
+import train
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from rescue import resume
@@ -248,6 +249,21 @@ def test_other_data_is_refused_by_name(run, finished, monkeypatch):
     refuse_changed(retouched, "pixels: ")
     refuse_changed(lambda x, labels: (x, labels.where(labels > 1, 1 - labels)), "labels: ")
     refuse_changed(lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100")
+
+
+def test_a_run_that_goes_on_beyond_its_new_end_is_validated_and_concluded(run, monkeypatch):
+    whole = train.digest
+
+    def digest(run, verdict):
+        if run.step == 5:
+            raise RuntimeError("a bug before the first validation")
+        return whole(run, verdict)
+
+    monkeypatch.setattr(train, "digest", digest)
+    assert run("--ckpt-every", "2")[0] == 1
+    code, last, _, _ = run("--max-steps", "2", "--resume", "auto")
+    assert (code, last["status"], last["steps"]) == (0, "done", 4), last
+    assert "val_loss" in last
 
 
 def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
