@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import optim
 from amp_policy import POLICIES
 from ranks import refuse
 
@@ -46,6 +45,17 @@ def folder(text: str) -> Path:
     if max(len(part.encode()) for part in Path(text).parts) > 255:
         raise argparse.ArgumentTypeError(f"a part of {text[:20]}... is longer than 255 bytes")
     return Path(text)
+
+
+def scaled_lr(lr: float, batch_size: int, base_batch: int, rule: str) -> tuple[float, str]:
+    """The learning rate for another batch size, and the sentence to print.
+
+    rule: "linear" (SGD, arXiv 1706.02677), "sqrt" (Adam: its step has unit size, only the noise
+    shrinks; arXiv 2205.10287) or "none".
+    """
+    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
+    new = lr * (batch_size / base_batch) ** power
+    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** {power:g} ({rule} rule)"
 
 
 from_0 = number(int, 0, below=MANY)
@@ -159,7 +169,7 @@ def parse(
             setattr(args, name, recipe[name])
     args.lr_reason = f"lr {args.lr} as asked"
     if args.lr is None:
-        args.lr, args.lr_reason = optim.scaled_lr(
+        args.lr, args.lr_reason = scaled_lr(
             recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
         )
     return args

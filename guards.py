@@ -225,8 +225,7 @@ class Guard:
             torch._foreach_copy_(b.parts_before, b.live)
 
     def _begin(self, step=None):
-        if self._state == "closed":  # nobody asked for the last verdict; it still counts
-            self._send()
+        self._send()  # nobody has asked for the last verdict; it still counts
         if [*map(id, self.net.buffers())] != [*map(id, self._owners)]:
             self.watch(self.net)
         self.number = self.number + 1 if step is None else step
@@ -290,14 +289,13 @@ class Guard:
             magnitude = torch.maximum(self._seen[flag], magnitude)  # keeps NaN
         self._seen[flag] = magnitude
 
-    def raise_flag(self, name: str, value=1.0):
-        """Any of FLAGS, between open() and decide(). A value of 0 raises nothing."""
-        if value:
-            self.carry(name, value if name == "signal" else self.rank + 1)
+    def raise_flag(self, name: str):
+        """Any of FLAGS but "signal", between open() and decide()."""
+        self.carry(name, self.rank + 1)
 
     def carry(self, name: str, value: float):
-        """A number (exact up to 2^24) that rejects nothing. verdict.carried[name] is the largest
-        of all ranks, 0 where none was given."""
+        """A number (exact up to 2^24) that rejects nothing: "signal", or one of `carries`.
+        verdict.carried[name] is the largest of all ranks, 0 where none was given."""
         self._raised[self.names.index(name)] = value
         self._is_raised = True
 
@@ -416,9 +414,11 @@ class Guard:
         Without calls of it, the first skipped step and ten in a row are told by a warning.
         """
         self._is_read = True
-        return None if self._state == "new" else self._send()
+        return self._send()
 
     def _send(self):
+        if self._state != "closed":
+            return None
         last = self._read()
         host = self._row.to("cpu", non_blocking=True, copy=True)  # CUDA: into pinned memory
         event = torch.cuda.current_stream().record_event() if self._row.is_cuda else None
@@ -428,7 +428,7 @@ class Guard:
 
     def flush(self):
         """Wait for everything under way; the last verdict, or None."""
-        last = self._send() if self._state == "closed" else None
+        last = self._send()
         return self._read() or last
 
     def set_lag(self, lag):
@@ -474,8 +474,7 @@ class Guard:
     def state_dict(self) -> dict:
         """Counters and the verdict under way, which stays unread: a run that goes on from here
         reads it at its next step. Plain numbers. Waits for the device."""
-        if self._state == "closed":
-            self._send()
+        self._send()
         pending = None
         if self._pending:
             step, row, keys = self._arrived()

@@ -61,7 +61,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 HALF = (torch.float16, torch.bfloat16)
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
@@ -103,18 +103,6 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Iterable[
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
         groups.setdefault((decay, scale), group)["params"].append(p)
     return list(groups.values())
-
-
-def scaled_lr(lr: float, batch_size: int, base_batch: int,
-              rule: str = "sqrt") -> tuple[float, str]:
-    """The learning rate for another batch size, and the sentence to print.
-
-    rule: "linear" (SGD, arXiv 1706.02677), "sqrt" (Adam: its step has unit size, only the noise
-    shrinks; arXiv 2205.10287) or "none".
-    """
-    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
-    new = lr * (batch_size / base_batch) ** power
-    return new, f"lr {new:.3g} = {lr:g} * ({batch_size} / {base_batch}) ** {power:g} ({rule} rule)"
 
 
 def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.0,
@@ -200,12 +188,7 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     return ""
 
 
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """2-norm over all tensors together, 0-dim fp32: one read, fp32 accumulators, no sync."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
-
-
-class ClippedAdamW(torch.optim.AdamW):
+class ClippedAdamW(AdamW):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm and rejects what is not finite.
 
     Args:
@@ -221,8 +204,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, clip: float | None = 1.0, masters: bool | None = None,
                  **kwargs: Any):
-        kwargs.setdefault("fused", True)
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"fused": True} | kwargs)
         self.clip = clip
         self.half_state = masters is False
         self.masters = {}  # half parameter -> fp32 master
@@ -270,7 +252,8 @@ class ClippedAdamW(torch.optim.AdamW):
         alone = found_inf is None
         norm = None
         if alone or self.clip:
-            scaled_norm = total_norm([grad for _, _, grads, _ in work for grad in grads])
+            every = [grad for _, _, grads, _ in work for grad in grads]
+            scaled_norm = torch.stack(torch._foreach_norm(every, 2, dtype=torch.float32)).norm()
             scale = 1.0 if grad_scale is None else grad_scale
             norm = scaled_norm / scale
             too_large = (~(norm <= LIMIT)).float()  # NaN is not below
@@ -320,12 +303,12 @@ class ClippedAdamW(torch.optim.AdamW):
         level = min(skipped, 1) + (in_a_row >= 10)
         if level > self._warned:
             self._warned = level
-            text = f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row"
-            warnings.warn(f"{text}: a gradient is not finite", stacklevel=5)
+            warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
+                          "a gradient is not finite", stacklevel=5)
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, which loads it, with masters beside it. The tensors are live."""
-        return super().state_dict() | {"masters": [*self.masters.values()]}
+        return super().state_dict() | {"masters": list(self.masters.values())}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -349,16 +332,3 @@ def master_params(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
         masters = getattr(optimizer, "masters", {})
         both |= {p: masters.get(p, p) for g in optimizer.param_groups for p in g["params"]}
     return both
-
-
-@torch.no_grad()
-def widen(optimizers: Iterable[Optimizer]) -> None:
-    """Half parameters become fp32 in place, with what their masters hold; moments too."""
-    for optimizer in optimizers:
-        for p, t in master_params([optimizer]).items():
-            if p.dtype in HALF:
-                p.grad = None  # of the old dtype
-                p.data = t.detach().float()
-                state = optimizer.state[p]
-                optimizer.state[p] = {name: value.float() for name, value in state.items()}
-        getattr(optimizer, "masters", {}).clear()

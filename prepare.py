@@ -33,7 +33,7 @@ import fp32
 import guards
 import optim
 import report
-from data import WrongArgument, batches, fingerprint, imagefolder, load
+from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
 from models import MODELS, DoesNotFit, set_drop_path, wrap
 from ranks import (
@@ -50,8 +50,6 @@ from record import Run
 from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
-# Arguments by which a run that is resumed is known again.
-IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
 
@@ -230,14 +228,15 @@ def precision(run: Run, saved: dict | None) -> float | None:
         return seconds_of(run, dtype, count) * images / count
 
     def stopwatch(_: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
-        return tuple(step(dtype) for dtype in dtypes)
+        return tuple(map(step, dtypes))
 
+    norms = [m for m in run.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     policy = seconds = None
     if run.rank == 0:
         gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
         watch = None if gains or resumes else stopwatch
         policy = amp_policy.choose_policy(wanted, caps, stopwatch=watch)
-        if gains and (wanted, policy.name) == ("auto", "bf16") and has_batch_norm(run.net):
+        if norms and gains and (wanted, policy.name) == ("auto", "bf16"):
             # cuDNN has a BatchNorm for float16 and none for bfloat16.
             other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
             ratio = step(torch.float16) / step(torch.bfloat16)
@@ -257,10 +256,6 @@ def precision(run: Run, saved: dict | None) -> float | None:
         refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
     run.injector.attach(run.model)
     return seconds
-
-
-def has_batch_norm(net: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
 
 
 def length(run: Run, saved: dict | None, seconds: float | None) -> str:
@@ -329,16 +324,7 @@ def training(run: Run) -> None:
 def folder(run: Run, saved: dict | None) -> str:
     """Go on from the checkpoint; the folder and its files. Returns what to say about a resume."""
     args = run.args
-    run.identity = {
-        **{name: getattr(args, name) for name in IDENTIFYING},
-        **fingerprint(*run.data.train),
-        "dataset": run.data.name,
-        "num_classes": len(run.data.classes),
-        "precision": run.policy.name,
-        "world_size": run.world_size,
-        "total_steps": run.total_steps,
-        "torch": str(torch.__version__),
-    }
+    run.identity = resume.identity(run)
     must_agree(run.identity)
     run.identity["hardware"] = amp_policy.capabilities(run.device).name
     note = ""

@@ -120,21 +120,18 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
     run.guard.open(step)
     while True:  # until the step fits into memory
-        run.guard.raise_flag("signal", signal)
+        if signal:
+            run.guard.carry("signal", signal)
         if unsure:
             run.guard.carry("unsure_rank", run.rank + 1)
         try:
-            if inspects:
-                train_step(run, images, labels, inspect, eager or samples)
-            elif run.graph and not eager:
+            if run.graph and not inspects and not eager:
                 run.graph(images, labels)
             else:
-                train_step(run, images, labels, eager=eager)
+                train_step(run, images, labels, inspect if inspects else None, eager or samples)
             break
         except RuntimeError as error:
-            if not ranks.out_of_memory(error):
-                raise
-            heal.make_room(run, error)
+            heal.make_room(run, error)  # raises what is not about memory
     torch.backends.cudnn.benchmark = False
     # 5. What happened reaches the host one step late: the device never waits for a question.
     verdict = run.guard.verdict()

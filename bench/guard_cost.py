@@ -195,7 +195,6 @@ def contestants(
 
         def step():
             run.guard.open()
-            run.guard.raise_flag("signal", 0)
             take(*batches[next(count) % 4])
             verdict = run.guard.verdict()
             if verdict and not verdict.accepted:

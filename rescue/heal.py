@@ -237,13 +237,14 @@ def make_room(run: Run, error: Exception) -> None:
     many of them: the update stays the same within rounding. A CUDA graph gives back its pool. This
     rank begins the step again at once; the others follow at the verdict.
 
-    Raises the error where no room can be made: after the decision, with one image a micro-batch,
-    and while a CUDA graph was recorded (CUDA's random numbers do not outlive that).
+    Raises the error where it is another one, and where no room can be made: after the decision,
+    with one image a micro-batch, and while a CUDA graph was recorded (CUDA's random numbers do not
+    outlive that).
     """
     graph = run.graph
     recording = graph and graph.graph is None and graph.calls > graph.warm_up
     one_image = 2 * run.accum > run.args.batch_size // run.world_size
-    if run.guard.decided or recording or one_image:
+    if not ranks.out_of_memory(error) or run.guard.decided or recording or one_image:
         raise error
     for optimizer in run.optimizers:
         optimizer.zero_grad()

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import amp_policy
 import checkpoint
 import optim
 import report
+from data import fingerprint
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, parallel, refuse, refusing
 from record import Healing, Run, Trend
@@ -29,6 +31,22 @@ from record import Healing, Run, Trend
 NEEDED = (
     "identity", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores",
 )  # fmt: skip
+# Arguments by which a run that is resumed is known again.
+IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
+
+
+def identity(run: Run) -> dict:
+    """What makes a run this run: a checkpoint of another one is refused by it."""
+    return {
+        **{name: getattr(run.args, name) for name in IDENTIFYING},
+        **fingerprint(*run.data.train),
+        "dataset": run.data.name,
+        "num_classes": len(run.data.classes),
+        "precision": run.policy.name,
+        "world_size": run.world_size,
+        "total_steps": run.total_steps,
+        "torch": str(torch.__version__),
+    }
 
 
 def read_checkpoint(run: Run) -> dict | None:
@@ -164,9 +182,22 @@ def adopt(run: Run, precision: str) -> None:
     caps = amp_policy.capabilities(run.device)
     policy = amp_policy.choose_policy(precision, caps, None, None)
     if run.policy.param_dtype is not policy.param_dtype:
-        optim.widen(run.optimizers)
+        widen(run.optimizers)
         compiles = run.compiled is not run.ddp
         run.ddp = parallel(run.model, run.device)  # the old one's hooks hang on half weights
         run.compiled = torch.compile(run.ddp) if compiles else run.ddp
     run.policy = policy
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=policy.scales)
+
+
+@torch.no_grad()
+def widen(optimizers: list[Optimizer]) -> None:
+    """Half parameters become fp32 in place, with what their masters hold; moments too."""
+    for optimizer in optimizers:
+        for p, t in optim.master_params([optimizer]).items():
+            if p.dtype in amp_policy.HALF:
+                p.grad = None  # of the old dtype
+                p.data = t.detach().float()
+                state = optimizer.state[p]
+                optimizer.state[p] = {name: value.float() for name, value in state.items()}
+        getattr(optimizer, "masters", {}).clear()

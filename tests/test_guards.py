@@ -111,8 +111,7 @@ def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
 def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
     guard = Guard(network(), lag=False, carries=["worst"])
     guard.open()
-    guard.raise_flag("signal", 15)
-    guard.raise_flag("veto", 0)
+    guard.carry("signal", 15)
     guard.carry("worst", 2**24)
     assert guard.decide() == 0
     guard.close(torch.zeros(()), note=torch.tensor(0.5))
