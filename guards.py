@@ -378,8 +378,10 @@ class Guard:
                 o.found_inf = bad
                 o.grad_scale = scale
             Guard._stepping = True
-            o.step()
-            Guard._stepping = False
+            try:
+                o.step()
+            finally:
+                Guard._stepping = False
             if on_device:
                 del o.found_inf, o.grad_scale
         if self._losses:

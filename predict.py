@@ -31,9 +31,12 @@ def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
     """For each image every class with its probability, or the numbers of a regression."""
     known = json.loads((folder / "model.json").read_text())
     build, _ = MODELS[known["model"]]
-    net = build(known["classes"], known["image_size"])
-    if hasattr(net, "judged_by") or known["channels"] != 3:
+    net = build(known["classes"], known["image_size"], known["channels"])
+    if hasattr(net, "judged_by"):
         raise SystemExit(f"predict.py: {known['model']} does not name the class of an image")
+    if known["channels"] != 3:
+        raise SystemExit(f"predict.py: this run's images have {known['channels']} channels, "
+                         "image files have 3")
     net.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
     net.to(memory_format=torch.channels_last).eval()
     normalize = batches.Normalize(known["mean"], known["std"])

@@ -171,7 +171,7 @@ def network(run: Run) -> None:
     args = run.args
     build, recipe = MODELS[args.model]
     with refusing(DoesNotFit):
-        net = build(run.data.classes, run.data.image_size)
+        net = build(run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
     names = [name for name, _ in net.named_parameters()]
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):

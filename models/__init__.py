@@ -12,7 +12,7 @@ images in the space of the input, or lines of text.
 To add a model, add one line to MODELS: its name, a function build(class_names, image_size,
 channels) -> net, and its recipe.
 
-    "mine": (lambda names, size, channels=3: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
+    "mine": (lambda names, size, channels: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
 
 A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """

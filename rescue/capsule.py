@@ -81,7 +81,8 @@ def replay(path: Path, rerun: Callable) -> int:
     if about["model"] not in MODELS:
         raise ValueError(f"{path} is of the model {about['model']}, which is not here")
     build, recipe = MODELS[about["model"]]
-    net = build(content.class_names, content.image_size)
+    channels = content.batches[0][0].shape[1]
+    net = build(content.class_names, content.image_size, channels)
     set_drop_path(net, about["drop_path"])
     keep_fp32(net, state["pinned"])
     caps = amp_policy.capabilities("cpu")

@@ -208,7 +208,9 @@ def rewind(run: Run, slower: bool = False) -> str:
     run.total_steps += taken_back
     run.healing.extra_steps += taken_back
     rate = "" if factor == 1 else f", learning rate x {float(factor):g}"
-    return f"back to the weights of step {state['step']}{rate}"
+    said = f"back to the weights of step {state['step']}{rate}"
+    run.log.warnings.append(f"step {run.step}: {said}")  # for the summary
+    return said
 
 
 def diverged(run: Run, symptom: str) -> Cure:

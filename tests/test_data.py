@@ -212,13 +212,10 @@ def test_data_of_ones_own_is_two_files_as_contributing_shows(tmp_path):
     tree = tmp_path / "tree"
     skip = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "failures", "runs")
     shutil.copytree(ROOT, tree, ignore=skip)
-    table = tree / "models/__init__.py"
-    line = "MODELS = {\n" + example("models/__init__.py")
-    table.write_text(table.read_text().replace("MODELS = {", line))
     jobs, wanted = [], []
     for name, model, channels, labels, judged_by in (
         ("age", "cifarnet-tiny", 3, torch.arange(150.0), "val_mae"),
-        ("tiles", "six", 6, torch.arange(150) % 3, "val_acc1"),
+        ("tiles", "resnet18", 6, torch.arange(150) % 3, "val_acc1"),
     ):
         (tree / f"data/{name}.py").write_text(example(f"data/{name}.py"))
         images = torch.randint(0, 256, (150, channels, 32, 32), dtype=torch.uint8)
