@@ -378,10 +378,8 @@ class Guard:
                 o.found_inf = bad
                 o.grad_scale = scale
             Guard._stepping = True
-            try:
-                o.step()
-            finally:
-                Guard._stepping = False
+            o.step()
+            Guard._stepping = False
             if on_device:
                 del o.found_inf, o.grad_scale
         if self._losses:
@@ -416,6 +414,8 @@ class Guard:
         Without calls of it, the first skipped step and ten in a row are told by a warning.
         """
         self._is_read = True
+        if self._state == "open":  # a CUDA graph has replayed the rest of the step
+            self._state = "closed"
         return self._send()
 
     def _send(self):

@@ -108,6 +108,17 @@ def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
     assert guard.verdict().step == 100
 
 
+def test_a_step_that_a_cuda_graph_replays_has_its_verdict():
+    guard = Guard(network(), lag=False)
+    for step in (1, 2, 3):
+        guard.open(step)
+        if step == 1:  # recorded here; a replay runs the same kernels and no line of Python
+            guard.decide()
+            guard.close(torch.tensor(1.0))
+        assert guard.verdict().step == step
+    assert guard.skipped == 3 and guard.verdict() is None
+
+
 def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
     guard = Guard(network(), lag=False, carries=["worst"])
     guard.open()
