@@ -65,8 +65,7 @@ def deterministic(args):
 
 
 def bad_label(args):
-    end = train(args, max_steps=80, inject="nan:label@step=2" if args.smoke else
-                "nan:label@step=60")
+    end = train(args, max_steps=80, inject=f"nan:label@step={2 if args.smoke else 60}")
     return end, end["status"] == "done" and end["skipped"] >= 1
 
 
@@ -201,20 +200,17 @@ STAGES = {
 
 def command(part, args):
     """What runs this part; None: it cannot be run here."""
-    python, smoke = sys.executable, ["--smoke"] if args.smoke else []
+    smoke = ["--smoke"] if args.smoke else []
     if part == "tests":
-        return [python, "-m", "pytest", "-q", "-k", "cuda", "tests/test_graphs.py" if smoke else
-                "tests"]
-    if part == "time_to_accuracy" and not args.airbench:
-        return None
-    if part in HERE:
-        words = [python, __file__, "--part", part, "--device", args.device, *smoke]
-        return [*words, *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
-    more = ["--device", args.device] if part not in ("scan", "save_stall") else []
+        files = "tests/test_graphs.py" if args.smoke else "tests"
+        return [sys.executable, "-m", "pytest", "-q", "-k", "cuda", files]
+    program = [__file__, "--part", part] if part in HERE else [f"bench/{part}.py"]
+    words = [sys.executable, *program, "--device", args.device, *smoke]
+    if part in ("whole", "time_to_accuracy") and args.data_dir:
+        words += ["--data-dir", str(args.data_dir)]
     if part == "time_to_accuracy":
-        more += ["--airbench", str(args.airbench), "--data-dir", str(args.data_dir)]
-        return [python, f"bench/{part}.py", *more]
-    return [python, f"bench/{part}.py", *more, *([] if part == "save_stall" else smoke)]
+        return [*words, "--airbench", str(args.airbench)] if args.airbench else None
+    return words
 
 
 def run(part, args, seconds):
