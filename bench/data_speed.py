@@ -18,7 +18,6 @@ do). Each round measures in turn, on all cores:
 What data costs is a start and an epoch's batches, as a share of the epoch's steps (goal: 0.05).
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -35,12 +34,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import data  # noqa: E402
-from bench.record import header, spread, write  # noqa: E402
-from data.batches import TrainBatches  # noqa: E402
-from models.cifarnet import PRESETS, CifarNet  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import data
+from bench import record
+from data.batches import TrainBatches
+from models.cifarnet import PRESETS, CifarNet
 
 CORES = os.cpu_count()
 
@@ -114,7 +112,7 @@ def cifar_ratios(folder, net):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = record.arguments(__doc__, "cpu")
     for name in ("cifar", "small", "photos"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
@@ -130,12 +128,11 @@ def main():
         ):
             for ratio, value in ratios.items():
                 samples[f"{name}: {ratio}"].append(value)
-    ratios = {name: spread(values) for name, values in samples.items()}
+    ratios = {name: record.spread(values) for name, values in samples.items()}
     for name, ratio in ratios.items():
         print(f"{name}: {ratio}")
-    device = torch.device("cpu")
-    record = header("data_speed", vars(args), device) | {"ratios": ratios, "samples": samples}
-    write(record, ROOT / "bench" / "results", device, samples=("samples",))
+    head = record.header("data_speed", args) | {"ratios": ratios, "samples": samples}
+    record.write(head, args, samples=("samples",))
 
 
 if __name__ == "__main__":

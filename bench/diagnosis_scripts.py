@@ -1,27 +1,21 @@
 """
 How often does `python autopsy.py SCRIPT` name the fault of a script?
 
-    python bench/diagnosis_scripts.py                  # a process a script, some seconds each
+    python bench/diagnosis_scripts.py        # a process a script: four minutes on one CPU core
 
 Each script is distilled from a published report (the address stands beside it): how a training loop
 meets a bad number, apart from the operation that made it. It raises, it passes over the batch, its
 optimizer makes the NaN, its weights never move. What a right answer is was written down and
 committed before the first run: the exit code, words of the report, and the line marked `<- guilty`.
 """
-import argparse
-import os
 import re
+import subprocess
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
-import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import autopsy  # noqa: E402
-from bench.record import header, write  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
 
 HEAD = """
 import torch, sys
@@ -538,61 +532,35 @@ loop(policy, loss_of)
 }
 
 
-def answer(name: str, folder: str) -> dict:
+def answer(name, folder):
     """What the tool says of one script, and whether that is right."""
     _, code, words, text = SCRIPTS[name]
     text = HEAD + text
     Path(folder, "script.py").write_text(text)
-    if (child := os.fork()) == 0:  # a process of its own that need not import torch
-        os._exit(watched(folder))
-    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said = Path(folder, "err").read_text()
+    command = [sys.executable, record.ROOT / "autopsy.py", "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    said = done.stderr
     guilty = [n for n, line in enumerate(text.splitlines(), 1) if "<- guilty" in line]
     lines = [int(n) for n in re.findall(r"script\.py:(\d+) ", said)]
-    right = {"code": exit_code == code, "words": bool(re.search(words, said)),
+    right = {"code": done.returncode == code, "words": bool(re.search(words, said)),
              "line": not guilty or guilty[0] in lines}
     return {"right": right, "whole": all(right.values()), "said": said[-1500:],
             "second run": "runs again" in said}
 
 
-def watched(folder: str) -> int:
-    """`python autopsy.py script.py` in this process; its exit code."""
-    os.chdir(folder)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.path.insert(0, folder)
-    sys.argv = ["autopsy.py", "script.py"]
-    sys.orig_argv = [sys.executable, str(ROOT / "autopsy.py"), "script.py"]
-    try:
-        return autopsy.main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", default="diagnosis_scripts", help="of the raw file")
+def main():
+    parser = record.arguments(__doc__, "cpu")
     parser.add_argument("--only", default=".", help="a pattern that the names must match")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in (name for name in SCRIPTS if re.search(args.only, name)):
             rows[name] = answer(name, folder)
             print(f"{name:32} {'right' if rows[name]['whole'] else 'wrong'} {rows[name]['right']}")
-    whole = sum(row["whole"] for row in rows.values())
-    second = sum(row["second run"] for row in rows.values())
-    device = torch.device("cpu")
-    record = header(args.name, vars(args), device)
-    record |= {"wholly right": [whole, len(rows)], "second runs": second, "cases": rows}
-    write(record, args.results, device, ("cases",))
+    head = record.header("diagnosis_scripts", args)
+    head["wholly right"] = [sum(row["whole"] for row in rows.values()), len(rows)]
+    head["second runs"] = sum(row["second run"] for row in rows.values())
+    record.write(head | {"cases": rows}, args, ("cases",))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import data  # noqa: E402
-import optim  # noqa: E402
-from bench import record  # noqa: E402
-from data.batches import TrainBatches  # noqa: E402
-from models import MODELS, RECIPE, swin, wrap  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import data
+import optim
+from bench import record
+from data.batches import TrainBatches
+from models import MODELS, RECIPE, swin, wrap
 
 BATCH, LR, STEPS, GROWN = 64, 6e-3, 300, 142.0
 KEPT = ("epoch", "train_loss", "val_loss", "val_acc1")
@@ -41,12 +40,12 @@ def build(names, size, grown=GROWN):
     return net
 
 
-def stock(model, stream, steps, device):
+def stock(model, stream, device):
     """(losses, loss scales) of the tutorial's loop; a NaN is written as None."""
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99), weight_decay=0.05)
-    factors = optim.warmup_cosine(steps, steps // 5, kind="linear").tolist()
+    factors = optim.warmup_cosine(STEPS, STEPS // 5, kind="linear").tolist()
     scaler, losses, scales = torch.amp.GradScaler(device.type), [], []
-    for step in range(steps):
+    for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = LR * factors[step]
         with torch.autocast(device.type, torch.float16):
@@ -71,13 +70,13 @@ def died_and_healed(args, device, flags):
     torch.manual_seed(0)
     net = build([str(i) for i in range(10)], 32, args.grown).to(device)
     stream = TrainBatches(images, labels, batch_size=BATCH, device=device)
-    died, scales = stock(wrap(net), stream, args.steps, device)
-    flags |= {"precision": "fp16", "max-steps": args.steps, "log-every": 1}
+    died, scales = stock(wrap(net), stream, device)
+    flags |= {"precision": "fp16", "max-steps": STEPS, "log-every": 1}
     _, end, lines = record.train_run(flags)
     logged = {line["step"]: line for line in lines if "grad_norm" in line and "event" not in line}
     losses = [logged[step]["loss"] for step in sorted(logged)]
     first = next((step for step, loss in enumerate(died, 1) if loss is None), None)
-    print(f"stock loop: first non-finite loss at step {first}, {died.count(None)} of {args.steps}, "
+    print(f"stock loop: first non-finite loss at step {first}, {died.count(None)} of {STEPS}, "
           f"scale {scales[-1]:g}; train.py: {end['skipped']} skipped, healed {end['healed']}")
     return {
         "died": died, "died_scales": scales, "end": end,
@@ -90,7 +89,7 @@ def died_and_healed(args, device, flags):
 def whole(args, flags):
     for seed in range(args.seeds):
         for precision in ("fp32", "fp16"):
-            flags |= {"precision": precision, "seed": seed, "epochs": args.epochs}
+            flags |= {"precision": precision, "seed": seed, "epochs": 2}
             _, end, lines = record.train_run(flags)
             print(f"{precision}  seed {seed}  accuracy {end['val_acc1']:.2f} %  skipped "
                   f"{end['skipped']}  healed {end['healed']}", flush=True)
@@ -103,8 +102,6 @@ def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--whole", action="store_true", help="whole runs instead, fp16 and fp32")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--epochs", type=float, default=2.0, help="of --whole")
     parser.add_argument("--seeds", type=int, default=2, help="of --whole")
     parser.add_argument("--grown", type=float, default=GROWN)
     args = parser.parse_args(argv)
@@ -114,13 +111,13 @@ def main(argv=None):
     flags = {"model": "swin-published", "dataset": "cifar10", "data-dir": args.data_dir,
              "device": args.device, "batch-size": BATCH}
     name = "healed_whole_run" if args.whole else "died_and_healed"
-    head = record.header(name, vars(args), device) | {"lr": LR, "batch_size": BATCH}
+    head = record.header(name, args) | {"lr": LR, "batch_size": BATCH}
     if args.whole:
         head["runs"] = list(whole(args, flags))
     else:
         head |= died_and_healed(args, device, flags)
     long = ("runs", "died", "died_scales", "healed", "healed_scales", "events")
-    record.write(head, args.results, device, samples=long)
+    record.write(head, args, samples=long)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Transparent SVG with grey text, so that they read on a light page and on a dark 
 its metadata from which raw files it was drawn, with their SHA-256 (tests/test_readme.py compares).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

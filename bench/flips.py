@@ -14,19 +14,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import train  # noqa: E402
-from bench import record  # noqa: E402
-from models import MODELS  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import train
+from bench import record
+from models import MODELS
 
 RUNS, STEPS, MODEL = 25, (2, 4, 6, 8), "vit-test"
 
 
-def one(folder: Path, chance: random.Random, names: list[str]) -> list[dict]:
+def one(folder, chance, names):
     """One run; a row for each flip. The same random numbers on every rank."""
     flips = []
     for step in STEPS:
@@ -47,7 +45,8 @@ def one(folder: Path, chance: random.Random, names: list[str]) -> list[dict]:
     return flips
 
 
-def main() -> None:
+def main():
+    args = record.arguments(__doc__, "cpu").parse_args()
     rank, chance, rows = int(os.environ["RANK"]), random.Random(0), []
     train.report.draw_curves = lambda path: None
     dist.destroy_process_group = lambda: None  # the next run meets the same processes
@@ -55,16 +54,15 @@ def main() -> None:
     names = [name for name, _ in net.named_parameters()]
     # the same on all ranks: torchrun is the parent
     folder = Path(tempfile.gettempdir()) / f"flips-{os.getppid()}"
-    for i in range(RUNS):
+    for i in range(1 if args.smoke else RUNS):
         rows += one(folder / str(i), chance, names)
         if rank == 0:
             repaired = sum(row["action"].startswith("repaired") for row in rows)
             print(f"{len(rows)} flips: {sum(row['seen'] for row in rows)} seen, "
                   f"{sum(row['named'] for row in rows)} named, {repaired} repaired", flush=True)
     if rank == 0:
-        device = torch.device("cpu")
-        head = record.header("flips", {"runs": RUNS}, device) | {"n": len(rows), "flips": rows}
-        record.write(head, record.RESULTS, device, samples=("flips",))
+        head = record.header("flips", args) | {"n": len(rows), "flips": rows}
+        record.write(head, args, samples=("flips",))
         shutil.rmtree(folder)
 
 

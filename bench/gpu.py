@@ -13,8 +13,6 @@ code, seconds, its last line. A part that has ended well on this commit is not r
 that was cut short goes on where it was. What fails does not keep the rest from being measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -28,10 +26,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
 
+ROOT = record.ROOT
 LIMIT = 540  # seconds a stage
 CLASSES = [str(k) for k in range(10)]
 NETS = ("cifarnet", "resnet18", "vit", "swin", "swin-v2", "vmamba", "dit", "slat_vae", "vlm")
@@ -67,9 +65,13 @@ def deterministic(args):
 
 
 def bad_label(args):
-    end = train(args, max_steps=80, inject="nan:label@step=2" if args.smoke else
-                "nan:label@step=60")
+    end = train(args, max_steps=80, inject=f"nan:label@step={2 if args.smoke else 60}")
     return end, end["status"] == "done" and end["skipped"] >= 1
+
+
+def command_line(args, folder, *more):
+    return [sys.executable, str(ROOT / "train.py"), f"--device={args.device}",
+            "--dataset=synthetic", "--batch-size=100", f"--out-dir={folder}", *more]
 
 
 def killed(args):
@@ -78,10 +80,8 @@ def killed(args):
     with tempfile.TemporaryDirectory() as folder:
 
         def start(name, *more):
-            command = [sys.executable, str(ROOT / "train.py"), f"--device={args.device}",
-                       "--deterministic", "--dataset=synthetic", f"--max-steps={steps}",
-                       "--precision=bf16", "--batch-size=100", "--ckpt-every=2",
-                       f"--out-dir={folder}/{name}", *more]
+            command = command_line(args, Path(folder, name), f"--max-steps={steps}",
+                                   "--deterministic", "--precision=bf16", "--ckpt-every=2", *more)
             return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
         whole = start("whole").wait()
@@ -176,11 +176,9 @@ def profile(args):
 
 def start(args):
     """Seconds of a run of two steps: almost all of it is the start."""
-    command = [sys.executable, str(ROOT / "train.py"), f"--device={args.device}", "--max-steps=2",
-               "--dataset=synthetic", "--batch-size=100"]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([*command, f"--out-dir={folder}/run"], capture_output=True, text=True)
+        done = subprocess.run(command_line(args, folder, "--max-steps=2"), capture_output=True)
     return time.perf_counter() - began, done.returncode == 0
 
 
@@ -202,20 +200,17 @@ STAGES = {
 
 def command(part, args):
     """What runs this part; None: it cannot be run here."""
-    python, smoke = sys.executable, ["--smoke"] if args.smoke else []
+    smoke = ["--smoke"] if args.smoke else []
     if part == "tests":
-        return [python, "-m", "pytest", "-q", "-k", "cuda", "tests/test_graphs.py" if smoke else
-                "tests"]
-    if part == "time_to_accuracy" and not args.airbench:
-        return None
-    if part in HERE:
-        words = [python, __file__, "--part", part, "--device", args.device, *smoke]
-        return [*words, *(["--data-dir", str(args.data_dir)] if args.data_dir else [])]
-    more = ["--device", args.device] if part not in ("scan", "save_stall") else []
+        files = "tests/test_graphs.py" if args.smoke else "tests"
+        return [sys.executable, "-m", "pytest", "-q", "-k", "cuda", files]
+    program = [__file__, "--part", part] if part in HERE else [f"bench/{part}.py"]
+    words = [sys.executable, *program, "--device", args.device, *smoke]
+    if part in ("whole", "time_to_accuracy") and args.data_dir:
+        words += ["--data-dir", str(args.data_dir)]
     if part == "time_to_accuracy":
-        more += ["--airbench", str(args.airbench), "--data-dir", str(args.data_dir)]
-        return [python, f"bench/{part}.py", *more]
-    return [python, f"bench/{part}.py", *more, *([] if part == "save_stall" else smoke)]
+        return [*words, "--airbench", str(args.airbench)] if args.airbench else None
+    return words
 
 
 def run(part, args, seconds):
@@ -243,7 +238,7 @@ def run(part, args, seconds):
         except subprocess.TimeoutExpired:
             code = 124
     lines = log.read_text().splitlines() or [""]
-    head = record.header(part, vars(args), torch.device(args.device))
+    head = record.header(part, args)
     head |= {"code": code, "seconds": round(time.time() - began, 1), "last": lines[-1]}
     path.write_text(json.dumps(head) + "\n")
     print(f"{part}: code {code} after {head['seconds']} s  {lines[-1][:200]}", flush=True)

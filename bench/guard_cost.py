@@ -21,8 +21,6 @@ two ranks, and growth in parameters and in tensors with a tiny batch, where the 
 the worst case.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -34,7 +32,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -42,18 +39,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from amp_policy import LossScaler, capabilities, choose_policy  # noqa: E402
-from bench import record  # noqa: E402
-from extras.graphs import StepGraph  # noqa: E402
-from guards import Guard  # noqa: E402
-from models import MODELS  # noqa: E402
-from models.classifier import Classifier  # noqa: E402
-from optim import ClippedAdamW, param_groups  # noqa: E402
-from ranks import agreed, parallel  # noqa: E402
-from record import Run  # noqa: E402
-from train import train_step  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from amp_policy import LossScaler, capabilities, choose_policy
+from bench import record
+from extras.graphs import StepGraph
+from guards import Guard
+from models import MODELS
+from models.classifier import Classifier
+from optim import ClippedAdamW, param_groups
+from ranks import agreed, parallel
+from record import Run
+from train import train_step
 
 GOALS = {  # ours / its partner, at most
     ("ours", "cpu"): 1.02,
@@ -78,19 +74,19 @@ GROWTH = [(1, 3), (10, 3), (50, 3), (100, 3), (200, 3), (10, 25), (10, 250), (10
 class Chain(nn.Module):
     """(B, width) -> (B, classes): `depth` times x + Linear(LayerNorm(x)), 4 tensors a layer."""
 
-    def __init__(self, width: int, depth: int):
+    def __init__(self, width, depth):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + layer(x)
         return x[:, : len(NAMES)]
 
 
-def watch_under_and_overflow(net: nn.Module) -> None:
+def watch_under_and_overflow(net):
     """The way of transformers' DebugUnderflowOverflow: a forward hook on every module takes the
     smallest and largest magnitude of weights, inputs and outputs to the host."""
     frames = collections.deque(maxlen=21)
@@ -106,14 +102,15 @@ def watch_under_and_overflow(net: nn.Module) -> None:
         module.register_forward_hook(hook)
 
 
-def all_finite(params: list[Tensor]) -> bool:
+def all_finite(params):
     return not any(p.grad.isnan().any() for p in params)
 
 
-def contestants(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], device: torch.device
-) -> dict[str, Callable]:
-    """Name -> function that copies the network and returns one training step."""
+def contestants(build, shape, device):
+    """Name -> function that copies the network and returns one training step.
+
+    `build` makes the network, `shape` is that of a batch.
+    """
     torch.manual_seed(0)
     original = build().to(device, memory_format=torch.channels_last)
     with torch.no_grad():
@@ -215,14 +212,14 @@ def contestants(
     }
 
 
-def warm(make: Callable) -> Callable:
+def warm(make):
     step = make()
     for _ in range(4):  # a graph is recorded at the third
         step()
     return step
 
 
-def measure(steps: dict, device: torch.device, seconds: float, least: int) -> list[dict]:
+def measure(steps, device, seconds, least):
     """Rounds of {name: milliseconds a step}, for `seconds` and at least `least` rounds."""
     block = 1
     if device.type == "cuda":  # its queue is full, but with no more than 0.2 seconds of steps
@@ -230,39 +227,35 @@ def measure(steps: dict, device: torch.device, seconds: float, least: int) -> li
         block = agreed(min(20, max(1, round(200 / one))))
     start = time.perf_counter()
 
-    def go_on(rounds: int) -> bool:  # the same on every rank
+    def go_on(rounds):  # the same on every rank
         return agreed(rounds < least or time.perf_counter() - start < seconds)
 
     return record.in_turns(steps, device, go_on, block, rare=SLOW)
 
 
-def table(title: str, rounds: list[dict], head: dict, key: str = "ratios") -> None:
+def table(title, rounds, head, key="ratios"):
     """Print one comparison and put it into `head`."""
     head["milliseconds"][title] = rounds
     ratios = head[key][title] = {}
     print(f"\n{title}\n{'n':>33}{'ms a step':>11}{'ratio':>8}   quartiles", flush=True)
     for name in rounds[0]:
-        own = [row for row in rounds if name in row]
-        partner = PARTNER.get(name, "bare")
-        ratio = record.spread([row[name] / row.get(partner, math.nan) for row in own])
-        ratios[name] = ratio
+        ratio = ratios[name] = record.ratio(rounds, name, PARTNER.get(name, "bare"))
         low, high = ratio["quartiles"]
-        milliseconds = record.spread([row[name] for row in own])["median"]
+        milliseconds = record.spread([row[name] for row in rounds if name in row])["median"]
         goal = GOALS.get((name, head["arguments"]["device"])) if key == "ratios" else None
         verdict = "met" if goal and ratio["median"] <= goal else "MISSED"
         print(f"  {name:27}{ratio['n']:4}{milliseconds:11.2f}{ratio['median']:8.3f}   "
               f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else ""))
 
 
-def compare(work: tuple, device: torch.device, names: list[str], seconds: float, least: int,
-            head: dict, key: str = "ratios") -> None:
+def compare(work, device, names, seconds, least, head, key="ratios"):
     title, build, shape = work
     makers = contestants(build, shape, device)
     steps = {name: warm(makers[name]) for name in names}
     table(title, measure(steps, device, seconds, least), head, key)
 
 
-def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, least: int) -> None:
+def one_of_two(rank, folder, kind, batch, seconds, least):
     """A process of the comparison with two ranks; rank 0 leaves its rounds in `folder`."""
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -280,7 +273,7 @@ def one_of_two(rank: int, folder: str, kind: str, batch: int, seconds: float, le
     os._exit(0)  # gloo's threads sometimes abort a process that has ended well
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     cuda = torch.cuda.is_available()
     parser = record.arguments(__doc__)
     parser.add_argument("--seconds", type=float, help="a workload; default: 35, on a GPU 3")
@@ -303,7 +296,8 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := set(chosen) - {*titles, "ranks", "growth"}:
         parser.error(f"--only: {unknown} not in {', '.join(titles)}, ranks, growth")
 
-    head = record.header("guard_cost", vars(args) | {"seconds": seconds}, device)
+    args.seconds = seconds
+    head = record.header("guard_cost", args)
     head |= {"ratios": {}, "growth": {}, "milliseconds": {}}
     print(f"{head['hardware']}, torch {head['torch']}; ratios to the bare loop")
     for title, *what in [work for work in works if work[0] in chosen]:
@@ -328,8 +322,7 @@ def main(argv: list[str] | None = None) -> None:
         title = f"{millions} million parameters in {4 * depth:,} tensors"
         work = title, partial(Chain, width, depth), (8, width)
         compare(work, device, [*TRIO], seconds / 6, least, head, "growth")
-    if not smoke:
-        record.write(head, args.results, device, samples=("milliseconds",))
+    record.write(head, args, samples=("milliseconds",))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Kill a training run at random moments, a hundred times, and see what comes back.
 
     python bench/kill_resume.py                # 100 kills, about 8 minutes on 2 cores
-    python bench/kill_resume.py --kills 5      # does it run?
+    python bench/kill_resume.py --kills 5      # does it run? Below 50 kills it leaves no file
 
 For each precision (fp32, bf16, fp16) and 1 or 2 ranks, one run is left alone and one is killed:
 SIGKILL at a random moment of its training, `--resume auto`, SIGKILL, `--resume auto`, ... until it
@@ -17,9 +17,6 @@ the run that was left alone, bit for bit.
 tests/test_resume.py takes Job, differences and result from here.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import json
 import os
@@ -33,21 +30,20 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torchvision.transforms.v2.functional import to_pil_image
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import checkpoint  # noqa: E402
-from bench.record import header, write  # noqa: E402
-from data import synthetic  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import checkpoint
+from bench import record
+from data import synthetic
 
+ROOT = record.ROOT
 STEPS = {"fp32": 100, "bf16": 100, "fp16": 40}  # fp16 is emulated on most CPUs: ten times slower
 
 
-def draw_images(folder: Path) -> Path:
+def draw_images(folder):
     """120 training and 60 test images as PNG files in one folder a class."""
     images, labels = synthetic.draw(0, 180, seed=3)
     for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
@@ -61,7 +57,7 @@ def draw_images(folder: Path) -> Path:
 class Job:
     """One start of `python train.py --resume auto` in `folder`, until its end or its kill."""
 
-    def __init__(self, images: Path, folder: Path, *flags: Any, ranks: int = 1, torchrun: int = 0):
+    def __init__(self, images, folder, *flags, ranks=1, torchrun=0):
         self.folder = folder
         self.printed = folder.with_name(f"{folder.name}.{time.monotonic_ns()}")
         options = {
@@ -88,13 +84,13 @@ class Job:
                 stdout=out, stderr=err, env=environment, cwd=images.parent,  # where .cache lies
             ))
 
-    def out(self, rank: int = 0) -> str:
+    def out(self, rank=0):
         return Path(f"{self.printed}.{rank}.out").read_text()
 
-    def err(self, rank: int = 0) -> str:
+    def err(self, rank=0):
         return Path(f"{self.printed}.{rank}.err").read_text()
 
-    def until(self, words: str = "", starts: int = 1) -> bool:
+    def until(self, words="", starts=1):
         """Wait for `words` in metrics.jsonl, after set-up: old lines have been cut away then.
 
         False if it has ended instead.
@@ -106,7 +102,7 @@ class Job:
             time.sleep(0.002)
         return True
 
-    def kill(self, ranks: Any = None) -> list[int]:
+    def kill(self, ranks=None):
         """SIGKILL to all ranks (and what torchrun has started), or to those; then end()."""
         for i, process in enumerate(self.processes):
             if ranks is None or i in ranks:
@@ -117,7 +113,7 @@ class Job:
                         os.kill(worker, signal.SIGKILL)
         return self.end()
 
-    def end(self, timeout: float = 300) -> list[int]:
+    def end(self, timeout=300):
         """Exit codes by rank. TimeoutExpired for a rank that outlives the others."""
         try:
             return [process.wait(timeout) for process in self.processes]
@@ -126,14 +122,14 @@ class Job:
                 process.kill()
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     """Linux: the processes that `pid` has started, in order. [] where it has ended."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
-def differences(a: Any, b: Any, name: str = "") -> list[str]:
+def differences(a, b, name=""):
     """Names of what is not bit-identical in two nests."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         equal = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
@@ -145,7 +141,7 @@ def differences(a: Any, b: Any, name: str = "") -> list[str]:
     return [] if type(a) is type(b) and a == b else [name]
 
 
-def result(folder: Path) -> dict:
+def result(folder):
     """What a finished run leaves behind and its death must not change."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
     lines = [line for line in lines if line.get("event") != "end"]  # it tells seconds
@@ -156,7 +152,7 @@ def result(folder: Path) -> dict:
     return {"last": last, "best": checkpoint.load(folder / "best.pt"), "lines": lines}
 
 
-def lost(folder: Path, before: set[str]) -> list[str]:
+def lost(folder, before):
     """Checkpoints that a kill has damaged or made vanish."""
     names = {path.name for path in folder.glob("*.pt")}
     bad = sorted(before - names)
@@ -168,9 +164,9 @@ def lost(folder: Path, before: set[str]) -> list[str]:
     return bad
 
 
-def campaign(images: Path, folder: Path, precision: str, ranks: int, kills: int, seed: int) -> dict:
+def campaign(images, folder, precision, ranks, kills):
     """One run left alone; one killed `kills` times, or several, if it ends too early."""
-    draw, counts, failures = random.Random(f"{seed} {precision} {ranks}"), Counter(), []
+    draw, counts, failures = random.Random(f"{precision} {ranks}"), Counter(), []
     flags = ("--precision", precision, "--batch-size", 20, "--accum-steps", 2, "--ema", 0.9,
              "--max-steps", STEPS[precision], "--ckpt-every", 2)
     whole = Job(images, folder / "whole", *flags, ranks=ranks)
@@ -211,23 +207,19 @@ def campaign(images: Path, folder: Path, precision: str, ranks: int, kills: int,
     return {"precision": precision, "ranks": ranks, "failures": failures, **counts}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = record.arguments(__doc__, "cpu")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
     cases = [(precision, ranks) for ranks in (1, 2) for precision in STEPS]
     shares = {1: round(args.kills / 5), 2: round(args.kills * 2 / 15)}  # two ranks start slowly
     with tempfile.TemporaryDirectory() as name:
         images = draw_images(Path(name) / "images")
 
-        def go(case: tuple[str, int]) -> dict:
+        def go(case):
             folder = Path(name) / "-".join(map(str, case))
             folder.mkdir()
-            return campaign(images, folder, *case, shares[case[1]], args.seed)
+            return campaign(images, folder, *case, shares[case[1]])
 
         with ThreadPoolExecutor(2) as pool:  # a process has one thread
             rows = [*pool.map(go, cases)]
@@ -235,11 +227,9 @@ def main() -> int:
     for row in rows:
         print(row)
         total.update({key: n for key, n in row.items() if key not in ("precision", "failures")})
-    device = torch.device("cpu")
-    record = header("kill_resume", vars(args), device)
-    record |= {"n": total["kills"], "total": total, "cases": rows}
-    folder = args.results if args.kills >= 50 else Path(tempfile.mkdtemp())
-    write(record, folder, device, samples=("cases",))
+    head = record.header("kill_resume", args)
+    args.smoke |= args.kills < 50
+    record.write(head | {"n": total["kills"], "total": total, "cases": rows}, args, ("cases",))
     return int(any(row["failures"] for row in rows))
 
 

@@ -9,8 +9,6 @@ for one: batches of one to four images, wrong labels, classes that hardly occur,
 image to learn from, runs of one step, losses that are no cross entropy, a rate that jumps.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -19,53 +17,52 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import train  # noqa: E402
-from bench import record  # noqa: E402
-from data import Dataset, synthetic  # noqa: E402
-from models import MODELS, RECIPE  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import train
+from bench import record
+from data import Dataset, synthetic
+from models import MODELS, RECIPE
 
 BASE = {"model": "cifarnet-tiny", "dataset": "synthetic", "batch-size": 64, "max-steps": 60,
         "precision": "fp32", "device": "cpu"}  # fmt: skip
 Split = tuple[Tensor, Tensor]
 
 
-def linear(names: list[str], size: int) -> nn.Module:
+def linear(names, size):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, len(names)))
 
 
-def noisy(images: Tensor, labels: Tensor) -> Split:
+def noisy(images, labels):
     wrong = torch.rand(len(labels)) < 0.5
     return images, torch.where(wrong, torch.randint(0, 10, labels.shape), labels)
 
 
-def imbalanced(images: Tensor, labels: Tensor) -> Split:
+def imbalanced(images, labels):
     return images, torch.where(torch.rand(len(labels)) < 0.97, 0, labels)
 
 
-def one_class(images: Tensor, labels: Tensor) -> Split:
+def one_class(images, labels):
     return images, torch.zeros_like(labels)
 
 
-def same_in_class(images: Tensor, labels: Tensor) -> Split:
+def same_in_class(images, labels):
     first = torch.stack([images[labels == k][0] for k in range(10)])
     return first[labels], labels
 
 
-def colours(images: Tensor, labels: Tensor) -> Split:
+def colours(images, labels):
     """Each class has one colour: a linear network comes to a loss of exactly 0."""
     labels = labels % 8
     bits = torch.stack([labels // place % 2 for place in (1, 2, 4)], 1)
     return (bits * 255).to(torch.uint8)[..., None, None].repeat(1, 1, 32, 32), labels
 
 
-def sorted_by_class(images: Tensor, labels: Tensor) -> Split:
+def sorted_by_class(images, labels):
     order = labels.argsort()
     return images[order], labels[order]
 
 
-def outliers(images: Tensor, labels: Tensor) -> Split:
+def outliers(images, labels):
     """One image in forty is noise with any label: the loss has spikes, and recovers."""
     noise = torch.rand(len(labels)) < 0.025
     images = torch.where(noise.view(-1, 1, 1, 1), torch.randint_like(images, 0, 256), images)
@@ -94,7 +91,7 @@ ROWS = {  # name: (flags, what is done to the data, flags of a second leg that r
 }
 
 
-def run(name: str) -> tuple[str, str]:
+def run(name):
     """(status, what is wrong or ""). A cure is wrong too."""
     flags, change, resumed = (*ROWS[name], None, None)[:3]
     torch.manual_seed(0)
@@ -120,7 +117,7 @@ def run(name: str) -> tuple[str, str]:
     return status, "; ".join(filter(None, reasons)) if cures or status != "done" else ""
 
 
-def main() -> None:
+def main():
     names = sys.argv[1:] or list(ROWS)
     wrong = 0
     for name in names:

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 import sys
 from pathlib import Path
 
 import torch
 import torchvision
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record  # noqa: E402
-from optim import ClippedAdamW  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
+from optim import ClippedAdamW
 
 SCALE = 2.0**16
 GOALS = {  # ours / other, at most
@@ -102,21 +100,20 @@ def measure(shapes, device, rounds, warmup=2):
     """Milliseconds a step, one sample a round for every contestant."""
     steps, grads = contestants(shapes, device)
     pristine = [g.clone() for g in grads]
-    samples = {name: [] for name in steps}
-    block = dict.fromkeys(steps, 1)
+    samples, block = [], dict.fromkeys(steps, 1)
     for i in range(warmup + rounds):
+        row = {}
         for name in random.Random(i).sample(list(steps), len(steps)):
             torch._foreach_copy_(grads, pristine)
             if "fp16" in name or "unscale" in name:
                 torch._foreach_mul_(grads, SCALE)
-            ms = record.timed(steps[name], device, block[name])
-            if i >= warmup:
-                samples[name].append(ms)
-            elif device.type == "cuda":
-                block[name] = min(20, max(1, round(30 / ms)))  # 30 ms a sample
-    # 4 bytes read and 4 written an element of the copy, 32 a parameter of the step.
-    samples["memory limit"] = [4 * ms for ms in samples["copy"]]
-    return samples
+            row[name] = record.timed(steps[name], device, block[name])
+            if i < warmup and device.type == "cuda":
+                block[name] = min(20, max(1, round(30 / row[name])))  # 30 ms a sample
+        # 4 bytes read and 4 written an element of the copy, 32 a parameter of the step.
+        row["memory limit"] = 4 * row["copy"]
+        samples.append(row)
+    return samples[warmup:]
 
 
 def main():
@@ -125,22 +122,20 @@ def main():
     args = parser.parse_args()
     device = torch.device(args.device)
     rounds = 3 if args.smoke else args.rounds
-    head = record.header("optim_step", vars(args), device)
-    head |= {"n": rounds, "milliseconds": {}, "ratios": {}}
+    head = record.header("optim_step", args) | {"milliseconds": {}, "ratios": {}}
     print(f"{head['hardware']}, torch {torch.__version__}, n {rounds}; ms, median")
     for name, shapes in workloads(args.smoke).items():
         samples = head["milliseconds"][name] = measure(shapes, device, rounds)
         print(f"\n{name}: {len(shapes)} tensors")
-        for contestant, ms in samples.items():
-            print(f"  {contestant:22} {statistics.median(ms):9.3f}")
+        for contestant in samples[0]:
+            milliseconds = record.spread([row[contestant] for row in samples])["median"]
+            print(f"  {contestant:22} {milliseconds:9.3f}")
         ratios = head["ratios"][name] = {}
         for (a, b), goal in GOALS.items():
-            pairs = zip(samples[a], samples[b], strict=True)
-            r = ratios[f"{a} / {b}"] = statistics.median(x / y for x, y in pairs)
-            verdict = "met" if r <= goal else "MISSED"
-            print(f"  {a + ' / ' + b:42} {r:.3f}  goal {goal}  {verdict}")
-    if not args.smoke:
-        record.write(head, args.results, device, samples=("milliseconds",))
+            ratio = ratios[f"{a} / {b}"] = record.ratio(samples, a, b)
+            verdict = "met" if ratio["median"] <= goal else "MISSED"
+            print(f"  {a + ' / ' + b:42} {ratio['median']:.3f}  goal {goal}  {verdict}")
+    record.write(head, args, samples=("milliseconds",))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ and the table says so. Images a second are of training alone, after each rung ha
 are taken within a seed. Memory is the peak of a run, on CUDA only.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics
@@ -20,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from amp_policy import Capabilities, capabilities  # noqa: E402
-from bench import record  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from amp_policy import capabilities
+from bench import record
 
 RUNGS = {
     "fp32": ("--precision=fp32",),
@@ -37,7 +34,7 @@ RUNGS = {
 }
 
 
-def left_out(rung: str, caps: Capabilities) -> str:
+def left_out(rung, caps):
     """Why this machine cannot run a rung for what it is; "" if it can.
 
     O3 with eps 1e-8 is refused before it runs.
@@ -51,7 +48,7 @@ def left_out(rung: str, caps: Capabilities) -> str:
     return ""
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("--model", default="cifarnet")
     parser.add_argument("--dataset", default="synthetic")
@@ -59,12 +56,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="default: 125 on a GPU, 15 on a CPU")
     parser.add_argument("--seeds", type=int, help="how many; default: 3 on a GPU, 2 on a CPU")
     args = parser.parse_args(argv)
-    device, caps = torch.device(args.device), capabilities(args.device)
-    cuda = device.type == "cuda"
+    caps, cuda = capabilities(args.device), args.device == "cuda"
     args.steps = 2 if args.smoke else args.steps or (125 if cuda else 15)
     args.seeds = 1 if args.smoke else args.seeds or (3 if cuda else 2)
 
-    def run(rung: str, steps: int, seed: int) -> dict:
+    def run(rung, steps, seed):
         gc.collect()  # what the run before has left in reference cycles is not this one's memory
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -73,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
                  "batch-size": 50 if args.smoke else None}  # fmt: skip
         return record.train_run(flags, *RUNGS[rung])[1]
 
-    head = record.header("precision_ladder", vars(args), device) | {"n": args.seeds, "rungs": {}}
+    head = record.header("precision_ladder", args) | {"n": args.seeds, "rungs": {}}
     notes = {rung: f"left out: {why}" for rung in RUNGS if (why := left_out(rung, caps))}
     for rung in [rung for rung in RUNGS if rung not in notes]:  # the warm-up
         first = run(rung, 2, 0)
@@ -108,8 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{rung:14}{row['images_per_second']['median']:10.0f}"
               f"{row['speed / fp32']['median']:8.2f}{row['peak_mb'] or '-':>9}{accuracy:>28}"
               f"{row['skipped']:>9}  {'; '.join(row['ended'])}")
-    if not args.smoke:
-        record.write(head, args.results, device, samples=("runs",))
+    record.write(head, args, samples=("runs",))
 
 
 if __name__ == "__main__":

@@ -25,26 +25,26 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
-    """A parser with the three options that every bench has."""
+def arguments(doc: str, device: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the three options that every bench has. `device`: the default one."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=best, choices=["cpu", "cuda"])
+    parser.add_argument("--device", default=device or best, choices=["cpu", "cuda"])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="does it run? Seconds, and no file")
     return parser
 
 
-def header(bench: str, arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The head of a raw file. `arguments`: the command line's; paths are left out."""
+def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The head of a raw file. Paths among the arguments are left out."""
     return {
         "bench": bench,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "arguments": {k: v for k, v in arguments.items() if not isinstance(v, Path)},
-        "hardware": hardware(device),
+        "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
+        "hardware": hardware(torch.device(args.device)),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
@@ -75,6 +75,11 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     if len(values) > 1:
         low, middle, high = statistics.quantiles(values, n=4)
     return {"n": len(values), "median": middle, "quartiles": [low, high]}
+
+
+def ratio(rounds: Sequence[dict[str, float]], a: str, b: str) -> dict[str, Any]:
+    """The spread of a / b within the rounds that have both."""
+    return spread([row[a] / row[b] for row in rounds if a in row and b in row])
 
 
 def timed(step: Callable[[], Any], device: torch.device, block: int = 1) -> float:
@@ -135,11 +140,11 @@ def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]
     return code, summary, [json.loads(line) for line in lines]
 
 
-def write(record: dict[str, Any], folder: Path, device: torch.device,
-          samples: Sequence[str] = ()) -> None:  # fmt: skip
-    """One raw file in `folder`, and as a bench's last line the record without its `samples`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['bench']}-{device.type}.json"
-    path.write_text(json.dumps(record) + "\n")
-    print(f"\nraw samples: {path}")
+def write(record: dict[str, Any], args: argparse.Namespace, samples: Sequence[str] = ()) -> None:
+    """One raw file, and as a bench's last line the record without its `samples`."""
+    if not args.smoke:
+        args.results.mkdir(parents=True, exist_ok=True)
+        path = args.results / f"{record['bench']}-{args.device}.json"
+        path.write_text(json.dumps(record) + "\n")
+        print(f"\nraw samples: {path}")
     print(json.dumps({k: v for k, v in record.items() if k not in samples}))

@@ -11,7 +11,6 @@ steps take less time than the disk, and save() would wait for the file before. O
 10 steps. One save, which allocates the snapshot's memory, comes before the clock.
 """
 
-import statistics
 import sys
 import tempfile
 import time
@@ -20,19 +19,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import checkpoint  # noqa: E402
-import optim  # noqa: E402
-from bench import record  # noqa: E402
-from extras import ema  # noqa: E402
-from models.cifarnet import PRESETS, CifarNet  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import checkpoint
+import optim
+from bench import record
+from extras import ema
+from models.cifarnet import PRESETS, CifarNet
 
 
 def main():
     args = record.arguments(__doc__).parse_args()
     device, cuda = args.device, args.device == "cuda"
-    rounds, steps = (2, 2) if args.smoke else (8, 195) if cuda else (12, 10)
+    count, steps = (2, 2) if args.smoke else (8, 195) if cuda else (12, 10)
     x = torch.randn(256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (256,), device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
@@ -55,30 +53,26 @@ def main():
             parts = {"model": net, "optimizer": optimizer, "average": average}
             files.save({name: part.state_dict() for name, part in parts.items()}, 1, good=True)
         ended = time.perf_counter()
-        return {"block": ended - began, "save": ended - stalled}
+        return ended - began, ended - stalled
 
-    samples = {"never": [], "saves": []}
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoint.Checkpoints(folder)
         block(files)
         files.wait()
-        for _ in range(rounds):
-            samples["never"].append(block(None))
-            samples["saves"].append(block(files))
+        for _ in range(count):
+            without, _ = block(None)
+            block_with, save = block(files)
+            rounds.append({"without": without, "with": block_with, "save": save})
         files.wait()
         size = files.last.stat().st_size
-    save = statistics.median(s["save"] for s in samples["saves"])
-    whole = statistics.median(s["block"] for s in samples["never"])
-    pairs = zip(samples["never"], samples["saves"], strict=True)
-    ratio = statistics.median(b["block"] / a["block"] for a, b in pairs)
-    print(f"a save of {size / 2**20:.0f} MB holds the loop for {save * 1e3:.1f} ms, "
-          f"{save / whole:.2%} of {steps} steps; a block with its save takes {ratio:.4f} of "
-          f"one without (n = {rounds})")
-    head = record.header("save_stall", vars(args), torch.device(device)) | {
-        "n": rounds, "bytes": size, "save_share": save / whole, "block_ratio": ratio,
-        "samples": samples}
-    if not args.smoke:
-        record.write(head, args.results, torch.device(device), samples=("samples",))
+    share = record.ratio(rounds, "save", "without")
+    ratio = record.ratio(rounds, "with", "without")
+    print(f"a save of {size / 2**20:.0f} MB holds the loop for {share['median']:.2%} of {steps} "
+          f"steps; a block with its save takes {ratio['median']:.4f} of one without (n = {count})")
+    head = record.header("save_stall", args) | {
+        "bytes": size, "save / block": share, "block ratio": ratio, "samples": rounds}
+    record.write(head, args, samples=("samples",))
 
 
 if __name__ == "__main__":

@@ -11,21 +11,16 @@ interleaved; ratios are medians of ratios within rounds. Bytes are those of the 
 that autograd keeps between forward and backward; twice those of half the length is linear.
 """
 
-from __future__ import annotations
-
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record  # noqa: E402
-from models.vmamba import selective_scan, selective_scan_loop  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
+from models.vmamba import selective_scan, selective_scan_loop
 
 BATCH = 4
 CHANNELS = 64
@@ -35,10 +30,10 @@ SCANS = {"chunked": selective_scan, "loop": selective_scan_loop}
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
-def inputs(length: int, d_state: int, device: str) -> list[Tensor]:
+def inputs(length, d_state, device):
     torch.manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, device=device)
 
     tensors = (
@@ -52,15 +47,15 @@ def inputs(length: int, d_state: int, device: str) -> list[Tensor]:
     return [t.requires_grad_() for t in tensors]
 
 
-def forward_and_backward(scan, args: list[Tensor]) -> None:
+def forward_and_backward(scan, args):
     torch.autograd.grad(scan(*args), args, torch.ones_like(args[0]))
 
 
-def kept_bytes(scan, args: list[Tensor]) -> int:
+def kept_bytes(scan, args):
     """What autograd keeps for the backward pass, every storage once, the inputs included."""
-    sizes: dict[int, int] = {}
+    sizes = {}
 
-    def pack(t: Tensor) -> Tensor:
+    def pack(t):
         sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
@@ -71,28 +66,25 @@ def kept_bytes(scan, args: list[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def main() -> None:
+def main():
     parser = record.arguments(__doc__)
     args = parser.parse_args()
-    device = torch.device(args.device)
     rounds = 2 if args.smoke else 5 if args.device == "cuda" else 9
-    head = record.header("scan", vars(args), device) | {
-        "n": rounds, "batch": BATCH, "channels": CHANNELS, "speedup": {}, "kept_bytes": {},
-        "samples": {}}
+    head = record.header("scan", args) | {"speedup": {}, "kept_bytes": {}, "samples": {}}
     print(f"batch {BATCH}, {CHANNELS} channels, {head['hardware']}, n = {rounds}")
     for length, d_state in [(64, 1)] if args.smoke else SPEED:
         tensors = inputs(length, d_state, args.device)
         passes = {name: partial(forward_and_backward, scan, tensors)
                   for name, scan in SCANS.items()}
+        device = torch.device(args.device)
         rows = record.in_turns(passes, device, lambda done: done <= rounds)[1:]  # it warmed up
         name = f"L {length}, d_state {d_state}"
-        head["samples"][name] = {key: [row[key] for row in rows] for key in SCANS}
-        ratio = statistics.median(row["loop"] / row["chunked"] for row in rows)
-        head["speedup"][name] = ratio
-        verdict = ("met" if ratio >= GOAL else "MISSED") if length == 1024 else "no goal"
-        milliseconds = statistics.median(head["samples"][name]["chunked"])
-        print(f"  {name:20} {milliseconds:8.2f} ms, {ratio:5.1f} times faster, goal {GOAL}: "
-              f"{verdict}")
+        head["samples"][name] = rows
+        ratio = head["speedup"][name] = record.ratio(rows, "loop", "chunked")
+        verdict = ("met" if ratio["median"] >= GOAL else "MISSED") if length == 1024 else "no goal"
+        milliseconds = record.spread([row["chunked"] for row in rows])["median"]
+        print(f"  {name:20} {milliseconds:8.2f} ms, {ratio['median']:5.1f} times faster, goal "
+              f"{GOAL}: {verdict}")
     for d_state in (1, 8):
         rows = head["kept_bytes"][f"d_state {d_state}"] = {}
         for length in LENGTHS[: 2 if args.smoke else None]:
@@ -103,8 +95,7 @@ def main() -> None:
             print(f"  L {length:4}, d_state {d_state}: kept for the backward pass "
                   f"{rows[length]['chunked'] / 2**20:7.2f} MiB, "
                   f"{rows[length]['chunked'] / before:.3f} times that of half the length")
-    if not args.smoke:
-        record.write(head, args.results, device, samples=("samples",))
+    record.write(head, args, samples=("samples",))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record  # noqa: E402
-from failures.loops import images  # noqa: E402
-from guards import Guard  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
+from failures.loops import images
+from guards import Guard
 
 STEPS, BAD_STEP = 40, 20
 WRONG_UNITS = 6e4  # times a pixel of about 1: 65504 is fp16's largest
@@ -85,12 +84,12 @@ def main(argv=None):
     parser = record.arguments(__doc__)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    head = record.header("stock_and_guarded", vars(args), device) | {"bad step": BAD_STEP}
+    head = record.header("stock_and_guarded", args) | {"bad step": BAD_STEP}
     head |= {"stock": run(False, device), "guarded": run(True, device)}
     for name in ("stock", "guarded"):
         last, bad = head[name]["evaluation"][-1], head[name]["not finite"]
         print(f"{name}: evaluation {last} after {STEPS} steps, not finite: {bad}")
-    record.write(head, args.results, device, samples=("stock", "guarded"))
+    record.write(head, args, samples=("stock", "guarded"))
 
 
 if __name__ == "__main__":

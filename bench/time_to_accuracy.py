@@ -18,8 +18,6 @@ On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions 
 its source, and it computes in bf16 where our policy does, else in fp32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import shlex
@@ -34,16 +32,14 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import amp_policy  # noqa: E402
-import data  # noqa: E402
-import train  # noqa: E402
-from bench import record  # noqa: E402
-from data import batches  # noqa: E402
-from models import MODELS  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import amp_policy
+import data
+import train
+from bench import record
+from data import batches
+from models import MODELS
 
 URL = "https://github.com/KellerJordan/cifar10-airbench"
 BATCH = 2000  # images in a step of the peer
@@ -64,15 +60,15 @@ PORT = {
 class Clock:
     """In the place of a CUDA event."""
 
-    def record(self) -> None:
+    def record(self):
         self.now = time.perf_counter()
 
-    def elapsed_time(self, later: Clock) -> float:
+    def elapsed_time(self, later):
         return 1e3 * (later.now - self.now)
 
 
-def import_peer(path: Path, device: torch.device, half: torch.dtype) -> types.ModuleType:
-    """The peer's file as a module; its main guard keeps it from running."""
+def import_peer(path, device, half):
+    """The peer's file as a module; its main guard keeps it from running. `half`: a dtype."""
     if not path.is_file():
         raise SystemExit(f"--airbench: {path} is not there; git clone {URL}, and name the folder")
     source = path.read_text()
@@ -88,7 +84,7 @@ def import_peer(path: Path, device: torch.device, half: torch.dtype) -> types.Mo
     return peer
 
 
-def load(folder: Path | None) -> data.Dataset:
+def load(folder):
     """CIFAR-10, each split in a random order that is always the same.
 
     An image folder is sorted by class, and airbench whitens with the first 5,000 images.
@@ -101,13 +97,13 @@ def load(folder: Path | None) -> data.Dataset:
     return dataset
 
 
-def cut(dataset: data.Dataset, count: int) -> data.Dataset:
+def cut(dataset, count):
     """The first images of each split."""
     few = {name: tuple(t[:count] for t in getattr(dataset, name)) for name in ("train", "val")}
     return data.Dataset(dataset.name, classes=dataset.classes, **few)
 
 
-def write_for_peer(dataset: data.Dataset, folder: Path) -> None:
+def write_for_peer(dataset, folder):
     """The same images as airbench's loader caches them."""
     for name, (images, labels) in {"train": dataset.train, "test": dataset.val}.items():
         images = images.permute(0, 2, 3, 1).contiguous()
@@ -116,7 +112,7 @@ def write_for_peer(dataset: data.Dataset, folder: Path) -> None:
 
 
 @torch.no_grad()
-def tta_accuracy(net: nn.Module, split: list[tuple[Tensor, Tensor]]) -> float:
+def tta_accuracy(net, split):
     """Percent, with airbench's tta_level 2: logits averaged over mirror images (1/2 each), and over
     the image as it is (1/2), moved by one pixel down and right (1/4), up and left (1/4)."""
     net.eval()
@@ -131,11 +127,11 @@ def tta_accuracy(net: nn.Module, split: list[tuple[Tensor, Tensor]]) -> float:
     return 100 * right / count
 
 
-def run_ours(dataset: data.Dataset, flags: list[str]) -> list[list]:
+def run_ours(dataset, flags):
     """One run of train.py: [epochs, seconds of training, plain, tta] for every evaluation."""
     rows, validate = [], train.validation.validate
 
-    def listen(run) -> str:
+    def listen(run):
         warning = validate(run)
         last, tta = run.step >= run.total_steps, math.nan
         if last or run.device.type == "cuda":
@@ -158,7 +154,7 @@ def run_ours(dataset: data.Dataset, flags: list[str]) -> list[list]:
     return rows
 
 
-def peers_model(peer: types.ModuleType, device: torch.device) -> nn.Module:
+def peers_model(peer, device):
     """As the peer makes it under its main guard. Made once: on CUDA it compiles for minutes."""
     model = peer.CifarNet().to(device, memory_format=torch.channels_last)
     if device.type == "cuda":
@@ -166,14 +162,12 @@ def peers_model(peer: types.ModuleType, device: torch.device) -> nn.Module:
     return model
 
 
-def run_peer(
-    peer: types.ModuleType, model: nn.Module, folder: Path, seed: int
-) -> list[list]:
+def run_peer(peer, model, folder, seed):
     """The same of the peer: after every epoch its main() hands its variables to whoever prints
     them; here we listen."""
     rows, loader = [], peer.CifarLoader
 
-    def listen(variables: dict, is_final_entry: bool) -> None:
+    def listen(variables, is_final_entry):
         if is_final_entry:
             return
         tta = math.nan
@@ -190,7 +184,7 @@ def run_peer(
     return rows
 
 
-def reached(seeds: list[list], column: int, goal: float) -> list[float] | None:
+def reached(seeds, column, goal):
     """[epochs, mean seconds] of the first evaluation at which the mean of the seeds is as good."""
     for rows in zip(*seeds, strict=True):  # the same epoch of every seed
         if statistics.mean(row[column] for row in rows) >= goal:
@@ -198,7 +192,7 @@ def reached(seeds: list[list], column: int, goal: float) -> list[float] | None:
     return None
 
 
-def report(curves: dict[str, list]) -> dict[str, dict]:
+def report(curves):
     """Print the means; return the paired ratio of seconds, and what became of the goals."""
     for name, seeds in curves.items():
         ends = zip(*(curve[-1] for curve in seeds), strict=True)
@@ -219,7 +213,7 @@ def report(curves: dict[str, list]) -> dict[str, dict]:
     return {"ratio": ratio, "goals": goals}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("--airbench", type=Path, required=True, help=f"a clone of {URL}")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10, as train.py reads it")
@@ -235,12 +229,12 @@ def main(argv: list[str] | None = None) -> None:
     full = load(args.data_dir)
     flags = [f"--device={device.type}", f"--precision={policy.name}", *shlex.split(args.flags)]
     flags.append(f"--epochs={args.epochs or MODELS['cifarnet'][1]['epochs']}")
-    head = record.header("time_to_accuracy", vars(args), device) | {"precision": policy.name}
+    head = record.header("time_to_accuracy", args) | {"precision": policy.name}
     curves = {"ours": [], path.stem: []}
     with tempfile.TemporaryDirectory() as folder:
         model = peers_model(peer, device)
 
-        def both(dataset: data.Dataset, seed: int) -> dict[str, list]:
+        def both(dataset, seed):
             write_for_peer(dataset, Path(folder))
             runs = {"ours": partial(run_ours, dataset, [*flags, f"--seed={seed}"]),
                     path.stem: partial(run_peer, peer, model, Path(folder), seed)}  # fmt: skip
@@ -255,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     head |= {"peer": {"file": path.name, "sha256": digest}, "curves": curves}
     head |= {"columns": ["epochs", "seconds", *COLUMNS]} | report(curves)
-    record.write(head, args.results, device, samples=("curves",))
+    record.write(head, args, samples=("curves",))
 
 
 if __name__ == "__main__":

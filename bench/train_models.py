@@ -18,10 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record as common  # noqa: E402
-from models import MODELS  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record as common
+from models import MODELS
 
 GOALS = {  # metric, goal for CIFAR-10, and what a model that has learnt nothing gets
     "resnet18": ("val_acc1", 88.0, "10 (chance)"),
@@ -76,7 +75,7 @@ def train(model, precision, seed, args):
                  "precision": precision, "seed": seed, "epochs": epochs, "out-dir": folder,
                  "resume": "auto"}  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-        command = [sys.executable, str(ROOT / "train.py"), *words]
+        command = [sys.executable, str(common.ROOT / "train.py"), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     row = record(folder, epochs)
     path = args.results / f"{args.dataset}-{model}-{row['precision']}-{seed}.json"
@@ -96,7 +95,7 @@ def main():
     parser.add_argument("--precisions", nargs="+", default=["auto"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=float, help="default: the recipe's")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("--runs", type=Path, default=common.ROOT / "runs")
     args = parser.parse_args()
     for model in args.models:
         metric, goal, nothing = GOALS[model]

@@ -16,12 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench import record
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from bench import record  # noqa: E402
-
+WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy.py"), "script.py"]}
 SCRIPT = '''
 import time, torch
 torch.manual_seed(0)
@@ -59,7 +57,7 @@ x, y = torch.randn(4 * BATCH, 3, 32, 32), torch.randint(0, 10, (4 * BATCH,))
 }
 
 
-def steps(command: list[str], folder: str) -> tuple[list[str], float]:
+def steps(command, folder):
     """(the losses as printed, median seconds of a step)."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     rows = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 2]
@@ -67,40 +65,32 @@ def steps(command: list[str], folder: str) -> tuple[list[str], float]:
     return [loss for loss, _ in rows], statistics.median(float(seconds) for _, seconds in rows[4:])
 
 
-def main() -> None:
+def main():
     parser = record.arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--clock", choices=("perf_counter", "process_time"),
                         default="perf_counter",
                         help="process_time: of the CPU, where other work runs beside it")
-    parser.add_argument("--note", default="", help="what ran beside it")
     args = parser.parse_args()
     turns, count, batch = (1, 6, 2) if args.smoke else (7, 20, 16)
-    alone, watched = [], []
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
         script = SCRIPT.replace("MODEL", MODELS[args.model]).replace("CLOCK", args.clock)
         script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
         Path(folder, "script.py").write_text(script)
         for turn in range(turns):
-            ways = [([sys.executable, "script.py"], alone),
-                    ([sys.executable, str(ROOT / "autopsy.py"), "script.py"], watched)]
-            printed = []
-            for command, seconds in ways[:: 1 if turn % 2 else -1]:
-                losses, median = steps(command, folder)
-                printed.append(losses)
-                seconds.append(median)
-            assert len(printed[0]) == count
-            assert printed[0] == printed[1], "the watcher changed a printed figure"
-            ratio = watched[-1] / alone[-1]
-            print(f"turn {turn + 1}: alone {alone[-1]:.3f} s a step, watched / alone {ratio:.3f}")
-    device = torch.device(args.device)
-    ratios = [w / a for w, a in zip(watched, alone, strict=True)]
+            printed, seconds = {}, {}
+            for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
+            assert len(printed["alone"]) == count
+            assert printed["alone"] == printed["watched"], "the watcher changed a printed figure"
+            rounds.append(seconds)
+            print(f"turn {turn + 1}: seconds a step {seconds}")
     name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
-    head = record.header(name, vars(args), device) | {
-        "watched / alone": record.spread(ratios), "alone": alone, "watched": watched,
+    head = record.header(name, args) | {
+        "watched / alone": record.ratio(rounds, "watched", "alone"), "samples": rounds,
         "printed figures": "the same"}
-    if not args.smoke:
-        record.write(head, args.results, device, ("alone", "watched"))
+    record.write(head, args, ("samples",))
 
 
 if __name__ == "__main__":
