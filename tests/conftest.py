@@ -1,8 +1,9 @@
 import json
 
+import helpers
 import pytest
 import torch
-from torch import nn
+from helpers import read_lines
 from torchvision.transforms.v2.functional import to_pil_image
 
 import prepare
@@ -88,39 +89,39 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
 
     def go(*flags, out="run"):
         folder = tmp_path / out
-        argv = [str(flag) for flag in flags]
-        defaults = DEFAULTS | {"--data-dir": str(image_folder), "--out-dir": str(folder)}
-        for flag, value in defaults.items():
-            if flag not in argv:
-                argv += [flag, value]
+        defaults = DEFAULTS | {"--data-dir": image_folder, "--out-dir": folder}
+        words = [word for pair in defaults.items() for word in pair if pair[0] not in flags]
         try:
-            code = train.main(argv)
+            code = train.main([str(word) for word in (*words, *flags)])
         except SystemExit as end:
             code = end.code
         printed = capsys.readouterr()
         last = printed.out.strip().splitlines()[-1] if printed.out.strip() else ""
         summary = json.loads(last) if last.startswith("{") else None
-        metrics = folder / "metrics.jsonl"
-        text = metrics.read_text() if metrics.exists() else ""
-        return code, summary, printed.err, [json.loads(line) for line in text.splitlines()]
+        return code, summary, printed.err, read_lines(folder / "metrics.jsonl")
 
     go.folder, go.images = tmp_path / "run", str(image_folder)
     return go
 
 
 @pytest.fixture
-def mlp(monkeypatch):
-    """A network without BatchNorm: its gradient does not depend on how the batch is cut.
+def model(monkeypatch):
+    """model(name, net from classes): a model of train.py. It returns the list of its networks."""
 
-    The list of its instances.
-    """
-    nets = []
+    def add(name, make, **recipe):
+        nets = []
 
-    def build(names, size):
-        nets.append(nn.Sequential(
-            nn.Flatten(), nn.Linear(3072, 32), nn.GELU(), nn.Linear(32, len(names))
-        ))
-        return nets[-1]
+        def build(names, *_):
+            nets.append(make(len(names)))
+            return nets[-1]
 
-    monkeypatch.setitem(train.MODELS, "mlp", (build, RECIPE | {"batch_size": 40}))
-    return nets
+        monkeypatch.setitem(train.MODELS, name, (build, RECIPE | {"batch_size": 40} | recipe))
+        return nets
+
+    return add
+
+
+@pytest.fixture
+def mlp(model):
+    """The networks of the model "mlp"."""
+    return model("mlp", helpers.mlp)
