@@ -210,3 +210,10 @@ def events(lines, kind):
 def last_state(run, out="run"):
     """last.pt of a run of the fixture `run`."""
     return torch.load(run.folder.with_name(out) / "last.pt", weights_only=True)
+
+
+def refused(answer, *words):
+    """A run that says no: one sentence with these words, exit code 2, no summary."""
+    code, last, error, _ = answer
+    assert code == 2 and last is None and len(error.strip().splitlines()) == 1, error
+    assert all(word in error for word in words), error

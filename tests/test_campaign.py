@@ -4,7 +4,7 @@ import json
 
 import campaign
 import pytest
-from helpers import run_ranks, run_scripts
+from helpers import run_ranks, run_script
 
 SPOILED = [
     ("input", "nan", {"summary": {"updates": 10}}), ("input", "nan", {"code": 3}),
@@ -21,8 +21,8 @@ SPOILED = [
 def outcome(ranks, precisions, folder):
     script = [campaign.ROOT / "tests" / "campaign.py", folder / "cells.json", *precisions]
     alone = ranks == 1
-    ended = run_scripts([(script, folder)], folder) if alone else run_ranks(script, folder, ranks)
-    assert (folder / "cells.json").exists(), [err[-4000:] for _, _, err in ended]
+    ended = run_script(script, folder) if alone else run_ranks(script, folder, ranks)
+    assert (folder / "cells.json").exists(), ended
     return json.loads((folder / "cells.json").read_text())["cells"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import needs_cuda, run_scripts, same
+from helpers import needs_cuda, run_script, same, script
 
 import checkpoint
 from checkpoint import CheckpointError, Checkpoints, StopSignals, load, non_finite, snapshot
@@ -17,12 +17,9 @@ from checkpoint import CheckpointError, Checkpoints, StopSignals, load, non_fini
 NAN, INF = float("nan"), float("inf")
 
 
-def fork(folder, script, *arguments):
-    """A script of its own: its children are killed. (Exit code, what it prints)."""
-    path = folder / "script.py"
-    root = str(Path(checkpoint.__file__).parent)
-    path.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{script}")
-    (code, out, err), = run_scripts([([path, *arguments], folder)], folder)
+def fork(folder, text, *arguments):
+    """(Exit code, what it prints) of a script whose children are killed."""
+    code, out, err = run_script([script(folder, text), *arguments], folder)
     assert code <= 0, err
     return code, out
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, needs_cuda, run_scripts
+from helpers import ROOT, needs_cuda, run_script, same
 from torchvision.transforms.v2.functional import to_pil_image
 
 import train
@@ -24,10 +24,6 @@ NUMBERS = torch.arange(96)  # as labels: which image is which
 
 def stream(images=IMAGES, **options):
     return batches.TrainBatches(images, NUMBERS, **{"batch_size": 24, "seed": 5, **options})
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # --- The synthetic images
@@ -48,9 +44,9 @@ def test_a_batch_depends_on_seed_and_step_alone_and_an_epoch_shows_each_image_on
     halves = [stream(rank=rank, world_size=2, **crop) for rank in range(2)]
     first = [forwards.at(step) for step in range(8)]
     for step in reversed(range(8)):
-        assert equal(first[step], backwards.at(step))
+        assert same(first[step], backwards.at(step))
         of_ranks = zip(*(half.at(step) for half in halves), strict=True)
-        assert equal(first[step], map(torch.cat, of_ranks))
+        assert same(first[step], tuple(map(torch.cat, of_ranks)))
     for epoch in (first[:4], first[4:]):
         assert sorted(label for _, labels in epoch for label in labels.tolist()) == [*range(96)]
     assert not torch.equal(first[0][1], stream(seed=6).at(0)[1])
@@ -91,7 +87,7 @@ def test_a_padded_crop_is_what_padding_and_cutting_give():
 
 
 def test_images_of_the_wanted_size_are_padded_by_a_sixteenth_and_never_resampled():
-    assert equal(stream(pad=2).at(3), stream(scale=(0.35, 1.0), size=32).at(3))
+    assert same(stream(pad=2).at(3), stream(scale=(0.35, 1.0), size=32).at(3))
 
 
 def test_a_resized_crop_samples_the_box_that_was_drawn():
@@ -114,7 +110,7 @@ def test_small_batches_are_the_inner_pixels_of_the_whole_ones_for_the_first_step
     for step in range(5):
         images, labels = whole.at(step)
         inner = images[:, :, 2:30, 2:30] if step < 3 else images
-        assert equal(small.at(step), (inner, labels))
+        assert same(small.at(step), (inner, labels))
         assert small.at(step)[0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -227,8 +223,8 @@ def test_data_of_ones_own_is_two_files_as_contributing_shows(tmp_path):
         line += f" --batch-size 50 --max-steps 4 --device cpu --out-dir {tmp_path / name}"
         jobs.append((line.split(), tree))
         wanted.append((name, judged_by))
-    for (name, judged_by), (code, out, err) in zip(wanted, run_scripts(jobs, tmp_path),
-                                                   strict=True):
+    for (name, judged_by), job in zip(wanted, jobs, strict=True):
+        code, out, err = run_script(*job)
         assert code == 0, err
         last = json.loads(out.splitlines()[-1])
         assert (last["dataset"], last["updates"]) == (name, 4) and last[judged_by] > 0
@@ -247,7 +243,7 @@ def test_folders_and_torchvision_files_give_the_same_images(image_folder, tmp_pa
     monkeypatch.setattr(cifar10.datasets.CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr(cifar10.datasets.cifar, "check_integrity", lambda *args: True)
     again = load("cifar10", tmp_path)
-    assert equal(again.train, loaded.train) and equal(again.val, loaded.val)
+    assert same(again.train, loaded.train) and same(again.val, loaded.val)
     assert again.classes == loaded.classes == [f"class{i}" for i in range(10)]
 
 
@@ -261,7 +257,7 @@ def test_cifar_is_decoded_once_and_in_memory_and_its_folder_may_be_read_only(
     first = load("cifar10", image_folder, progress, cache_dir=None)
     for cache in (None, "file/x"):  # .cache is there now; in a file no cache can be kept
         again = load("cifar10", image_folder, progress, cache_dir=cache)
-        assert equal(again.train, first.train) and equal(again.val, first.val)
+        assert same(again.train, first.train) and same(again.val, first.val)
     assert decoded == [400, 100, 400, 100]
     assert sorted(image_folder.rglob("*")) == before
 

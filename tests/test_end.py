@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import events
+from helpers import events, last_state
 from torch import nn
 
 import checkpoint
 import train
 from data import Dataset, batches
-from models import RECIPE
 from rescue import notice
 
 # --- The last step
@@ -25,7 +24,7 @@ LAST_STEP = ["nan:optstate:exp_avg@step=12", "inf:optstate:exp_avg_sq@step=7",
 def test_a_fault_before_the_last_save_is_turned_back_and_trained_on(run, fault):
     code, last, _, lines = run("--inject", fault)
     assert (code, last["status"]) == (0, "done"), last
-    state = torch.load(run.folder / "last.pt", weights_only=True)
+    state = last_state(run)
     assert state["step"] == last["steps"] and not checkpoint.non_finite(state)
     assert math.isfinite(last["val_loss"]) and events(lines, "cure")
     assert last["updates"] + last["skipped"] >= 12, "what was taken back is trained again"
@@ -55,7 +54,7 @@ class Struck(nn.Module):
 
 
 @pytest.fixture
-def struck(run, monkeypatch):
+def struck(run, model, monkeypatch):
     """Runs a Struck network on images that it learns within an epoch: struck(strike, *flags)."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator)
@@ -66,24 +65,16 @@ def struck(run, monkeypatch):
     data = Dataset("patterns", (images[:400], labels[:400]), (images[400:], labels[400:]), names)
     monkeypatch.setattr(train.prepare, "load", lambda *_, **__: copy.deepcopy(data))
 
-    def go(strike, *flags, out="run"):
-        nets = []
-
-        def build(names, *_):
-            nets.append(Struck(len(names)))
-            return nets[-1]
-
+    def go(strike, *flags):
+        nets = model("struck", Struck, augment="flip")
         healthy = batches.TrainBatches.at
 
         def at(self, step):
             batch = healthy(self, step)
             return strike(nets[-1], step + 1, batch) or batch
 
-        with monkeypatch.context() as patch:
-            recipe = RECIPE | {"batch_size": 40, "augment": "flip"}
-            patch.setitem(train.MODELS, "struck", (build, recipe))
-            patch.setattr(batches.TrainBatches, "at", at)
-            return run("--model", "struck", "--lr", 3e-3, *flags, out=out)
+        monkeypatch.setattr(batches.TrainBatches, "at", at)
+        return run("--model", "struck", "--lr", 3e-3, *flags)
 
     go.data = data
     return go

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_scripts
+from helpers import run_script
 
 from data import cifar10
 from failures import (
@@ -97,6 +97,6 @@ def test_both_loops_train_a_copy_alike_and_blame_nothing_where_nothing_is_bad(dt
 
 def test_a_case_runs_alone_from_anywhere(tmp_path):
     script = Path(more_bf16_weights.__file__).resolve()
-    (code, out, err), = run_scripts([([script], tmp_path)], tmp_path)
+    code, out, err = run_script([script], tmp_path)
     assert code == 0, out + err
     assert "bf16 weights stand still" in out and "FAILED" not in out

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers import events
+from helpers import events, last_state, same
 from torch import nn
 
 import checkpoint
 import train
 from data import batches
-from models import RECIPE
 
 
 class Wide(nn.Module):
@@ -46,23 +45,6 @@ def overflow(logits):
 
 
 @pytest.fixture
-def model(monkeypatch):
-    """model(name, net from classes): a model of train.py. The list of its networks."""
-
-    def add(name, make, **recipe):
-        nets = []
-
-        def build(names, *_):
-            nets.append(make(len(names)))
-            return nets[-1]
-
-        monkeypatch.setitem(train.MODELS, name, (build, RECIPE | {"batch_size": 40} | recipe))
-        return nets
-
-    return add
-
-
-@pytest.fixture
 def wide(model):
     def make(classes):
         net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.GELU())
@@ -78,9 +60,6 @@ def acted(lines):
     cures = events(lines, "cure")
     return [cure for cure in cures if not cure["action"].startswith("passed over: one step")]
 
-
-def last_state(run):
-    return torch.load(run.folder / "last.pt", weights_only=True)
 
 
 # --- Precision
@@ -227,38 +206,27 @@ def test_compiled_code_that_makes_a_nan_is_named_and_the_run_goes_on_in_eager_mo
 # --- Going on at another level
 
 
-LEVELS = [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")]
-
-
-@pytest.mark.parametrize(("first", "second"), LEVELS)
+@pytest.mark.parametrize(("first", "second"), [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")])
 def test_a_run_goes_on_at_another_level_with_the_weights_it_had(
         run, mlp, monkeypatch, first, second):
     flags = ("--model", "mlp", "--adam-eps", 1e-4)
     run(*flags, "--precision", first, "--max-steps", 6)
-    state = last_state(run)
-    names = [name for name, _ in mlp[-1].named_parameters()]
-    before = {name: state["model"][name] for name in names}
-    if first != "O3":
-        assert all(weight.dtype == torch.float32 for weight in before.values())
+    saved, seen, restore = last_state(run)["model"], {}, train.resume.restore
     if first == "O2":  # the masters, not the half weights
-        assert any(not torch.equal(weight, weight.half().float()) for weight in before.values())
-
-    seen, restore = [], train.resume.restore
+        assert any(not torch.equal(weight, weight.half().float()) for weight in saved.values())
 
     def watched(run, state):
         restore(run, state)
-        seen.append({k: v.clone() for k, v in train.optim.master_params(run.optimizers).items()})
+        masters = train.optim.master_params(run.optimizers)
+        seen.update({name: masters[p].clone() for name, p in run.net.named_parameters()})
 
     monkeypatch.setattr(train.resume, "restore", watched)
     flags = (*flags, "--precision", second, "--max-steps", 12, "--resume", "auto")
     code, last, _, _ = run(*flags)
     assert (code, last["steps"], last["precision"]) == (0, 12, second)
-    by_name = {name: seen[0][p] for name, p in mlp[-1].named_parameters()}
-    for name in names:
-        assert torch.equal(by_name[name], before[name].float()), name
-    for p, weight in seen[0].items():
-        assert weight.dtype == torch.float32
-        assert p.dtype == (torch.float16 if second == "O2" else torch.float32)
+    assert same(seen, {name: weight.float() for name, weight in saved.items()})
+    half = torch.float16 if second == "O2" else torch.float32
+    assert {p.dtype for p in mlp[-1].parameters()} == {half}
 
 
 # --- Capsules

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 
-from helpers import ROOT, run_scripts
+from helpers import ROOT, run_script
 
 COPIED = [  # carried away one by one
     *(ROOT / f"{name}.py" for name in ("amp_policy", "fp32", "guards", "autopsy", "optim",
@@ -116,7 +116,7 @@ def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_
             command.append("drawn")
         jobs += [(command, folder), (["paste.py"], folder)]
         names += [path.name, f"{path.name}, paste block"]
-    results = run_scripts(jobs, tmp_path)
+    results = [run_script(*job) for job in jobs]
     assert not {name: err for name, (code, _, err) in zip(names, results, strict=True) if code}
     for name, (_, out, _) in zip(names, results, strict=True):
         shows = "__main__" in next(path for path in COPIED if path.name in name).read_text()

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from helpers import ROOT, run_scripts
+from helpers import run_script, script
 from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
@@ -77,15 +77,15 @@ def test_resizing_and_cropping_agree_with_torchvision(tmp_path, width, height, d
 
 def test_a_hundred_megapixels_of_jpeg_take_little_memory(tmp_path):
     Image.new("RGB", (12_000, 9_000), (200, 100, 50)).save(tmp_path / "huge.jpg")
-    (tmp_path / "decode.py").write_text(f"""if True:
-        import resource, sys
-        sys.path.insert(0, {str(ROOT)!r})
-        from data import imagefolder
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, ["huge.jpg"]) == [None]
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(grown // (2**20 if sys.platform == "darwin" else 2**10))""")
-    (code, megabytes, err), = run_scripts([(["decode.py"], tmp_path)], tmp_path)
+    measure = script(tmp_path, """
+import resource
+from data import imagefolder
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, ["huge.jpg"]) == [None]
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(grown // (2**20 if sys.platform == "darwin" else 2**10))
+""")
+    code, megabytes, err = run_script([measure], tmp_path)
     assert code == 0 and int(megabytes) < 60, f"whole, it takes 412 {err}"
 
 

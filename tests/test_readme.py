@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, run_scripts
+from helpers import ROOT, run_script
 
 PAGES = {path: path.read_text() for path in (
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md",
@@ -114,7 +114,7 @@ def test_each_recipe_runs_in_an_empty_folder_with_its_files_alone(tmp_path):
         jobs.append((["recipe.py"], folder))
         names.append((name, block))
     assert len(jobs) >= 5
-    results = run_scripts(jobs, tmp_path)
+    results = [run_script(*job) for job in jobs]
     for (name, block), (code, out, err) in zip(names, results, strict=True):
         assert code == 0, (name, err)
         assert "inf  #" not in block or "skipped" in out or "all finite: True" in out, (name, out)
@@ -151,7 +151,7 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
             alone.append(words)
         else:
             jobs.append(([ROOT / "train.py", *words[2:]], tmp_path))
-    results = list(zip(jobs, run_scripts(jobs, tmp_path), strict=True))
+    results = [(job, run_script(*job)) for job in jobs]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     for words in alone:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import refused, run_ranks, script
 
 import checkpoint
 import prepare
@@ -178,45 +178,38 @@ def test_a_signal_during_set_up_ends_the_run_with_its_number_and_writes_nothing(
 
 # --- What is refused: one sentence, exit code 2, nothing is written
 
-def refused(answer, *words):
-    code, last, error, _ = answer
-    assert code == 2 and last is None and len(error.strip().splitlines()) == 1, error
-    assert all(word in error for word in words), error
+@pytest.fixture
+def change_data(monkeypatch):
+    """change_data(f): all data goes through f(images, labels); the cache keeps its own."""
+    load = prepare.load
 
+    def through(change):
+        def changed(*args, **more):
+            data = load(*args, **more)
+            splits = [change(x.clone(), y.clone()) for x, y in (data.train, data.val)]
+            return replace(data, train=splits[0], val=splits[1])
 
-@pytest.mark.parametrize(("flag", "value", "why"), [
-    ("--seed", 10**20, "below"), ("--ema", 1.5, "below"), ("--max-steps", 10**20, "below"),
-    ("--out-dir", "", "empty"), ("--out-dir", "x" * 300, "255"),
-    ("--no-decay", "ü", "names no parameter"), ("--cutout", 64, "--cutout 64")])
-def test_what_cannot_work_is_refused_before_anything_is_written(run, flag, value, why):
-    refused(run(flag, value), why)
-    assert not run.folder.exists()
+        monkeypatch.setattr(prepare, "load", changed)
+
+    return through
 
 
 @pytest.mark.parametrize(("model", "side", "batch"), [("cifarnet-tiny", 8, 40), ("resnet18", 8, 1)])
 def test_images_and_batches_too_small_for_the_model_are_refused(
-    run, monkeypatch, model, side, batch
+    run, change_data, model, side, batch
 ):
     """A convolution without a pixel, and a BatchNorm that sees one value."""
-    load = prepare.load
-
-    def shrunk(*args, **more):
-        data = load(*args, **more)
-        train, val = ((x[:, :, :side, :side].clone(), y) for x, y in (data.train, data.val))
-        return replace(data, train=train, val=val)
-
-    monkeypatch.setattr(prepare, "load", shrunk)
+    change_data(lambda images, labels: (images[:, :, :side, :side], labels))
     refused(run("--model", model, "--batch-size", batch), "is too small for")
     assert not run.folder.exists()
 
 
 def test_ranks_that_differ_say_why_and_all_leave(few_images, tmp_path):
-    script = tmp_path / "other_seed.py"
-    script.write_text("import os, sys\n"
-                      f"sys.path.insert(0, {str(ROOT)!r})\n"
-                      "import train\n"
-                      "train.main([*sys.argv[1:], '--seed', os.environ['RANK']])\n")
-    first, second = run_ranks([script, "--model", "cifarnet-tiny", "--data-dir", few_images,
+    other_seed = script(tmp_path, """
+import os, train
+train.main([*sys.argv[1:], "--seed", os.environ["RANK"]])
+""")
+    first, second = run_ranks([other_seed, "--model", "cifarnet-tiny", "--data-dir", few_images,
                                "--out-dir", tmp_path / "run"], few_images.parent)
     assert first[0] == second[0] == 2 and first[2] == ""
     assert "rank 1 is not like rank 0: seed 0 there, 1 here" in second[2]
@@ -230,25 +223,19 @@ def finished(run, few_images):
     return pace
 
 
-def test_other_data_is_refused_by_name(run, finished, monkeypatch):
-    load = prepare.load
+def retouched(images, labels):
+    images[7, 0, 3, 3] ^= 1
+    return images, labels
 
-    def refuse_changed(change, *words):
-        def changed(*args, **more):
-            data = load(*args, **more)
-            images, labels = (t.clone() for t in data.train)  # it is the file of the cache
-            return replace(data, train=change(images, labels))
 
-        monkeypatch.setattr(prepare, "load", changed)
-        refused(run(*finished, "--resume", "auto"), *words)
-
-    def retouched(images, labels):
-        images[7, 0, 3, 3] ^= 1
-        return images, labels
-
-    refuse_changed(retouched, "pixels: ")
-    refuse_changed(lambda x, labels: (x, labels.where(labels > 1, 1 - labels)), "labels: ")
-    refuse_changed(lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100")
+@pytest.mark.parametrize(("change", "words"), [
+    (retouched, "pixels: "),
+    (lambda images, labels: (images, labels.where(labels > 1, 1 - labels)), "labels: "),
+    (lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100"),
+])  # fmt: skip
+def test_other_data_is_refused_by_name(run, finished, change_data, change, words):
+    change_data(change)
+    refused(run(*finished, "--resume", "auto"), words)
 
 
 def test_a_run_that_goes_on_beyond_its_new_end_is_validated_and_concluded(run, monkeypatch):
@@ -270,6 +257,8 @@ def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
     for file in (run.folder / "best.pt", run.folder / "metrics.jsonl"):
         refused(run(*finished, "--resume", file, out="new"), file.name)
     assert not run.folder.with_name("new").exists()
+    other = ("--model", "resnet18", *finished, "--resume", "auto")
+    refused(run(*other), "model: cifarnet-tiny -> resnet18")
     good = checkpoint.load(run.folder / "last_good.pt")
     good["identity"]["model"] = "vit"
     os.unlink(run.folder / "last_good.pt")

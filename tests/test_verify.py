@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import events, same, two_ranks
+from helpers import events, last_state, needs_cuda, same, two_ranks
 
 from rescue import inject, verify
 
@@ -30,8 +30,7 @@ def test_verification_changes_no_number_of_a_run(run):
     flags = ("--max-steps", 20, "--precision", "bf16")
     run(*flags, "--verify-every", 0, out="alone")
     assert not events(run(*flags, "--verify-every", 2)[3], "cure")
-    folders = [run.folder, run.folder.with_name("alone")]
-    assert same(*(torch.load(f / "last.pt", weights_only=True)["model"] for f in folders))
+    assert same(last_state(run)["model"], last_state(run, "alone")["model"])
 
 
 @pytest.mark.parametrize("where", ["act:groups.1", "grad:head.weight"])
@@ -79,7 +78,6 @@ def test_of_two_ranks_the_one_with_a_flipped_weight_is_suspected_and_all_go_back
     assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 12, 1)
     assert "back to the weights of step 8" in cure["action"] and last["status"] == "done"
     assert same(*weights)
-    (tmp_path / "unverified").mkdir()
     _, lines, weights = two_ranks(tmp_path / "unverified", image_folder, *flags,
                                   "--verify-every", 0)
     assert not events(lines, "cure") and not same(*weights), "else nothing was planted"
@@ -104,7 +102,6 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
     assert logged.count(step) == (1 if "act" in spec else 2) and set(logged) == set(range(1, 13))
     assert same(*weights)
     if "act" in spec:  # the steps come in the same order: the same end, within rounding
-        (tmp_path / "clean").mkdir()
         clean = two_ranks(tmp_path / "clean", image_folder)[2][0]
         for name, tensor in clean.items():
             torch.testing.assert_close(weights[0][name], tensor, rtol=1e-4, atol=1e-6)
@@ -119,7 +116,7 @@ def test_memory_that_ends_alone_halves_the_micro_batch_and_the_update_stays(run,
     for name, tensor in mlp[0].state_dict().items():
         torch.testing.assert_close(mlp[1].state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
     assert last["val_loss"] == pytest.approx(clean[1]["val_loss"], rel=1e-3)
-    assert torch.load(run.folder / "last.pt", weights_only=True)["accum"] == 2
+    assert last_state(run)["accum"] == 2
 
 
 def test_memory_that_never_suffices_ends_with_the_flags_to_try(run, monkeypatch):
@@ -146,7 +143,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_halves(run, mlp, monkeypatch
     assert last["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 def test_memory_that_really_ends_on_cuda_is_survived(run):
     """Another tenant of the GPU leaves room for half a batch and no more."""
     free, _ = torch.cuda.mem_get_info()
