@@ -5,12 +5,11 @@ import warnings
 
 import pytest
 import torch
-from nets import PRECISIONS, build, policy_of, shake
+from helpers import needs_cuda, policy_for
+from nets import PRECISIONS, build, shake
 
 from models import dit
 from models.dit import TIMESTEPS
-
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="its kernels are others")
 
 
 def awake(**options):
@@ -100,7 +99,7 @@ def test_a_label_that_is_no_class_is_an_error_and_not_the_null_class():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_held_out_timesteps_and_noise_levels_are_those_of_float64_in_every_precision(precision):
-    policy, seen = policy_of(precision), {}
+    policy, seen = policy_for(precision), {}
     net = policy.prepare(awake()).eval()
     net.time.mlp.register_forward_pre_hook(lambda module, args: seen.update(features=args[0]))
     net.patch.register_forward_pre_hook(lambda _, args: seen.update(noisy=args[0]), prepend=True)
@@ -191,10 +190,10 @@ def test_a_fused_path_that_lies_is_refused_once_and_the_step_is_unaffected(
 
 
 @pytest.mark.parametrize("device, fused", [
-    ("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=CUDA)])
+    ("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=needs_cuda)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_good_fused_paths_are_accepted_without_a_warning(precision, device, fused):
-    policy = policy_of(precision, device)
+    policy = policy_for(precision, device)
     net = policy.prepare(awake(fused=fused).to(device))
     state = torch.get_rng_state()
     with warnings.catch_warnings(), policy.autocast(), torch.no_grad():

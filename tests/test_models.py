@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from nets import PRECISIONS, build, pictures, policy_of, shake
+from helpers import needs_cuda, policy_for
+from nets import PRECISIONS, build, pictures, shake
 
 import models
 import optim
@@ -12,7 +13,6 @@ from models.classifier import Classifier
 
 SMALL = [name for name in models.MODELS if name.endswith(("-tiny", "-test"))]
 STREAMS = ("Block", "SwinBlock", "VSSBlock")
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's kernels and lists")
 
 
 def train(model, batch, steps, lr):
@@ -32,7 +32,7 @@ def train(model, batch, steps, lr):
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precision):
     half_stream = name == "slat_vae-half" or (name.startswith("slat") and precision in ("O2", "O3"))
-    policy, streams = policy_of(precision), []
+    policy, streams = policy_for(precision), []
     model = models.wrap(policy.prepare(shake(build(name), 0.02)))
     for module in model.modules():
         if type(module).__name__ in STREAMS:
@@ -54,7 +54,7 @@ def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precisio
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "O2"])
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_evaluation_repeats_and_is_close_to_fp32(name, precision):
-    policy = policy_of(precision)
+    policy = policy_for(precision)
     model = models.wrap(policy.prepare(shake(build(name), 0.02))).eval()
     batch = pictures(8)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
     assert model.eval()(logits, labels)[0].item() == 0.0
 
 
-@CUDA
+@needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
     seen = {"cpu": {}, "cuda": {}}
@@ -90,7 +90,7 @@ def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
     assert seen["cpu"] == seen["cuda"]
 
 
-@CUDA
+@needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
     model, batch = models.wrap(build(name)).cuda(), [t.cuda() for t in pictures(8)]

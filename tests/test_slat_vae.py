@@ -5,14 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import PRECISIONS, build, pictures, policy_of
+from helpers import both_devices, policy_for
+from nets import PRECISIONS, build, pictures
 
 from fp32 import keep_fp32
 from models import slat_vae
 from optim import ClippedAdamW, param_groups
-
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-
 
 # --- structure ------------------------------------------------------------------------------------
 
@@ -25,7 +23,7 @@ def test_the_active_patches_are_those_of_float64_though_half_would_tie_their_ene
     energy = F.pixel_unshuffle(exact, 4).square().mean(1).flatten(1)
     want, rounded = (e.topk(32).indices.sort().values for e in (energy, energy.bfloat16()))
     assert not torch.equal(rounded, want)  # the danger is real
-    policy = policy_of(precision)
+    policy = policy_for(precision)
     net = policy.prepare(build("slat_vae", active=0.5))
     with policy.autocast():
         coords, background = net.structure(images)
@@ -72,10 +70,10 @@ def test_the_latent_has_the_right_mean_and_deviation_in_training_and_none_in_eva
     assert torch.equal(layer.eval()(moments)[0], moments[..., :2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@both_devices
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_log_variance_of_100_stays_finite_in_every_precision(precision, device):
-    policy, net = policy_of(precision, device), build("slat_vae-test").to(device)
+    policy, net = policy_for(precision, device), build("slat_vae-test").to(device)
     net.encoder.out_layer.bias.data.chunk(2)[1].fill_(100.0)
     net = policy.prepare(net)
     with policy.autocast():
@@ -93,7 +91,7 @@ def test_a_log_variance_of_100_stays_finite_in_every_precision(precision, device
 def test_a_half_torso_is_what_o2_with_pinned_ends_stores_and_plain_adamw_is_refused():
     net, half = build("slat_vae-test"), build("slat_vae-test", half_torso=True)
     keep_fp32(net, ["*.input_layer", "*.out_layer"])
-    policy_of("O2").prepare(net)
+    policy_for("O2").prepare(net)
     for (name, p), q in zip(net.named_parameters(), half.parameters(), strict=True):
         assert q.dtype == (torch.float16 if ".blocks." in name else torch.float32), name
         assert p.dtype == q.dtype and torch.equal(p, q), name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchvision
-from nets import build, shake
+from nets import build, rename, shake
 
 from models.vit import Attention, ViT, sincos
 
@@ -29,6 +29,13 @@ def reference(attention, x):
     return out @ attention.proj.weight.double().T + attention.proj.bias.double()
 
 
+THEIRS = {  # part of our name -> part of torchvision's
+    "embed.proj": "conv_proj", "blocks.": "encoder.layers.encoder_layer_", "norm1": "ln_1",
+    "norm2": "ln_2", "norm.": "encoder.ln.", "attn.qkv.": "self_attention.in_proj_",
+    "attn.proj": "self_attention.out_proj", "mlp.2": "mlp.3", "head.": "heads.head.",
+}  # fmt: skip
+
+
 @torch.no_grad()
 def test_it_computes_what_torchvisions_encoder_computes():
     torch.manual_seed(0)
@@ -39,21 +46,10 @@ def test_it_computes_what_torchvisions_encoder_computes():
     ours = ViT(num_classes=7, image_size=32, patch_size=4, dim=48, depth=3, heads=3)
     shake(theirs, 0.05)
     theirs.encoder.pos_embedding = torch.nn.Parameter(ours.pos[None])  # and no class token
-    ours.embed.proj.weight.copy_(theirs.conv_proj.weight.flatten(1))
-    ours.embed.proj.bias.copy_(theirs.conv_proj.bias)
-    for mine, other in zip(ours.blocks, theirs.encoder.layers, strict=True):
-        mine.attn.qkv.weight.copy_(other.self_attention.in_proj_weight)
-        mine.attn.qkv.bias.copy_(other.self_attention.in_proj_bias)
-        for a, b in (
-            (mine.norm1, other.ln_1),
-            (mine.norm2, other.ln_2),
-            (mine.attn.proj, other.self_attention.out_proj),
-            (mine.mlp[0], other.mlp[0]),
-            (mine.mlp[2], other.mlp[3]),
-        ):
-            a.load_state_dict(b.state_dict())
-    ours.norm.load_state_dict(theirs.encoder.ln.state_dict())
-    ours.head.load_state_dict(theirs.heads.head.state_dict())
+    given = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        if name != "pos":
+            p.copy_(given[rename(name, THEIRS)].reshape(p.shape))
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     want = theirs.heads(theirs.encoder(theirs._process_input(images)).mean(1))
     torch.testing.assert_close(ours(images), want, rtol=1e-5, atol=1e-5)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import NAMES, build, pictures, policy_of
+from helpers import both_devices, policy_for
+from nets import NAMES, build, pictures
 
 from models import vlm
-
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
 def make(**options):
@@ -44,7 +43,7 @@ def test_it_learns_by_heart_and_generates_what_its_exact_match_counts(learned):
 # --- padding and masks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@both_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fully_masked_rows_give_no_nan_forward_or_backward(dtype, device):
     net = make().to(device)
@@ -116,7 +115,7 @@ def test_training_asks_every_question_and_every_answer_is_true():
 
 @pytest.mark.parametrize("precision", ["bf16", "O2", "O3"])
 def test_positions_are_exact_where_half_precision_miscounts(precision):
-    policy = policy_of(precision)
+    policy = policy_for(precision)
     net, positions = policy.prepare(make()), torch.arange(250, 2100)
     with policy.autocast():
         angles = net.decoder.angles(positions[None])
