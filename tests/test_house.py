@@ -100,7 +100,6 @@ def paste_block(path):
 
 
 def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_path):
-    jobs, names = [], []
     for path in COPIED:
         folder = tmp_path / path.stem
         folder.mkdir()
@@ -114,14 +113,12 @@ def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_
             (folder / "drawn").mkdir()
             (folder / "drawn" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
             command.append("drawn")
-        jobs += [(command, folder), (["paste.py"], folder)]
-        names += [path.name, f"{path.name}, paste block"]
-    results = [run_script(*job) for job in jobs]
-    assert not {name: err for name, (code, _, err) in zip(names, results, strict=True) if code}
-    for name, (_, out, _) in zip(names, results, strict=True):
-        shows = "__main__" in next(path for path in COPIED if path.name in name).read_text()
-        lines = 1 if name == "report.py" else 2  # the fault, and the answer to it
-        assert "paste" in name or not shows or out.count("\n") >= lines, name
+        code, out, err = run_script(command, folder)
+        assert code == 0, (path.name, err)
+        lines = 1 if path.name == "report.py" else 2  # the fault, and the answer to it
+        assert "__main__" not in path.read_text() or out.count("\n") >= lines, path.name
+        code, _, err = run_script(["paste.py"], folder)
+        assert code == 0, (path.name, "paste block", err)
 
 
 def test_a_copied_file_says_its_licence_and_the_version_that_the_changelog_begins_with():
