@@ -12,14 +12,12 @@ import pytest
 import torch
 from helpers import events, last_state, mlp, needs_cuda, refused, same, two_ranks
 
-import amp_policy
 import flags
 import guards
 import report
 import train
 import validation
 from data import batches
-from extras import ema
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
 
@@ -48,33 +46,6 @@ def poison(monkeypatch, bad_steps, number=torch.nan):
 
 
 # --- The step
-
-
-def test_the_calls_of_a_step_come_in_the_order_of_the_design(run, monkeypatch):
-    calls = []
-
-    def spy(owner, name):
-        original = getattr(owner, name)
-
-        def wrapper(self, *args, **kwargs):
-            if calls[-1:] != [f"{owner.__name__}.{name}"]:  # see_batch calls itself
-                calls.append(f"{owner.__name__}.{name}")
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    for name in ("open", "see_batch", "see_loss", "decide", "step", "verdict"):
-        spy(guards.Guard, name)
-    for name in ("scale", "update"):
-        spy(amp_policy.LossScaler, name)
-    spy(ema.EMA, "update")
-    spy(train.prepare.optim.ClippedAdamW, "step")
-    spy(train.prepare.optim.Schedule, "update")
-    assert run("--max-steps", 1, "--accum-steps", 2, "--ema", 0.9, "--muon")[0] == 0
-    micro = ["Guard.see_batch", "Guard.see_loss", "LossScaler.scale"]
-    end = ["Guard.step", "Guard.decide", "ClippedAdamW.step", "Schedule.update",
-           "LossScaler.update", "EMA.update", "Guard.verdict"]
-    assert calls == ["Guard.open", *micro, *micro, *end]
 
 
 @pytest.mark.parametrize("uneven", [False, True])

@@ -33,14 +33,6 @@ def test_verification_changes_no_number_of_a_run(run):
     assert same(last_state(run)["model"], last_state(run, "alone")["model"])
 
 
-@pytest.mark.parametrize("where", ["act:groups.1", "grad:head.weight"])
-def test_a_pass_that_gives_two_gradients_is_named_and_the_run_goes_on(run, where):
-    code, last, _, lines = run("--inject", f"flip:{where}@step=8", "--verify-every", 4)
-    cures = [(c["verdict"], c["of_step"], c["rank"]) for c in events(lines, "cure")]
-    assert (code, last["updates"], last["skipped"]) == (0, 12, 0)
-    assert cures == [("not reproducible", 8, 0)]
-
-
 def test_the_fifth_time_on_one_rank_of_two_both_end_with_exit_code_5(tmp_path, image_folder):
     spec = "flip:grad:1.weight@step=1..12,rank=1"
     last, lines, _ = two_ranks(tmp_path, image_folder, "--inject", spec, "--verify-every", 1,
@@ -78,9 +70,6 @@ def test_of_two_ranks_the_one_with_a_flipped_weight_is_suspected_and_all_go_back
     assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 12, 1)
     assert "back to the weights of step 8" in cure["action"] and last["status"] == "done"
     assert same(*weights)
-    _, lines, weights = two_ranks(tmp_path / "unverified", image_folder, *flags,
-                                  "--verify-every", 0)
-    assert not events(lines, "cure") and not same(*weights), "else nothing was planted"
 
 
 # --- Memory
@@ -107,18 +96,6 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
             torch.testing.assert_close(weights[0][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_memory_that_ends_alone_halves_the_micro_batch_and_the_update_stays(run, mlp):
-    flags = ("--model", "mlp", "--adam-eps", 1e-2)
-    clean = run(*flags, out="clean")
-    code, last, _, lines = run(*flags, "--inject", "oom:grad:1.weight@step=7")
-    assert (code, last["updates"], last["skipped"]) == (0, 12, 0)
-    assert sum("from now on 2 micro-" in line["text"] for line in events(lines, "warning")) == 1
-    for name, tensor in mlp[0].state_dict().items():
-        torch.testing.assert_close(mlp[1].state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
-    assert last["val_loss"] == pytest.approx(clean[1]["val_loss"], rel=1e-3)
-    assert last_state(run)["accum"] == 2
-
-
 def test_memory_that_never_suffices_ends_with_the_flags_to_try(run, monkeypatch):
     def measure(self, net, args):
         self._size = len(args[0])  # and no room at all
@@ -126,6 +103,7 @@ def test_memory_that_never_suffices_ends_with_the_flags_to_try(run, monkeypatch)
     monkeypatch.setattr(inject.Injector, "_measure", measure)
     code, last, err, _ = run("--inject", "oom:act@step=3")
     assert (code, last["status"]) == (1, "failed") and "planted" in err and "--accum-steps" in err
+    assert list(run.folder.glob("last*.pt"))
 
 
 def test_an_evaluation_that_does_not_fit_is_done_in_halves(run, mlp, monkeypatch):
