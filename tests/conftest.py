@@ -9,6 +9,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 import prepare
 import report
 import train
+from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
 
@@ -38,6 +39,17 @@ def pytest_collection_modifyitems(items):
         slow = slow or item.get_closest_marker("slow")
         item.add_marker("slow" if slow else "quick")
     items.sort(key=place)
+
+
+@pytest.fixture
+def clean_switches():
+    """Random numbers from 0; afterwards TF32, the default device and autocast are as torch's."""
+    torch.manual_seed(0)
+    yield
+    torch.set_default_device(None)
+    set_tf32(False)
+    torch.backends.cudnn.allow_tf32 = True
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.fixture

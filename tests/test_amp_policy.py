@@ -31,13 +31,7 @@ def skip_emulated(device, dtype):
         pytest.skip("this GPU only emulates bfloat16")
 
 
-@pytest.fixture(autouse=True)
-def clean_switches():
-    torch.manual_seed(0)
-    yield
-    torch.set_default_device(None)
-    set_tf32(False)
-    torch.backends.cudnn.allow_tf32 = True  # torch's default
+pytestmark = pytest.mark.usefixtures("clean_switches")
 
 
 class Net(nn.Module):

@@ -31,8 +31,7 @@ def outcome(ranks, precisions, folder):
 def test_every_cell_of_the_campaign_holds_and_the_judge_would_notice(ranks, precisions, tmp_path):
     cells = outcome(ranks, precisions, tmp_path)
     assert len(cells) == len(campaign.CELLS) / 2 > 100
-    broken = {(c["where"], c["kind"], c["precision"]): campaign.judge(c, ranks) for c in cells}
-    assert not {cell: why for cell, why in broken.items() if why and not why.startswith("n/a")}
+    assert not [c for c in cells if c["holds"] and not c["holds"].startswith("n/a")]
     bad = [c for c in cells if (c["where"], c["kind"]) in campaign.BAD]
     caught = sum(bool(c.get("skipped")) for c in bad)
     assert caught > 0.85 * len(bad), "most faults have to be caught, not harmless"

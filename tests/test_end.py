@@ -8,6 +8,7 @@ import torch
 from helpers import events
 from torch import nn
 
+import checkpoint
 import train
 from data import Dataset, batches
 from rescue import notice
@@ -40,12 +41,11 @@ class Struck(nn.Module):
 def struck(run, model, monkeypatch):
     """Runs a Struck network on images that it learns within an epoch: struck(strike, *flags)."""
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator)
+    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator, dtype=torch.uint8)
     labels = torch.arange(500) % 10
-    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator)
-    images = images.to(torch.uint8)
-    names = [str(i) for i in range(10)]
-    data = Dataset("patterns", (images[:400], labels[:400]), (images[400:], labels[400:]), names)
+    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator).byte()
+    train_split, val_split = zip(images.split(400), labels.split(400), strict=True)
+    data = Dataset("patterns", train_split, val_split, [*"0123456789"])
     monkeypatch.setattr(train.prepare, "load", lambda *_, **__: copy.deepcopy(data))
 
     def go(strike, *flags):
@@ -110,7 +110,7 @@ def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(s
     flags = ("--lr", 3e-2, "--max-steps", 100, "--ckpt-every", 5, "--max-cures", 2)
     code, last, _, _ = struck(strike, *flags)
     assert (code, last["status"]) == (3, "diverged")
-    good = torch.load(run.folder / "last_good.pt", weights_only=True)
+    good = checkpoint.load(run.folder / "last_good.pt")
     net = Struck(10)
     net.load_state_dict(good["model"])
     images, labels = struck.data.val
@@ -195,8 +195,8 @@ def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
             loss = 2.3 + x.flatten() * self.looks
             return loss.mean(), {"loss": loss}
 
-    x = torch.arange(3.0).repeat_interleave(4).view(12, 1, 1, 1)
-    y = torch.arange(3).repeat_interleave(4)
+    y = torch.arange(12) // 4
+    x = y.float().view(12, 1, 1, 1)
     noisy = x + torch.rand(12, 1, 1, 1) * 0.1
     for looks, images, ignored in ((1, x, False), (1, noisy, False), (0, noisy, True)):
         scores = train.validation.evaluate(Judge(looks), [(images, y)], alone=True)

@@ -201,25 +201,14 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(name, monkeypatch):
 
 # --- The short way, two lines, in loops of the projects that it is made for
 
-class Bigram(nn.Module):  # the network returns logits and loss
-    def __init__(self):
-        super().__init__()
-        self.wte, self.norm, self.head = nn.Embedding(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9)
-
-    def forward(self, tokens, targets):
-        logits = self.head(self.norm(self.wte(tokens)))
-        return logits, F.cross_entropy(logits, targets, ignore_index=-1)
-
-
-def nanogpt(take, fault):
-    net = Bigram()
+def micro_batches(take, fault):
+    net = network()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    step = take(net, optimizer, scaler)
+    step = take(net)
     for i in range(6):
         for micro in range(3):
-            tokens = torch.arange(8).add(i + micro) % 9
-            _, loss = net(tokens, tokens.roll(1))
+            loss = net(torch.randn(8, 48)).square().mean()
             scaler.scale(loss / 3 * (fault(i) if micro == 1 else 1.0)).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -234,9 +223,9 @@ def gan(take, fault):
     d = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.LeakyReLU(), nn.Linear(5, 1))
     net = nn.ModuleList([g, d])
     opt_g, opt_d = (torch.optim.Adam(n.parameters(), lr=1e-3, betas=(0.5, 0.999)) for n in net)
-    step = take([g, d], [opt_g, opt_d])
+    step = take([g, d])
     for i in range(6):
-        noise = torch.randn(8, 3, generator=torch.Generator().manual_seed(i)) * fault(i)
+        noise = torch.randn(8, 3) * fault(i)
         fake = g(noise)
         opt_d.zero_grad()
         (F.softplus(d(fake.detach())) + F.softplus(-d(noise[:, :1].expand(8, 4)))).mean().backward()
@@ -248,14 +237,14 @@ def gan(take, fault):
 
 
 @pytest.mark.filterwarnings("ignore:step .* was skipped")
-@pytest.mark.parametrize("loop", [nanogpt, gan])
+@pytest.mark.parametrize("loop", [micro_batches, gan])
 def test_two_lines_guard_a_loop(loop):
     guards = []
 
-    def bare(net, *_):
+    def bare(net):
         return lambda o, scaler=None: scaler.step(o) if scaler else o.step()
 
-    def guarded(net, *_):
+    def guarded(net):
         guards.append(Guard(net))
         return guards[-1].step
 
