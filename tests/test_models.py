@@ -15,16 +15,6 @@ SMALL = [name for name in models.MODELS if name.endswith(("-tiny", "-test"))]
 STREAMS = ("Block", "SwinBlock", "VSSBlock")
 
 
-def train(model, batch, steps, lr):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model.train()(*batch)[0].backward()
-        optimizer.step()
-    with torch.no_grad():
-        return model.eval()(*batch)
-
-
 # --- precision ------------------------------------------------------------------------------------
 
 
@@ -107,28 +97,23 @@ def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
 # --- learning and compiling -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, steps, lr", [
-    ("cifarnet-tiny", 25, 1e-2), ("vit-test", 40, 5e-3), ("swin-test", 30, 1e-2),
-    ("swin-v2-test", 40, 1e-2), ("vmamba-test", 30, 2e-2),
+@pytest.mark.parametrize("name, steps, lr, share", [
+    ("cifarnet-tiny", 25, 1e-2, 0.4), ("vit-test", 40, 5e-3, 0.2), ("swin-test", 30, 1e-2, 0.2),
+    ("swin-v2-test", 40, 1e-2, 0.2), ("vmamba-test", 30, 2e-2, 0.2), ("dit-test", 60, 5e-3, 0.7),
+    ("slat_vae-test", 60, 1e-2, 0.6),  # vlm: in its own file
 ])  # fmt: skip
-def test_a_classifier_learns_a_few_images_by_heart(name, steps, lr):
-    net, (images, labels) = build(name), pictures(20)
+def test_the_loss_of_a_few_images_falls_to_a_share_of_what_it_was(name, steps, lr, share):
+    net, batch = build(name), pictures(20)
     if name == "cifarnet-tiny":
-        net.init_from_data(images)
-    _, metrics = train(Classifier(net), (images, labels), steps, lr)
-    assert metrics["acc1"].mean() == 100
-
-
-def test_a_diffusion_model_learns_a_few_images():
-    model, batch = build("dit-test", grid=4), pictures(20)
-    assert model.eval()(*batch)[0].item() == pytest.approx(1, abs=0.05)
-    assert train(model, batch, 100, 5e-3)[0] < 0.6
-
-
-def test_an_autoencoder_learns_far_more_than_the_background_that_it_gets():
-    model, (images, labels) = build("slat_vae-test"), pictures(20)
-    trivial = (model.structure(images)[1] - images).square().mean()
-    assert train(model, (images, labels), 60, 1e-2)[1]["mse"].mean() < 0.8 * trivial
+        net.init_from_data(batch[0])
+    model = models.wrap(net)
+    before = model.eval()(*batch)[0].item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.train()(*batch)[0].backward()
+        optimizer.step()
+    assert model.eval()(*batch)[0].item() < share * before
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "cifarnet-tiny"])
