@@ -201,7 +201,6 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(monkeypatch, devi
     )
     assert measured == TABLE[name]
     assert (loss.dtype, net.label_dtype) == (F32, F32)
-    assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
 def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone():

@@ -97,8 +97,9 @@ def test_a_resized_crop_samples_the_box_that_was_drawn():
     mirrored = torch.arange(200) % 2 == 1
     crops = batches.resized_crop(images, drawn, mirrored, 8, (0.35, 1.0))
     area, ratio = 0.35 + 0.65 * drawn[0], (4 / 3) ** (2 * drawn[1] - 1)
-    across = torch.where(mirrored[:, None], crops[:, 0, 3].flip(1), crops[:, 0, 3])
-    for seen, square, place in ((across, area * ratio, 2), (crops[:, 1, :, 3], area / ratio, 3)):
+    across, down = crops[:, 0, 3], crops[:, 1, :, 3]
+    across[mirrored] = across[mirrored].flip(1)
+    for seen, square, place in ((across, area * ratio, 2), (down, area / ratio, 3)):
         length = square.sqrt().clamp(max=1)
         centres = length * torch.linspace(0.5, 7.5, 8)[:, None] / 8 + (1 - length) * drawn[place]
         assert (seen.T - (64 * centres - 0.5).clamp(0, 63)).abs().max() < 0.01
@@ -108,7 +109,7 @@ def test_the_first_batches_of_a_recipe_that_says_so_are_the_inner_pixels_of_the_
     image_folder, tmp_path
 ):
     line = f"--model cifarnet-tiny --data-dir {image_folder} --batch-size 40 --max-steps 25"
-    line += f" --precision fp32 --device cpu --out-dir {tmp_path / 'run'}"
+    line += f" --cutout 9 --precision fp32 --device cpu --out-dir {tmp_path / 'run'}"
     args = train.flags.parse(line.split(), "", train.MODELS, train.NAMES)
     run = train.Run(args=args)
     train.prepare.setup(run, train.train_step)

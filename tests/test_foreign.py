@@ -220,7 +220,7 @@ def micro_batches(take, fault):
 
 def gan(take, fault):
     g = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-    d = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.LeakyReLU(), nn.Linear(5, 1))
+    d = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     net = nn.ModuleList([g, d])
     opt_g, opt_d = (torch.optim.Adam(n.parameters(), lr=1e-3, betas=(0.5, 0.999)) for n in net)
     step = take([g, d])

@@ -207,9 +207,8 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
     capsules = {
         "hostile": whole | {"batches": Hostile()}, "foreign": {"weights": torch.zeros(1)},
         "empty": whole | {"model": {}}, "fork": whole | {"model_name": "of_a_fork"},
+        **{f"no_{key}": {k: v for k, v in whole.items() if k != key} for key in whole},
     }
-    for key in whole:
-        capsules[f"no_{key}"] = {k: v for k, v in whole.items() if k != key}
     for name, capsule in capsules.items():
         torch.save(capsule, tmp_path / f"{name}.pt")
     (tmp_path / "text.pt").write_text("this is no capsule")
