@@ -1,6 +1,7 @@
 """The pages cannot rot: their commands and recipes run, files, links and flags exist, and each
 figure is that of the raw file it names."""
 
+import functools
 import hashlib
 import json
 import os
@@ -208,15 +209,14 @@ def mean(parts):
     return None
 
 
+@functools.cache
 def raw_numbers(name):
     """Of a raw file, or of all raw files in a folder."""
-    paths = sorted(ROOT.glob(f"bench/{name}*" if name.endswith("/") else f"bench/{name}"))
     found = set()
-    for path in paths:
-        if path.suffix in (".json", ".jsonl"):
-            text = path.read_text()
-            parts = text.splitlines() if path.suffix == ".jsonl" else [text]
-            found |= {number for part in parts for number in numbers(json.loads(part))}
+    for path in ROOT.glob(f"bench/{name}*.json*" if name.endswith("/") else f"bench/{name}"):
+        text = path.read_text()
+        parts = text.splitlines() if path.suffix == ".jsonl" else [text]
+        found |= {number for part in parts for number in numbers(json.loads(part))}
     return found
 
 
@@ -257,10 +257,9 @@ def test_each_figure_stands_in_the_raw_file_that_is_named_beside_it():
 
 def test_a_planted_wrong_figure_is_seen():
     page = PAGES[ROOT / "bench" / "RESULTS.md"]
-    before = len([*unproved(page)])
     for right, wrong in (("| 49.6 |", "| 46.9 |"), ("90.93 (90.77)", "90.39 (90.77)")):
         assert right in page
-        assert len([*unproved(page.replace(right, wrong))]) == before + 1, right
+        assert len([*unproved(page.replace(right, wrong))]) == 1, right
 
 
 def test_every_picture_was_drawn_from_the_raw_files_as_they_are_and_is_shown():

@@ -84,9 +84,8 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
     last, lines, weights = two_ranks(tmp_path, image_folder, "--inject", spec)
     assert (last["status"], last["updates"]) == ("done", 12)
     step = int(spec.partition("step=")[2].split(",")[0])
-    warned = [line["text"] for line in events(lines, "warning")]
-    assert warned[0].startswith(f"out of memory at step {step}: from now on 2 micro-batches")
-    assert next(line["step"] for line in lines if "tensors" in line) == 1
+    warning = events(lines, "warning")[0]["text"]
+    assert warning.startswith(f"out of memory at step {step}: from now on 2 micro-batches")
     logged = [line["step"] for line in lines if "grad_norm" in line]  # a retaken step is its own
     assert logged.count(step) == (1 if "act" in spec else 2) and set(logged) == set(range(1, 13))
     assert same(*weights)
