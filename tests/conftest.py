@@ -13,32 +13,28 @@ from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
 
-# These files run train.py, or start processes. A single slow test elsewhere is marked
-# `@pytest.mark.slow` (over 5 s on a slow core), or uses the fixture `run`. All others are "quick".
+# `-m quick` leaves out what is slow: these files (they start processes, or train for long), every
+# test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.
 SLOW = {
-    "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_guards",
-    "test_heal", "test_readme", "test_resume", "test_time_to_accuracy", "test_train",
-    "test_verify", "test_watch",
+    "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_heal",
+    "test_readme", "test_resume", "test_time_to_accuracy", "test_train", "test_verify",
+    "test_watch",
 }
-LONGEST = (  # they begin, so that no core idles at the end
+LONGEST = [  # they begin, so that no core idles at the end
     "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme", "test_verify",
     "test_failures", "test_house", "test_train", "test_heal",
-)  # fmt: skip
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the quick ones. Long ones first: nobody waits at the end for one that takes minutes."""
-
-    def place(item):
-        if item.path.stem in LONGEST:
-            return LONGEST.index(item.path.stem)
-        return len(LONGEST) + ("quick" in item.keywords)
-
+    """Each test is marked slow or quick. The longest files come first, the quick tests last."""
     for item in items:
-        slow = item.path.stem in SLOW or "run" in item.fixturenames
-        slow = slow or item.get_closest_marker("slow")
+        file = item.path.stem
+        slow = file in SLOW or "run" in item.fixturenames or "slow" in item.keywords
         item.add_marker("slow" if slow else "quick")
-    items.sort(key=place)
+        begins = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+        item.place = begins, not slow
+    items.sort(key=lambda item: item.place)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 from helpers import ROOT, run_script
+from torch.utils._pytree import tree_map
 
 PAGES = {path: path.read_text() for path in (
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md",
@@ -199,14 +200,16 @@ def numbers(x):
 
 
 def mean(parts):
-    if all(isinstance(part, int | float) for part in parts):
-        return statistics.mean(parts)
-    if all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts):
-        return [mean(column) for column in zip(*parts, strict=True)]
-    if all(isinstance(part, dict) for part in parts):
-        keys = set.intersection(*(set(part) for part in parts))
-        return {key: mean([part[key] for part in parts]) for key in keys}
-    return None
+    """Number by number; None where the parts are of different forms."""
+
+    def of_numbers(*values):
+        if all(isinstance(value, int | float) for value in values):
+            return statistics.mean(values)
+
+    try:
+        return tree_map(of_numbers, *parts)
+    except ValueError:
+        return None
 
 
 @functools.cache
