@@ -61,7 +61,6 @@ def acted(lines):
     return [cure for cure in cures if not cure["action"].startswith("passed over: one step")]
 
 
-
 # --- Precision
 
 
@@ -122,17 +121,16 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
 
 
 def test_bad_labels_are_each_named_kept_out_for_good_and_end_the_run_when_they_are_many(run, mlp):
-    steps = (5, 60, 115)  # further apart than the 50 steps that are recorded after a bad one
+    steps = (5, 60, 115, 120)
     spec = ";".join(f"big:label@step={step}" for step in steps)
-    flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject")
-    code, last, _, lines = run(*flags, spec)
+    flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject", spec)
+    code, last, _, lines = run(*flags)
+    assert (code, last["status"]) == (4, "bad data")
     cures = events(lines, "cure")
-    assert code == 0 and last["skipped"] == 3
     assert [(cure["of_step"], cure["verdict"]) for cure in cures] == [(n, "data") for n in steps]
-    named = sorted(sample for cure in cures for sample in cure["samples"])
-    assert len(named) == 3 and last["quarantined"] == named == last_state(run)["quarantine"]
-    code, last, _, _ = run(*flags, spec + ";big:label@step=120", out="many")
-    assert (code, last["status"], len(last["quarantined"])) == (4, "bad data", 4)
+    named = [sample for cure in cures for sample in cure["samples"]]
+    assert len(named) == 4 and last["quarantined"] == sorted(named)
+    assert last_state(run)["quarantine"] == sorted(named[:2]), "it is of step 110"
 
 
 def test_samples_in_quarantine_are_never_drawn():
