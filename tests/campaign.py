@@ -228,8 +228,9 @@ def main():
     if rank:
         return 0
     shutil.rmtree(folder)
+    rows = [{**cell, "holds": judge(cell, ranks)} for cell in cells]
+    outcome = {(row["where"], row["kind"], row["precision"]): row["holds"] for row in rows}
     print(f"{'fault':<24}" + "".join(f"{p:>14}" for p in chosen))
-    outcome = {(c["where"], c["kind"], c["precision"]): judge(c, ranks) for c in cells}
     for where, kind in (*BAD, *MORE, *LONG, *STATE):
         words = [outcome[where, kind, p].split(":")[0] or "holds" for p in chosen]
         print(f"{kind + ' ' + where:<24}" + "".join(f"{word:>14}" for word in words))
@@ -241,7 +242,6 @@ def main():
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     about = {"ranks": ranks, "torch": str(torch.__version__), "commit": commit, "n": len(cells),
              "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores"}
-    rows = [{**c, "holds": judge(c, ranks)} for c in cells]
     target.write_text(json.dumps({**about, "cells": rows}, indent=0))
     print(json.dumps({
         "ranks": ranks, "cells": len(cells), "holds": sum(not w for w in outcome.values()),

@@ -1,42 +1,51 @@
 import json
 
+import helpers
 import pytest
 import torch
-from torch import nn
+from helpers import read_lines
 from torchvision.transforms.v2.functional import to_pil_image
 
 import prepare
 import report
 import train
+from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
 
-# These files run train.py, or start processes. A single slow test elsewhere is marked
-# `@pytest.mark.slow` (over 5 s on a slow core), or uses the fixture `run`. All others are "quick".
+# `-m quick` leaves out what is slow: these files (they start processes, or train for long), every
+# test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.
 SLOW = {
-    "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_guards",
-    "test_heal", "test_readme", "test_resume", "test_time_to_accuracy", "test_train",
-    "test_verify", "test_watch",
+    "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_heal",
+    "test_readme", "test_resume", "test_time_to_accuracy", "test_train", "test_verify",
+    "test_watch",
 }
-LONGEST = (  # they begin, so that no core idles at the end
+LONGEST = [  # they begin, so that no core idles at the end
     "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme", "test_verify",
     "test_failures", "test_house", "test_train", "test_heal",
-)  # fmt: skip
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the quick ones. Long ones first: nobody waits at the end for one that takes minutes."""
-
-    def place(item):
-        if item.path.stem in LONGEST:
-            return LONGEST.index(item.path.stem)
-        return len(LONGEST) + ("quick" in item.keywords)
-
+    """Each test is marked slow or quick. The longest files come first, the quick tests last."""
     for item in items:
-        slow = item.path.stem in SLOW or "run" in item.fixturenames
-        slow = slow or item.get_closest_marker("slow")
+        file = item.path.stem
+        slow = file in SLOW or "run" in item.fixturenames or "slow" in item.keywords
         item.add_marker("slow" if slow else "quick")
-    items.sort(key=place)
+        begins = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+        item.place = begins, not slow
+    items.sort(key=lambda item: item.place)
+
+
+@pytest.fixture
+def clean_switches():
+    """Random numbers from 0; afterwards TF32, the default device and autocast are as torch's."""
+    torch.manual_seed(0)
+    yield
+    torch.set_default_device(None)
+    set_tf32(False)
+    torch.backends.cudnn.allow_tf32 = True
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.fixture
@@ -88,39 +97,39 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
 
     def go(*flags, out="run"):
         folder = tmp_path / out
-        argv = [str(flag) for flag in flags]
-        defaults = DEFAULTS | {"--data-dir": str(image_folder), "--out-dir": str(folder)}
-        for flag, value in defaults.items():
-            if flag not in argv:
-                argv += [flag, value]
+        defaults = DEFAULTS | {"--data-dir": image_folder, "--out-dir": folder}
+        words = [word for pair in defaults.items() for word in pair if pair[0] not in flags]
         try:
-            code = train.main(argv)
+            code = train.main([str(word) for word in (*words, *flags)])
         except SystemExit as end:
             code = end.code
         printed = capsys.readouterr()
         last = printed.out.strip().splitlines()[-1] if printed.out.strip() else ""
         summary = json.loads(last) if last.startswith("{") else None
-        metrics = folder / "metrics.jsonl"
-        text = metrics.read_text() if metrics.exists() else ""
-        return code, summary, printed.err, [json.loads(line) for line in text.splitlines()]
+        return code, summary, printed.err, read_lines(folder / "metrics.jsonl")
 
     go.folder, go.images = tmp_path / "run", str(image_folder)
     return go
 
 
 @pytest.fixture
-def mlp(monkeypatch):
-    """A network without BatchNorm: its gradient does not depend on how the batch is cut.
+def model(monkeypatch):
+    """model(name, net from classes): a model of train.py. It returns the list of its networks."""
 
-    The list of its instances.
-    """
-    nets = []
+    def add(name, make, **recipe):
+        nets = []
 
-    def build(names, size):
-        nets.append(nn.Sequential(
-            nn.Flatten(), nn.Linear(3072, 32), nn.GELU(), nn.Linear(32, len(names))
-        ))
-        return nets[-1]
+        def build(names, *_):
+            nets.append(make(len(names)))
+            return nets[-1]
 
-    monkeypatch.setitem(train.MODELS, "mlp", (build, RECIPE | {"batch_size": 40}))
-    return nets
+        monkeypatch.setitem(train.MODELS, name, (build, RECIPE | {"batch_size": 40} | recipe))
+        return nets
+
+    return add
+
+
+@pytest.fixture
+def mlp(model):
+    """The networks of the model "mlp"."""
+    return model("mlp", helpers.mlp)

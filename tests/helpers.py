@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -126,9 +127,17 @@ def run_together(jobs, folder, timeout=1800):
             for code, file in zip(codes, printed, strict=True)]
 
 
-def run_scripts(jobs, folder):
-    """Each of `jobs`, (argv, working folder), one after the other: [(exit code, out, err)]."""
-    return [run_together([(*job, {})], folder)[0] for job in jobs]
+def run_script(argv, folder):
+    """`python *argv` in `folder`: (exit code, out, err)."""
+    return run_together([(argv, folder, {})], folder)[0]
+
+
+def script(folder, text):
+    """A script in `folder` that can import what a test can."""
+    path = folder / "script.py"
+    places = str(ROOT), str(ROOT / "tests")
+    path.write_text(f"import sys\nsys.path[:0] = {places}\n{text}")
+    return path
 
 
 def run_ranks(argv, folder, count=2):
@@ -141,26 +150,26 @@ def run_ranks(argv, folder, count=2):
     return run_together([(argv, folder, environment) for environment in environments], folder)
 
 
-DRIVER = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from torch import nn
-import models
-import train
+def mlp(classes):
+    """A network without BatchNorm: its gradient does not depend on how the batch is cut."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.GELU(), nn.Linear(32, classes))
 
+
+DRIVER = """
+import os
+import torch
+import helpers, models, train
 nets = []
 def build(names, *_):
-    layers = nn.Linear(3072, 32), nn.GELU(), nn.Linear(32, len(names))
-    nets.append(nn.Sequential(nn.Flatten(), *layers))
+    nets.append(helpers.mlp(len(names)))
     return nets[-1]
 train.MODELS["mlp"] = build, models.RECIPE | {"batch_size": 40}
 try:
-    code = train.main(sys.argv[3:])
+    code = train.main(sys.argv[1:])
 except SystemExit as end:
     code = end.code
 state = {name: t.clone() for name, t in nets[0].state_dict().items()} if nets else {}
-torch.save(state, os.path.join(sys.argv[2], "rank" + os.environ["RANK"] + ".pt"))
+torch.save(state, "rank" + os.environ["RANK"] + ".pt")
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(code)
@@ -172,27 +181,39 @@ def two_ranks(folder, images, *flags, count=2, code=0):
 
     Returns the summary, the lines of metrics.jsonl and each rank's weights.
     """
-    driver = folder / "driver.py"
-    driver.write_text(DRIVER)
+    folder.mkdir(exist_ok=True)
     defaults = {
         "--model": "mlp", "--dataset": "cifar10", "--data-dir": images, "--device": "cpu",
         "--batch-size": 48, "--precision": "fp32", "--adam-eps": 1e-2, "--log-every": 1,
         "--max-steps": 12, "--out-dir": folder / "run",
     }
-    argv = [str(flag) for flag in flags]
-    for flag, value in defaults.items():
-        if flag not in argv:
-            argv += [flag, str(value)]
-    ended = run_ranks([driver, ROOT, folder, *argv], folder, count)
+    words = [word for pair in defaults.items() for word in pair]
+    ended = run_ranks([script(folder, DRIVER), *words, *flags], folder, count)
     assert [rank[0] for rank in ended] == [code] * count, "\n".join(x[2][-2000:] for x in ended)
-    text = (folder / "run" / "metrics.jsonl").read_text()
     weights = [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(count)]
     summary = json.loads(ended[0][1].strip().splitlines()[-1])
     others = [line for _, out, _ in ended[1:] for line in out.splitlines()]
     # torch 2.9's gloo says on every rank that it is connected
     assert not [line for line in others if not line.startswith("[Gloo]")], "rank 0 alone prints"
-    return summary, [json.loads(line) for line in text.splitlines()], weights
+    return summary, read_lines(folder / "run" / "metrics.jsonl"), weights
+
+
+def read_lines(metrics):
+    """The lines of metrics.jsonl, [] without one."""
+    return [json.loads(line) for line in metrics.open()] if metrics.exists() else []
 
 
 def events(lines, kind):
     return [line for line in lines if line.get("event") == kind]
+
+
+def last_state(run, out="run"):
+    """last.pt of a run of the fixture `run`."""
+    return torch.load(run.folder.with_name(out) / "last.pt", weights_only=True)
+
+
+def refused(answer, *words):
+    """A run that says no: one sentence with these words, exit code 2, no summary."""
+    code, last, error, _ = answer
+    assert code == 2 and last is None and len(error.strip().splitlines()) == 1, error
+    assert all(word in error for word in words), error

@@ -2,7 +2,6 @@
 
 import torch
 
-import amp_policy
 from data import synthetic
 from models import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 
@@ -54,5 +53,8 @@ def pictures(count):
     return images.float() / 64 - 2, labels
 
 
-def policy_of(precision, device="cpu"):
-    return amp_policy.choose_policy(precision, amp_policy.capabilities(device))
+def rename(name, parts):
+    """`name` with each of these parts replaced, in their order."""
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name

@@ -1,7 +1,6 @@
 """"done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
 
 import copy
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,23 +11,7 @@ from torch import nn
 import checkpoint
 import train
 from data import Dataset, batches
-from models import RECIPE
 from rescue import notice
-
-# --- The last step
-
-LAST_STEP = ["nan:optstate:exp_avg@step=12", "inf:optstate:exp_avg_sq@step=7",
-             "nan:param:head.weight@step=12", "nan:optstate:momentum_buffer@step=12"]
-
-
-@pytest.mark.parametrize("fault", LAST_STEP)
-def test_a_fault_before_the_last_save_is_turned_back_and_trained_on(run, fault):
-    code, last, _, lines = run("--inject", fault)
-    assert (code, last["status"]) == (0, "done"), last
-    state = torch.load(run.folder / "last.pt", weights_only=True)
-    assert state["step"] == last["steps"] and not checkpoint.non_finite(state)
-    assert math.isfinite(last["val_loss"]) and events(lines, "cure")
-    assert last["updates"] + last["skipped"] >= 12, "what was taken back is trained again"
 
 
 def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
@@ -55,37 +38,27 @@ class Struck(nn.Module):
 
 
 @pytest.fixture
-def struck(run, monkeypatch):
+def struck(run, model, monkeypatch):
     """Runs a Struck network on images that it learns within an epoch: struck(strike, *flags)."""
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator)
+    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator, dtype=torch.uint8)
     labels = torch.arange(500) % 10
-    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator)
-    images = images.to(torch.uint8)
-    names = [str(i) for i in range(10)]
-    data = Dataset("patterns", (images[:400], labels[:400]), (images[400:], labels[400:]), names)
+    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator).byte()
+    train_split, val_split = zip(images.split(400), labels.split(400), strict=True)
+    data = Dataset("patterns", train_split, val_split, [*"0123456789"])
     monkeypatch.setattr(train.prepare, "load", lambda *_, **__: copy.deepcopy(data))
 
-    def go(strike, *flags, out="run"):
-        nets = []
-
-        def build(names, *_):
-            nets.append(Struck(len(names)))
-            return nets[-1]
-
+    def go(strike, *flags):
+        nets = model("struck", Struck, augment="flip")
         healthy = batches.TrainBatches.at
 
         def at(self, step):
             batch = healthy(self, step)
             return strike(nets[-1], step + 1, batch) or batch
 
-        with monkeypatch.context() as patch:
-            recipe = RECIPE | {"batch_size": 40, "augment": "flip"}
-            patch.setitem(train.MODELS, "struck", (build, recipe))
-            patch.setattr(batches.TrainBatches, "at", at)
-            return run("--model", "struck", "--lr", 3e-3, *flags, out=out)
+        monkeypatch.setattr(batches.TrainBatches, "at", at)
+        return run("--model", "struck", "--lr", 3e-3, *flags)
 
-    go.data = data
     return go
 
 
@@ -136,13 +109,8 @@ def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(s
     flags = ("--lr", 3e-2, "--max-steps", 100, "--ckpt-every", 5, "--max-cures", 2)
     code, last, _, _ = struck(strike, *flags)
     assert (code, last["status"]) == (3, "diverged")
-    good = torch.load(run.folder / "last_good.pt", weights_only=True)
-    net = Struck(10)
-    net.load_state_dict(good["model"])
-    images, labels = struck.data.val
-    images = batches.Normalize(struck.data.mean, struck.data.std)(images)
-    right = net.eval()(images).argmax(1) == labels
-    assert good["step"] >= 10 and right.float().mean() > 0.7
+    good = checkpoint.load(run.folder / "last_good.pt")
+    assert good["step"] >= 10 and good["scores"]["val_acc1"] > 70
 
 
 def test_a_rate_held_at_0_is_not_training(struck):
@@ -166,14 +134,6 @@ def test_outputs_that_ignore_their_input_turn_back_and_never_end_done(struck):
 
     code, last, _, _ = struck(strike, "--max-steps", 40, "--max-cures", 2)
     assert (code, last["status"]) == (3, "diverged")
-
-
-@pytest.mark.parametrize("flags", [("--model", "vit-test", "--lr", 3),
-                                   ("--lr", 30, "--clip-grad", 0)])
-def test_a_run_that_diverges_turns_back_and_never_ends_done(run, flags):
-    code, last, _, lines = run(*flags, "--max-steps", 60, "--max-cures", 2)
-    assert [cure for cure in events(lines, "cure") if cure["verdict"] == "divergence"]
-    assert (code, last["status"]) == (3, "diverged") or last["val_loss"] < 3
 
 
 # --- What must be left alone
@@ -229,8 +189,8 @@ def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
             loss = 2.3 + x.flatten() * self.looks
             return loss.mean(), {"loss": loss}
 
-    x = torch.arange(3.0).repeat_interleave(4).view(12, 1, 1, 1)
-    y = torch.arange(3).repeat_interleave(4)
+    y = torch.arange(12) // 4
+    x = y.float().view(12, 1, 1, 1)
     noisy = x + torch.rand(12, 1, 1, 1) * 0.1
     for looks, images, ignored in ((1, x, False), (1, noisy, False), (0, noisy, True)):
         scores = train.validation.evaluate(Judge(looks), [(images, y)], alone=True)

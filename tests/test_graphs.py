@@ -4,19 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, run_scripts, same, snapshot
+from helpers import needs_cuda, run_script, same, script, snapshot
 from torch import nn
 
-import train
 from amp_policy import LossScaler
 from extras import graphs
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
-from models import RECIPE
 from optim import ClippedAdamW, Schedule, master_params, param_groups, warmup_cosine
-
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
@@ -59,7 +55,7 @@ def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
     return snapshot(net, *optimizers, schedule, ema, scaler.scale_tensor), verdicts
 
 
-@CUDA
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_cuda_a_graph_trains_and_rejects_bit_for_bit_like_the_step_it_recorded(dtype):
     plain, verdicts = trained(False, dtype)
@@ -69,13 +65,10 @@ def test_on_cuda_a_graph_trains_and_rejects_bit_for_bit_like_the_step_it_recorde
     assert [v.step for v in others if not v.accepted] == [8] and "input" in others[7].reasons
 
 
-@CUDA
+@needs_cuda
 def test_on_cuda_a_step_that_asks_the_device_is_refused_with_advice(tmp_path):
     """In a process of its own: a recording that failed leaves CUDA's state behind."""
-    script = tmp_path / "asks.py"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+    asks = script(tmp_path, """
 import torch, train
 from models import RECIPE
 class Asks(torch.nn.Sequential):
@@ -86,7 +79,7 @@ train.MODELS["asks"] = build, RECIPE
 raise SystemExit(train.main(sys.argv[1:]))
 """)
     flags = ["--model=asks", "--dataset=synthetic", "--max-steps=12", "--cuda-graph"]
-    (code, _, err), = run_scripts([([script, *flags], tmp_path)], tmp_path)
+    code, _, err = run_script([asks, *flags], tmp_path)
     assert code == 1 and "asks the device a question" in err and "--no-cuda-graph" in err
 
 
@@ -103,8 +96,9 @@ class Growing(nn.Module):
         return ((x * 2.0 ** self.n.to(x.dtype)) * 2.0 ** -self.n.to(x.dtype)).clamp(-4, 4)
 
 
-@CUDA
-def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(run, monkeypatch):
+@needs_cuda
+def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(
+        run, model, monkeypatch):
     recorded = []
     record = graphs.StepGraph._record
 
@@ -112,12 +106,9 @@ def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(run, m
         recorded.append(self.graph)
         record(self, *batch)
 
-    def build(names, *_):
-        last = nn.Linear(32, len(names))
-        return nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), Growing(), last)
-
     monkeypatch.setattr(graphs.StepGraph, "_record", watched)
-    monkeypatch.setitem(train.MODELS, "grows", (build, RECIPE | {"batch_size": 40}))
+    model("grows", lambda classes: nn.Sequential(
+        nn.Flatten(), nn.Linear(3072, 32), Growing(), nn.Linear(32, classes)))
     code, last, _, _ = run("--model", "grows", "--device", "cuda", "--precision", "fp16",
                            "--cuda-graph", "--max-steps", 120)
     assert (code, last["status"], last["healed"]) == (0, "done", ["2"])

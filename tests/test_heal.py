@@ -2,15 +2,14 @@
 
 import math
 
+import campaign
 import pytest
 import torch
-from helpers import events
+from helpers import events, last_state, same
 from torch import nn
 
-import checkpoint
 import train
 from data import batches
-from models import RECIPE
 
 
 class Wide(nn.Module):
@@ -46,23 +45,6 @@ def overflow(logits):
 
 
 @pytest.fixture
-def model(monkeypatch):
-    """model(name, net from classes): a model of train.py. The list of its networks."""
-
-    def add(name, make, **recipe):
-        nets = []
-
-        def build(names, *_):
-            nets.append(make(len(names)))
-            return nets[-1]
-
-        monkeypatch.setitem(train.MODELS, name, (build, RECIPE | {"batch_size": 40} | recipe))
-        return nets
-
-    return add
-
-
-@pytest.fixture
 def wide(model):
     def make(classes):
         net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.GELU())
@@ -77,10 +59,6 @@ def acted(lines):
     """Cures that did something: not those that only looked at a step afterwards."""
     cures = events(lines, "cure")
     return [cure for cure in cures if not cure["action"].startswith("passed over: one step")]
-
-
-def last_state(run):
-    return torch.load(run.folder / "last.pt", weights_only=True)
 
 
 # --- Precision
@@ -139,45 +117,20 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
     assert nets[0].largest == 10 and last["updates"] > 5 and last_state(run)["accum"] == 4
 
 
-def test_out_of_memory_without_a_cure_ends_with_the_flags_to_try(run, monkeypatch):
-    healthy = batches.TrainBatches.at
-
-    def out_of_memory(self, step):
-        if step == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory: planted")
-        return healthy(self, step)
-
-    monkeypatch.setattr(batches.TrainBatches, "at", out_of_memory)
-    code, _, err, _ = run()
-    assert code == 1 and "planted" in err and "--accum-steps" in err
-    assert list(run.folder.glob("last*.pt"))
-
-
 # --- Weights, data, divergence
 
 
-def test_poisoned_weights_go_back_to_the_last_good_ones_and_the_steps_are_made_up_for(run):
-    spec = "nan:param:head.weight@step=15"
-    code, last, _, lines = run("--inject", spec, "--max-steps", 20, "--ckpt-every", 5)
-    assert code == 0 and last["status"] == "done"
-    cure, = events(lines, "cure")
-    assert cure["verdict"] == "weights" and "back to the weights of step 1" in cure["action"]
-    assert last["steps"] > 20 and last["updates"] >= 19
-    assert all(torch.isfinite(t).all() for _, t in checkpoint.named_tensors(last_state(run)))
-
-
 def test_bad_labels_are_each_named_kept_out_for_good_and_end_the_run_when_they_are_many(run, mlp):
-    steps = (5, 60, 115)  # further apart than the 50 steps that are recorded after a bad one
+    steps = (5, 60, 115, 120)
     spec = ";".join(f"big:label@step={step}" for step in steps)
-    flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject")
-    code, last, _, lines = run(*flags, spec)
+    flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject", spec)
+    code, last, _, lines = run(*flags)
+    assert (code, last["status"]) == (4, "bad data")
     cures = events(lines, "cure")
-    assert code == 0 and last["skipped"] == 3
     assert [(cure["of_step"], cure["verdict"]) for cure in cures] == [(n, "data") for n in steps]
-    named = sorted(sample for cure in cures for sample in cure["samples"])
-    assert len(named) == 3 and last["quarantined"] == named == last_state(run)["quarantine"]
-    code, last, _, _ = run(*flags, spec + ";big:label@step=120", out="many")
-    assert (code, last["status"], len(last["quarantined"])) == (4, "bad data", 4)
+    named = [sample for cure in cures for sample in cure["samples"]]
+    assert len(named) == 4 and last["quarantined"] == sorted(named)
+    assert last_state(run)["quarantine"] == sorted(named[:2]), "it is of step 110"
 
 
 def test_samples_in_quarantine_are_never_drawn():
@@ -205,60 +158,38 @@ def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run)
     assert math.isfinite(last_state(run)["model"]["head.weight"].sum())
 
 
-def test_compiled_code_that_makes_a_nan_is_named_and_the_run_goes_on_in_eager_mode(
-        run, monkeypatch):
-    class Compiled(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self._orig_mod = model
-
-        def forward(self, x, y):
-            loss, metrics = self._orig_mod(x, y)
-            return loss * float("nan"), metrics
-
-    monkeypatch.setattr(torch, "compile", Compiled)
-    code, last, _, lines = run("--compile", "--max-steps", 20)
+def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", campaign.miscompiled)
+    code, last, _, _ = run("--compile", "--max-steps", 20)
     assert (code, last["status"], last["healed"]) == (0, "done", ["eager mode"])
-    assert [cure["verdict"] for cure in acted(lines)] == ["compiler"] and last["updates"] >= 16
     resumed = run("--compile", "--max-steps", 24, "--resume", "auto")[1]
-    assert resumed["updates"] == last["updates"] + 4
+    assert (resumed["updates"], resumed["skipped"]) == (last["updates"] + 4, last["skipped"])
 
 
 # --- Going on at another level
 
 
-LEVELS = [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")]
-
-
-@pytest.mark.parametrize(("first", "second"), LEVELS)
+@pytest.mark.parametrize(("first", "second"), [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")])
 def test_a_run_goes_on_at_another_level_with_the_weights_it_had(
         run, mlp, monkeypatch, first, second):
     flags = ("--model", "mlp", "--adam-eps", 1e-4)
     run(*flags, "--precision", first, "--max-steps", 6)
-    state = last_state(run)
-    names = [name for name, _ in mlp[-1].named_parameters()]
-    before = {name: state["model"][name] for name in names}
-    if first != "O3":
-        assert all(weight.dtype == torch.float32 for weight in before.values())
+    saved, seen, restore = last_state(run)["model"], {}, train.resume.restore
     if first == "O2":  # the masters, not the half weights
-        assert any(not torch.equal(weight, weight.half().float()) for weight in before.values())
-
-    seen, restore = [], train.resume.restore
+        assert any(not torch.equal(weight, weight.half().float()) for weight in saved.values())
 
     def watched(run, state):
         restore(run, state)
-        seen.append({k: v.clone() for k, v in train.optim.master_params(run.optimizers).items()})
+        masters = train.optim.master_params(run.optimizers)
+        seen.update({name: masters[p].clone() for name, p in run.net.named_parameters()})
 
     monkeypatch.setattr(train.resume, "restore", watched)
     flags = (*flags, "--precision", second, "--max-steps", 12, "--resume", "auto")
     code, last, _, _ = run(*flags)
     assert (code, last["steps"], last["precision"]) == (0, 12, second)
-    by_name = {name: seen[0][p] for name, p in mlp[-1].named_parameters()}
-    for name in names:
-        assert torch.equal(by_name[name], before[name].float()), name
-    for p, weight in seen[0].items():
-        assert weight.dtype == torch.float32
-        assert p.dtype == (torch.float16 if second == "O2" else torch.float32)
+    assert same(seen, {name: weight.float() for name, weight in saved.items()})
+    half = torch.float16 if second == "O2" else torch.float32
+    assert {p.dtype for p in mlp[-1].parameters()} == {half}
 
 
 # --- Capsules
@@ -274,9 +205,8 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
     capsules = {
         "hostile": whole | {"batches": Hostile()}, "foreign": {"weights": torch.zeros(1)},
         "empty": whole | {"model": {}}, "fork": whole | {"model_name": "of_a_fork"},
+        **{f"no_{key}": {k: v for k, v in whole.items() if k != key} for key in whole},
     }
-    for key in whole:
-        capsules[f"no_{key}"] = {k: v for k, v in whole.items() if k != key}
     for name, capsule in capsules.items():
         torch.save(capsule, tmp_path / f"{name}.pt")
     (tmp_path / "text.pt").write_text("this is no capsule")

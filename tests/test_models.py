@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from nets import PRECISIONS, build, pictures, policy_of, shake
+from helpers import needs_cuda, policy_for
+from nets import PRECISIONS, build, pictures, shake
 
 import models
 import optim
@@ -12,17 +13,6 @@ from models.classifier import Classifier
 
 SMALL = [name for name in models.MODELS if name.endswith(("-tiny", "-test"))]
 STREAMS = ("Block", "SwinBlock", "VSSBlock")
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's kernels and lists")
-
-
-def train(model, batch, steps, lr):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model.train()(*batch)[0].backward()
-        optimizer.step()
-    with torch.no_grad():
-        return model.eval()(*batch)
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -32,7 +22,7 @@ def train(model, batch, steps, lr):
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precision):
     half_stream = name == "slat_vae-half" or (name.startswith("slat") and precision in ("O2", "O3"))
-    policy, streams = policy_of(precision), []
+    policy, streams = policy_for(precision), []
     model = models.wrap(policy.prepare(shake(build(name), 0.02)))
     for module in model.modules():
         if type(module).__name__ in STREAMS:
@@ -54,7 +44,7 @@ def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precisio
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "O2"])
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_evaluation_repeats_and_is_close_to_fp32(name, precision):
-    policy = policy_of(precision)
+    policy = policy_for(precision)
     model = models.wrap(policy.prepare(shake(build(name), 0.02))).eval()
     batch = pictures(8)
     with torch.no_grad():
@@ -73,7 +63,7 @@ def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
     assert model.eval()(logits, labels)[0].item() == 0.0
 
 
-@CUDA
+@needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
     seen = {"cpu": {}, "cuda": {}}
@@ -90,7 +80,7 @@ def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
     assert seen["cpu"] == seen["cuda"]
 
 
-@CUDA
+@needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
     model, batch = models.wrap(build(name)).cuda(), [t.cuda() for t in pictures(8)]
@@ -107,28 +97,23 @@ def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
 # --- learning and compiling -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, steps, lr", [
-    ("cifarnet-tiny", 25, 1e-2), ("vit-test", 40, 5e-3), ("swin-test", 30, 1e-2),
-    ("swin-v2-test", 40, 1e-2), ("vmamba-test", 30, 2e-2),
+@pytest.mark.parametrize("name, steps, lr, share", [
+    ("cifarnet-tiny", 25, 1e-2, 0.4), ("vit-test", 40, 5e-3, 0.2), ("swin-test", 30, 1e-2, 0.2),
+    ("swin-v2-test", 40, 1e-2, 0.2), ("vmamba-test", 30, 2e-2, 0.2), ("dit-test", 60, 5e-3, 0.7),
+    ("slat_vae-test", 60, 1e-2, 0.6),  # vlm: in its own file
 ])  # fmt: skip
-def test_a_classifier_learns_a_few_images_by_heart(name, steps, lr):
-    net, (images, labels) = build(name), pictures(20)
+def test_the_loss_of_a_few_images_falls_to_a_share_of_what_it_was(name, steps, lr, share):
+    net, batch = build(name), pictures(20)
     if name == "cifarnet-tiny":
-        net.init_from_data(images)
-    _, metrics = train(Classifier(net), (images, labels), steps, lr)
-    assert metrics["acc1"].mean() == 100
-
-
-def test_a_diffusion_model_learns_a_few_images():
-    model, batch = build("dit-test", grid=4), pictures(20)
-    assert model.eval()(*batch)[0].item() == pytest.approx(1, abs=0.05)
-    assert train(model, batch, 100, 5e-3)[0] < 0.6
-
-
-def test_an_autoencoder_learns_far_more_than_the_background_that_it_gets():
-    model, (images, labels) = build("slat_vae-test"), pictures(20)
-    trivial = (model.structure(images)[1] - images).square().mean()
-    assert train(model, (images, labels), 60, 1e-2)[1]["mse"].mean() < 0.8 * trivial
+        net.init_from_data(batch[0])
+    model = models.wrap(net)
+    before = model.eval()(*batch)[0].item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.train()(*batch)[0].backward()
+        optimizer.step()
+    assert model.eval()(*batch)[0].item() < share * before
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "cifarnet-tiny"])
@@ -263,8 +248,9 @@ def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
     assert [drop.p for drop in drops] == pytest.approx(rising)
     assert torch.equal(net.eval()(x), evaluated) and not torch.equal(net.train()(x), before)
     out = drops[-1](torch.ones(4000, 2, 2, 1)).flatten(1)
-    assert (out == out[:, :1]).all() and out.unique().tolist() == pytest.approx([0, 1 / 0.7])
-    assert out.mean() == pytest.approx(1, abs=0.05)
+    kinds, counts = out.unique(dim=0, return_counts=True)
+    assert kinds.flatten().tolist() == pytest.approx([0] * 4 + [1 / 0.7] * 4)
+    assert counts[0] == pytest.approx(1200, rel=0.15)
     for wrong, share, words in ((net, 1.0, "below 1"), (build("vit-test"), 0.1, "no drop path")):
         with pytest.raises(models.DoesNotFit, match=words):
             models.set_drop_path(wrong, share)

@@ -24,7 +24,7 @@ def set_grads(params, seed, scale=1.0):
         p.grad = (torch.randn(p.shape, generator=g) * scale).to(p.dtype)
 
 
-def test_each_matrix_is_turned_by_the_learning_rates_angle_towards_torchs_direction():
+def test_each_matrix_is_turned_towards_torchs_direction_and_keeps_its_norm():
     params, optimizer = build(ns_steps=5)
     directions = [torch.zeros(p.flatten(1).shape) for p in params]
     torchs = torch.optim.Muon(directions, lr=1.0, momentum=0.6, weight_decay=0.0)
@@ -42,8 +42,6 @@ def test_each_matrix_is_turned_by_the_learning_rates_angle_towards_torchs_direct
             moved = old + 1e-2 * norm / math.sqrt(len(d)) * d.view(p.shape)
             wanted = moved * norm / moved.norm()
             torch.testing.assert_close(p.detach(), wanted, rtol=1e-4, atol=1e-4)
-            angle = torch.cosine_similarity(old.flatten(), p.detach().flatten(), dim=0).acos()
-            assert angle.item() == pytest.approx(1e-2, rel=0.4)  # 0.7 .. 1.2 times the angle
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,8 +56,7 @@ def test_rejected_steps_leave_no_trace_and_a_resumed_run_is_bit_identical(dtype)
         if i:
             assert same(before, snapshot(other, second))
         if i == 3:
-            state = snapshot(second)[0]
-            weights = snapshot(other)[0]
+            weights, state = snapshot(other, second)
             other, second = build(dtype)
             torch._foreach_copy_([p.detach() for p in other], weights)
             second.load_state_dict(state)

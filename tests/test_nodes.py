@@ -43,15 +43,12 @@ class Node:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torchrun's workers in /proc")
 def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_folder, tmp_path):
-    def pair(out, names):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
-        launch = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1", meeting)
-        launch += ("--local-addr=localhost",)
-        return [Node(tmp_path / name, image_folder, out, *launch) for name in names]
-
-    nodes = pair(tmp_path / "shared", ("a", "b"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    launch = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1", meeting,
+              "--local-addr=localhost")
+    nodes = [Node(tmp_path / name, image_folder, tmp_path / "shared", *launch) for name in "ab"]
     metrics, deadline = tmp_path / "shared/metrics.jsonl", time.time() + 240
     while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
         assert time.time() < deadline, [node.log.read_text() for node in nodes]

@@ -82,15 +82,3 @@ def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.draw_curves(file.path).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_holds_a_run_from_its_first_logged_step_or_checkpoint_on(tmp_path):
-    assert not report.holds_a_run(tmp_path / "missing") and not report.holds_a_run(tmp_path)
-    file = report.MetricsFile(tmp_path, {"model": "x"})
-    file.write(event="end", status="failed", steps=0)
-    assert not report.holds_a_run(tmp_path)
-    file.write(step=1, loss=1.0)
-    assert report.holds_a_run(tmp_path)
-    file.path.unlink()
-    (tmp_path / "last.pt").touch()
-    assert report.holds_a_run(tmp_path)

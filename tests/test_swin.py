@@ -3,49 +3,39 @@
 import pytest
 import torch
 import torchvision
-from nets import build, shake
+from nets import build, rename, shake
 from torchvision.models.swin_transformer import (
     PatchMergingV2,
     SwinTransformer,
     SwinTransformerBlockV2,
 )
 
-from models.swin import Swin, SwinBlock, WindowAttention
+from models.swin import Swin, WindowAttention
 
 HALF = torch.float16
 
 
+THEIRS = {  # part of our name -> part of torchvision's, which keeps all stages in one list
+    "embed.proj": "features.0.0", "embed.norm": "features.0.2",
+    "attn.bias.table": "attn.relative_position_bias_table", "attn.bias.mlp": "attn.cpb_mlp",
+    ".mlp.2": ".mlp.3",
+    **{f"stages.{i}.blocks": f"features.{2 * i + 1}" for i in range(4)},
+    **{f"stages.{i}.merge": f"features.{2 * i}" for i in range(4)},
+}  # fmt: skip
+
+
 @torch.no_grad()
 def copy_torchvisions_weights(theirs, ours):
-    """torchvision's Swin to ours: what it keeps in one list of features, we keep in stages."""
-    conv, _, norm = theirs.features[0]
-    ours.embed.proj.weight.copy_(conv.weight.flatten(1))
-    ours.embed.proj.bias.copy_(conv.bias)
-    ours.embed.norm.load_state_dict(norm.state_dict())
-    for i, stage in enumerate(ours.stages):
-        if i:
-            stage.merge.load_state_dict(theirs.features[2 * i].state_dict())
-        for mine, other in zip(stage.blocks, theirs.features[2 * i + 1], strict=True):
-            qkv, attn = other.attn.qkv, mine.attn
-            q, k, v = qkv.weight.chunk(3)
-            attn.qv.weight.copy_(torch.cat([q, v]))
-            attn.qv.bias.copy_(torch.cat([qkv.bias.chunk(3)[0], qkv.bias.chunk(3)[2]]))
-            attn.k.weight.copy_(k)  # its bias: softmax ignores it in version 1, 2 zeroes it
-            for a, b in (
-                (mine.norm1, other.norm1),
-                (mine.norm2, other.norm2),
-                (mine.mlp[0], other.mlp[0]),
-                (mine.mlp[2], other.mlp[3]),
-                (attn.proj, other.attn.proj),
-            ):
-                a.load_state_dict(b.state_dict())
-            if mine.version == 1:
-                attn.bias.table.copy_(other.attn.relative_position_bias_table)
-            else:
-                attn.logit_scale.copy_(other.attn.logit_scale.flatten())
-                attn.bias.mlp.load_state_dict(other.attn.cpb_mlp.state_dict())
-    ours.norm.load_state_dict(theirs.norm.state_dict())
-    ours.head.load_state_dict(theirs.head.state_dict())
+    given = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        name = rename(name, THEIRS)
+        path, _, kind = name.rpartition(".")
+        if path.endswith(("attn.qv", "attn.k")):
+            q, k, v = given[f"{path.rpartition('.')[0]}.qkv.{kind}"].chunk(3)
+            source = k if path.endswith("k") else torch.cat([q, v])
+        else:
+            source = given[name]
+        p.copy_(source.reshape(p.shape))
 
 
 @torch.no_grad()
@@ -74,9 +64,8 @@ def test_the_published_networks_compute_what_torchvisions_do(name, size):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("fault", ["none", "regions meet", "crooked offsets", "wrong way round"])
 @torch.no_grad()
-def test_torchvisions_small_network_agrees_and_every_planted_fault_shows(version, fault):
+def test_a_small_network_computes_what_torchvisions_does(version):
     """Three stages of 16, 8 and 4 tokens a side: two are shifted, the last is a single window."""
     torch.manual_seed(0)
     v2 = dict(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2)
@@ -88,16 +77,9 @@ def test_torchvisions_small_network_agrees_and_every_planted_fault_shows(version
         num_classes=7, patch_size=2, dim=24, depths=(2, 2, 2), heads=(2, 3, 4), version=version
     ).eval()
     copy_torchvisions_weights(shaken(theirs, 0.05), ours)
-    for block in (module for module in ours.modules() if isinstance(module, SwinBlock)):
-        if fault == "regions meet":
-            block.hidden = None
-        elif fault == "crooked offsets":
-            block.attn.bias.offsets = block.attn.bias.offsets.T
-        elif fault == "wrong way round":
-            block.shift = -block.shift
     images = torch.randn(4, 3, 32, 32)
-    off = float((ours(images) - theirs(images)).abs().max())
-    assert off < 2e-5 if fault == "none" else off > 2e-3
+    # regions that meet, offsets turned, a shift the wrong way round: off by 2e-3 or more
+    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=2e-5)
 
 
 @torch.no_grad()

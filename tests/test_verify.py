@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import events, same, two_ranks
+from helpers import events, last_state, needs_cuda, same, two_ranks
 
 from rescue import inject, verify
 
@@ -14,10 +14,9 @@ from rescue import inject, verify
 def test_every_single_flipped_bit_changes_the_checksum(dtype):
     clean = torch.randn(7, 3).to(dtype)
     before = verify.checksums([clean])
-    bits = verify.BITS[clean.itemsize]
     for bit in range(8 * clean.itemsize):
         struck = clean.clone()
-        struck[3, 1].view(bits).bitwise_xor_(torch.tensor(1, dtype=bits) << bit)
+        struck.view(torch.uint8)[3, clean.itemsize + bit // 8] ^= 1 << bit % 8
         assert verify.checksums([struck]) != before, bit
     assert verify.checksums([clean.clone()]) == before
     assert 0 <= int(before) < verify.PRIME == int(torch.tensor(verify.PRIME).float()), "exact"
@@ -30,16 +29,7 @@ def test_verification_changes_no_number_of_a_run(run):
     flags = ("--max-steps", 20, "--precision", "bf16")
     run(*flags, "--verify-every", 0, out="alone")
     assert not events(run(*flags, "--verify-every", 2)[3], "cure")
-    folders = [run.folder, run.folder.with_name("alone")]
-    assert same(*(torch.load(f / "last.pt", weights_only=True)["model"] for f in folders))
-
-
-@pytest.mark.parametrize("where", ["act:groups.1", "grad:head.weight"])
-def test_a_pass_that_gives_two_gradients_is_named_and_the_run_goes_on(run, where):
-    code, last, _, lines = run("--inject", f"flip:{where}@step=8", "--verify-every", 4)
-    cures = [(c["verdict"], c["of_step"], c["rank"]) for c in events(lines, "cure")]
-    assert (code, last["updates"], last["skipped"]) == (0, 12, 0)
-    assert cures == [("not reproducible", 8, 0)]
+    assert same(last_state(run)["model"], last_state(run, "alone")["model"])
 
 
 def test_the_fifth_time_on_one_rank_of_two_both_end_with_exit_code_5(tmp_path, image_folder):
@@ -79,10 +69,6 @@ def test_of_two_ranks_the_one_with_a_flipped_weight_is_suspected_and_all_go_back
     assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 12, 1)
     assert "back to the weights of step 8" in cure["action"] and last["status"] == "done"
     assert same(*weights)
-    (tmp_path / "unverified").mkdir()
-    _, lines, weights = two_ranks(tmp_path / "unverified", image_folder, *flags,
-                                  "--verify-every", 0)
-    assert not events(lines, "cure") and not same(*weights), "else nothing was planted"
 
 
 # --- Memory
@@ -97,29 +83,15 @@ def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays
     last, lines, weights = two_ranks(tmp_path, image_folder, "--inject", spec)
     assert (last["status"], last["updates"]) == ("done", 12)
     step = int(spec.partition("step=")[2].split(",")[0])
-    warned = [line["text"] for line in events(lines, "warning")]
-    assert warned[0].startswith(f"out of memory at step {step}: from now on 2 micro-batches")
-    assert next(line["step"] for line in lines if "tensors" in line) == 1
+    warning = events(lines, "warning")[0]["text"]
+    assert warning.startswith(f"out of memory at step {step}: from now on 2 micro-batches")
     logged = [line["step"] for line in lines if "grad_norm" in line]  # a retaken step is its own
     assert logged.count(step) == (1 if "act" in spec else 2) and set(logged) == set(range(1, 13))
     assert same(*weights)
     if "act" in spec:  # the steps come in the same order: the same end, within rounding
-        (tmp_path / "clean").mkdir()
         clean = two_ranks(tmp_path / "clean", image_folder)[2][0]
         for name, tensor in clean.items():
             torch.testing.assert_close(weights[0][name], tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_memory_that_ends_alone_halves_the_micro_batch_and_the_update_stays(run, mlp):
-    flags = ("--model", "mlp", "--adam-eps", 1e-2)
-    clean = run(*flags, out="clean")
-    code, last, _, lines = run(*flags, "--inject", "oom:grad:1.weight@step=7")
-    assert (code, last["updates"], last["skipped"]) == (0, 12, 0)
-    assert sum("from now on 2 micro-" in line["text"] for line in events(lines, "warning")) == 1
-    for name, tensor in mlp[0].state_dict().items():
-        torch.testing.assert_close(mlp[1].state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
-    assert last["val_loss"] == pytest.approx(clean[1]["val_loss"], rel=1e-3)
-    assert torch.load(run.folder / "last.pt", weights_only=True)["accum"] == 2
 
 
 def test_memory_that_never_suffices_ends_with_the_flags_to_try(run, monkeypatch):
@@ -129,6 +101,7 @@ def test_memory_that_never_suffices_ends_with_the_flags_to_try(run, monkeypatch)
     monkeypatch.setattr(inject.Injector, "_measure", measure)
     code, last, err, _ = run("--inject", "oom:act@step=3")
     assert (code, last["status"]) == (1, "failed") and "planted" in err and "--accum-steps" in err
+    assert list(run.folder.glob("last*.pt"))
 
 
 def test_an_evaluation_that_does_not_fit_is_done_in_halves(run, mlp, monkeypatch):
@@ -146,7 +119,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_halves(run, mlp, monkeypatch
     assert last["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 def test_memory_that_really_ends_on_cuda_is_survived(run):
     """Another tenant of the GPU leaves room for half a batch and no more."""
     free, _ = torch.cuda.mem_get_info()

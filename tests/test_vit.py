@@ -1,9 +1,11 @@
 """ViT: torchvision's network, attention in float64, and what grown logits do to half precision."""
 
+import copy
+
 import pytest
 import torch
 import torchvision
-from nets import build, shake
+from nets import build, rename, shake
 
 from models.vit import Attention, ViT, sincos
 
@@ -16,17 +18,28 @@ def grown(qk_norm, factor):
     return attention
 
 
-def reference(attention, x):
-    """The same attention in float64, written out."""
-    qkv = x.double() @ attention.qkv.weight.double().T + attention.qkv.bias.double()
-    q, k, v = qkv.unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4)
-    if hasattr(attention.q_norm, "weight"):
-        size = q.shape[-1:]
-        q = torch.nn.functional.layer_norm(q, size, attention.q_norm.weight.double(), eps=1e-6)
-        k = torch.nn.functional.layer_norm(k, size, attention.k_norm.weight.double(), eps=1e-6)
-    weights = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1)
-    out = (weights @ v).transpose(1, 2).flatten(2)
-    return out @ attention.proj.weight.double().T + attention.proj.bias.double()
+def in_float64(attention, qk_norm):
+    """The same attention with torch's LayerNorm in place of ours."""
+    exact = copy.deepcopy(attention)
+    for name in ("q_norm", "k_norm") if qk_norm else ():
+        norm = torch.nn.LayerNorm(64, eps=1e-6, bias=False)
+        norm.load_state_dict(getattr(attention, name).state_dict())
+        setattr(exact, name, norm)
+    scores = torch.nn.functional.scaled_dot_product_attention
+    exact = exact.double()
+
+    def forward(x):
+        q, k, v = exact.project(x.double())
+        return exact.proj(scores(q, k, v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+THEIRS = {  # part of our name -> part of torchvision's
+    "embed.proj": "conv_proj", "blocks.": "encoder.layers.encoder_layer_", "norm1": "ln_1",
+    "norm2": "ln_2", "norm.": "encoder.ln.", "attn.qkv.": "self_attention.in_proj_",
+    "attn.proj": "self_attention.out_proj", "mlp.2": "mlp.3", "head.": "heads.head.",
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -39,21 +52,10 @@ def test_it_computes_what_torchvisions_encoder_computes():
     ours = ViT(num_classes=7, image_size=32, patch_size=4, dim=48, depth=3, heads=3)
     shake(theirs, 0.05)
     theirs.encoder.pos_embedding = torch.nn.Parameter(ours.pos[None])  # and no class token
-    ours.embed.proj.weight.copy_(theirs.conv_proj.weight.flatten(1))
-    ours.embed.proj.bias.copy_(theirs.conv_proj.bias)
-    for mine, other in zip(ours.blocks, theirs.encoder.layers, strict=True):
-        mine.attn.qkv.weight.copy_(other.self_attention.in_proj_weight)
-        mine.attn.qkv.bias.copy_(other.self_attention.in_proj_bias)
-        for a, b in (
-            (mine.norm1, other.ln_1),
-            (mine.norm2, other.ln_2),
-            (mine.attn.proj, other.self_attention.out_proj),
-            (mine.mlp[0], other.mlp[0]),
-            (mine.mlp[2], other.mlp[3]),
-        ):
-            a.load_state_dict(b.state_dict())
-    ours.norm.load_state_dict(theirs.encoder.ln.state_dict())
-    ours.head.load_state_dict(theirs.heads.head.state_dict())
+    given = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        if name != "pos":
+            p.copy_(given[rename(name, THEIRS)].reshape(p.shape))
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     want = theirs.heads(theirs.encoder(theirs._process_input(images)).mean(1))
     torch.testing.assert_close(ours(images), want, rtol=1e-5, atol=1e-5)
@@ -66,7 +68,7 @@ def test_it_computes_what_torchvisions_encoder_computes():
 def test_bf16_attention_is_right_until_logits_grow_and_with_qk_norm_always(qk_norm, factor, right):
     attention, x = grown(qk_norm, factor), torch.randn(4, 64, 128)
     shake(attention.q_norm, 0.3)
-    exact = reference(attention, x)
+    exact = in_float64(attention, qk_norm)(x)
     torch.testing.assert_close(attention(x).double(), exact, rtol=1e-3, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(x)
@@ -77,7 +79,6 @@ def test_bf16_attention_is_right_until_logits_grow_and_with_qk_norm_always(qk_no
 def test_positions_differ_and_rows_share_one_half_and_columns_the_other():
     table = sincos(8, 32)
     assert (torch.cdist(table, table) + torch.eye(64) * 9).min() > 0.5
-    grid = table.view(8, 8, 32)
-    assert (grid[3, :, :16] == grid[3, :1, :16]).all()
-    assert (grid[:, 3, 16:] == grid[:1, 3, 16:]).all()
+    rows, columns = table.view(8, 8, 32).chunk(2, dim=2)
+    assert (rows == rows[:, :1]).all() and (columns == columns[:1]).all()
     torch.testing.assert_close(build("vit-test").pos.detach(), sincos(4, 32))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import both_devices
 from nets import build
 
 from models import vmamba
@@ -63,10 +64,8 @@ def test_extreme_decays_are_right_in_fp32_where_a_division_by_their_product_is_n
         assert not (product * (b / product).cumsum(2)).isfinite().all()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@both_devices
 def test_half_inputs_under_autocast_are_scanned_in_fp32(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU: its autocast has other lists than the CPU's")
     args = [t.detach().bfloat16() for t in inputs(1030, 2, torch.float32, device)]
     with torch.autocast(device, torch.bfloat16):
         y = selective_scan(*args)
