@@ -23,15 +23,14 @@ import torch
 
 from data import batches, imagefolder
 from fp32 import fp32_eval
-from models import MODELS
+from models import build
 
 
 @torch.no_grad()
 def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
     """For each image every class with its probability, or the numbers of a regression."""
     known = json.loads((folder / "model.json").read_text())
-    build, _ = MODELS[known["model"]]
-    net = build(known["classes"], known["image_size"], known["channels"])
+    net = build(known["model"], known["classes"], known["image_size"], known["channels"])
     if hasattr(net, "judged_by"):
         raise SystemExit(f"predict.py: {known['model']} does not name the class of an image")
     if known["channels"] != 3:

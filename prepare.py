@@ -35,7 +35,7 @@ import optim
 import report
 from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
-from models import MODELS, DoesNotFit, set_drop_path, wrap
+from models import MODELS, DoesNotFit, build, set_drop_path, wrap
 from ranks import (
     agreed,
     first_on_each_machine,
@@ -169,9 +169,9 @@ def data(run: Run, local_rank: int) -> list[str]:
 def network(run: Run) -> None:
     """The network, bare and with its loss, on the device."""
     args = run.args
-    build, recipe = MODELS[args.model]
+    recipe = MODELS[args.model][1]
     with refusing(DoesNotFit):
-        net = build(run.data.classes, run.data.image_size, run.data.channels)
+        net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
     names = [name for name, _ in net.named_parameters()]
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):

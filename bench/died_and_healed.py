@@ -106,7 +106,7 @@ def main(argv=None):
     parser.add_argument("--grown", type=float, default=GROWN)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    MODELS["swin-published"] = (lambda names, size, channels: build(names, size, args.grown),
+    MODELS["swin-published"] = (lambda names, size: build(names, size, args.grown),
                                 RECIPE | {"lr": LR})  # fmt: skip
     flags = {"model": "swin-published", "dataset": "cifar10", "data-dir": args.data_dir,
              "device": args.device, "batch-size": BATCH}

@@ -9,10 +9,10 @@ names the metric that picks the best weights ("acc1": higher is better; "-loss":
 model that has samples, reconstructions or answers to show has `show(images, labels)`, which returns
 images in the space of the input, or lines of text.
 
-To add a model, add one line to MODELS: its name, a function build(class_names, image_size,
-channels) -> net, and its recipe.
+To add a model, add one line to MODELS: its name, a function build(class_names, image_size) -> net,
+which takes `channels` too where images may have another number than 3, and its recipe.
 
-    "mine": (lambda names, size, channels: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
+    "mine": (lambda names, size: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
 
 A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
@@ -216,6 +216,12 @@ MODELS = {  # name: (build(class_names, image_size, channels=3) -> net, recipe)
     "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM_CIFAR),
     "nanovlm": (patches(vlm.VLM, vlm.PRESETS["nanovlm"]), VLM),
 }  # fmt: skip
+
+
+def build(name, class_names, image_size, channels):
+    """The bare network of MODELS for images of this kind."""
+    more = () if channels == 3 else (channels,)
+    return MODELS[name][0](class_names, image_size, *more)
 
 
 def wrap(net, label_smoothing=0.0, regression=False):

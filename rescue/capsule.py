@@ -23,7 +23,7 @@ import amp_policy
 import autopsy
 import checkpoint
 from fp32 import keep_fp32
-from models import MODELS, set_drop_path, wrap
+from models import MODELS, build, set_drop_path, wrap
 from record import Run
 from rescue import inject, resume
 
@@ -80,9 +80,9 @@ def replay(path: Path, rerun: Callable) -> int:
     about = state["identity"]
     if about["model"] not in MODELS:
         raise ValueError(f"{path} is of the model {about['model']}, which is not here")
-    build, recipe = MODELS[about["model"]]
+    recipe = MODELS[about["model"]][1]
     channels = content.batches[0][0].shape[1]
-    net = build(content.class_names, content.image_size, channels)
+    net = build(about["model"], content.class_names, content.image_size, channels)
     set_drop_path(net, about["drop_path"])
     keep_fp32(net, state["pinned"])
     caps = amp_policy.capabilities("cpu")
