@@ -159,12 +159,14 @@ def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run)
     assert math.isfinite(last_state(run)["model"]["head.weight"].sum())
 
 
-def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, monkeypatch):
+def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, mlp, monkeypatch):
     monkeypatch.setattr(torch, "compile", campaign.miscompiled)
-    code, last, _, _ = run("--compile", "--max-steps", 20)
+    flags = ("--model", "mlp", "--compile", "--max-steps")
+    code, last, _, _ = run(*flags, 60)  # the 50 steps after a bad one are eager in any case
     assert (code, last["status"], last["healed"]) == (0, "done", ["eager mode"])
-    resumed = run("--compile", "--max-steps", 24, "--resume", "auto")[1]
-    assert (resumed["updates"], resumed["skipped"]) == (last["updates"] + 4, last["skipped"])
+    calls = len(campaign.CALLS)  # of compiled code
+    resumed = run(*flags, 64, "--resume", "auto")[1]
+    assert resumed["updates"] == last["updates"] + 4 and len(campaign.CALLS) == calls
 
 
 # --- Going on at another level
