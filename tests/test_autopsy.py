@@ -365,9 +365,8 @@ def test_copied_alone_it_demonstrates_itself(tmp_path):
         [sys.executable, "autopsy.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert out.returncode == 0, out.stderr
-    assert "first bad op: aten.addmm.default in wide" in out.stdout
-    assert "tried: wide in fp32, result in fp32: finite" in out.stdout
-    assert math.isfinite(float(out.stdout.split()[-1]))
+    assert "first bad op: aten.log.default outside of any module" in out.stdout
+    assert "in demo) made nan" in out.stdout and "try: log of 0 or less: log(x.clamp" in out.stdout
 
 
 # --- What the guilty result descends from
@@ -480,8 +479,7 @@ def test_a_gradient_that_only_the_accumulation_makes_bad_is_found():
     x = X.abs() * 5
     report = autopsied(net, (x, Y), (x, Y), half=True, run_step=run_step)
     assert (report.node, report.op, report.micro_batch) == ("AccumulateGrad", "aten.add_.Tensor", 1)
-    ((name, kind, bad, of),) = report.gradients
-    assert (name, kind, of) == ("w", "float16[6, 3]", 18) and 0 < bad <= 18
+    assert report.symptom == "gradient of w is inf"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -517,7 +515,7 @@ def test_a_custom_function_is_named_by_the_line_of_its_backward():
     assert "in backward" in report.line and report.cure == ("eps", "div")
 
 
-def test_a_module_used_twice_is_told_by_the_number_and_the_line_of_its_call():
+def test_a_module_used_twice_is_told_by_the_line_and_the_number_of_its_call():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -529,14 +527,15 @@ def test_a_module_used_twice_is_told_by_the_number_and_the_line_of_its_call():
             return self.head(h * 1e-3)
 
     report = autopsied(Shared(), half=True)
-    assert (report.module, report.call, report.calls) == ("body", 2, 2)
+    assert (report.module, report.call) == ("body", 2)
     here = Path(__file__).read_text().splitlines()
     line = next(
         k
         for k, text in enumerate(here, 1)
         if "self.body(h.float() * 1e5)" in text and "next" not in text
     )
-    assert f"call 2 of 2 from test_autopsy.py:{line} in forward" in str(report)
+    assert "in body, call 2 of this step (forward" in str(report)
+    assert report.line == f"test_autopsy.py:{line} in forward"
     assert report.cure == ("module, result in fp32", "body")
 
 
