@@ -378,13 +378,13 @@ class Report:
             if "x.float() at" in "".join(self.tried):
                 return f"{whole}: its operands are rounded before {line}, float() there is too late"
             return whole if self.module else f"x.float() before {line}, or {whole}"
-        if self.verdict == "data" and self.source.startswith("a "):
-            return "mend this number where it is made: NumPy, a constant, a table"
         if self.source == WRITTEN:
             return (
                 f"the script writes this number itself, at {line}: "
                 "leave it out of the loss, or write another"
             )
+        if self.verdict == "data" and self.source.startswith("a "):
+            return "mend this number where it is made: NumPy, a constant, a table"
         if self.entered:
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
@@ -1100,9 +1100,10 @@ def _try(rerun: Rerun, report: Report) -> Report:
     # a loss around the network is not part of it
     name = report.module if precision and report.module in modules else ""
     kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
+    half = getattr(torch, report.result.partition("[")[0], None)
     while name:
         for kind in kinds:
-            context = island(modules[name], keep="result" in kind)
+            context = island(modules[name], None if "result" in kind else half)
             cures.append((f"{name} in fp32{kind.removeprefix('module')}", context, (kind, name)))
         name = name.rpartition(".")[0]
     weak = report.weak
@@ -1130,25 +1131,20 @@ def _try(rerun: Rerun, report: Report) -> Report:
     return report
 
 
-def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
-    """Inside, `module` computes in fp32. Its result goes back to half; with `keep` it stays."""
+def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
+    """Inside, `module` computes in fp32. Its result goes back to the dtype `back`, or stays."""
     inner = nn.Module()
     # functional_call exchanges the parameters under this module
     inner.inner, inner.forward = module, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
-        device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
-        back = floats[0].dtype if floats else torch.float32
-        casts = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-        if casts and torch.is_autocast_enabled(device):
-            back = torch.get_autocast_dtype(device)
         own = (*module.named_parameters(), *module.named_buffers())
-        with torch.autocast(device, enabled=False):
+        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+        device = _device((args, kwargs, half))
+        with torch.autocast(torch.device(device).type, enabled=False):
             args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
             out = torch.func.functional_call(inner, half, args, kwargs)
-        return out if keep or back not in HALF else _exchange(out, back, (torch.float32,))
+        return _exchange(out, back, (torch.float32,)) if back in HALF else out
 
     return mock.patch.object(module, "forward", forward)
 
@@ -1185,7 +1181,7 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
         self.hits += bool(floats)
-        with torch.autocast(floats[0].device.type if floats else "cpu", enabled=False):
+        with torch.autocast(torch.device(_device(floats)).type, enabled=False):
             args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
             return func(*args, **kwargs)
 
@@ -1325,8 +1321,8 @@ def _few(items: Iterable[Any], n: int = 8, between: str = ", ") -> str:
 
 def _bad_locals(error: BaseException) -> list[Tensor]:
     """The bad variables in the frames of an exception."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    every = [v for frame in frames for v in frame.f_locals.values()]
+    frames = traceback.walk_tb(error.__traceback__)
+    every = [v for frame, _ in frames for v in frame.f_locals.values()]
     return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
@@ -1388,7 +1384,7 @@ outside of modules) needs a second, quiet run of the script (files that it write
 again); --one-run refuses that. --from-step N watches every operation from optimizer step N on. Exit
 code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
 Any other exit code is the script's."""
-RERUN = "AUTOPSY_RERUN"  # set for the second run: "step:folder"
+RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
 RANDOM = re.compile(
@@ -2165,8 +2161,6 @@ class Watch:
                 f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
                 f"read and never changed (lr {rates})"
             )
-        if min(self.rates, default=1.0) < 0:
-            self._say(f"a learning rate is negative: {rates}")
         if not self.passes:
             self._say(
                 "I saw no training (no backward pass in this thread and process; processes that "
@@ -2200,8 +2194,8 @@ class Watch:
             port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryDirectory() as folder:
-            torch.save(self.rng, os.path.join(folder, "rng"))
-            environment[RERUN] = f"{at}:{folder}"
+            torch.save((at, self.rng), os.path.join(folder, "start"))
+            environment[RERUN] = folder
             done = subprocess.run(
                 [sys.executable, *sys.orig_argv[1:]],
                 env=environment,
@@ -2322,10 +2316,10 @@ def main() -> int:
         print(USAGE, end="\n\n")
         return demo() or 0
     begin, path = args.from_step, args.report
-    step, _, folder = os.environ.pop(RERUN, "").partition(":")
+    folder = os.environ.pop(RERUN, "")
     if folder:
-        begin, path = int(step), os.path.join(folder, "report")
-        states = torch.load(os.path.join(folder, "rng"), weights_only=False)
+        path = os.path.join(folder, "report")
+        begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
         set_rng_states(states, "cpu")
     sys.excepthook = partial(without_our_frames, sys.excepthook)
     argv = ["-m", *args.m] if args.m else args.script
