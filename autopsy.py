@@ -174,6 +174,12 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
+    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
+    "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
+    "log1p": (
+        "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
+        _first(lambda x: x.clamp(min=-1 + EPS)),
+    ),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": (
         "division by zero: x / (y + eps), eps = 1e-6",
@@ -216,6 +222,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         None,
     ),
     "empty": (UNWRITTEN, None),
+    "to_copy": ("this number does not fit into half: do not convert it, or scale it first", None),
     "logdet": ("a determinant of 0 or less: torch.slogdet, or x = L @ U with a known sign", None),
 }
 SAME = {
@@ -342,9 +349,15 @@ class Report:
         return "weights" if self.source.startswith(STATE) else "data"
 
     @property
+    def failed(self) -> bool:
+        """Cures were tried, in vain."""
+        return "still bad" in "".join(self.tried) and not self.cure[0]
+
+    @property
     def grown(self) -> bool:
         """Finite inputs so large that their result overflows."""
-        return self.made != "nan" and self.largest > 1e6 and not self.source
+        large = self.largest > (1e3 if self.failed else 1e6)
+        return self.made != "nan" and large and not self.source
 
     @property
     def weak(self) -> str:
@@ -375,6 +388,8 @@ class Report:
             return f"x.float() before {line}, with autocast off there"
         if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
+            if self.weak == "to_copy":
+                return f"{WEAK['to_copy'][0]}, or {whole}"
             if "x.float() at" in "".join(self.tried):
                 return f"{whole}: its operands are rounded before {line}, float() there is too late"
             return whole if self.module else f"x.float() before {line}, or {whole}"
@@ -390,7 +405,8 @@ class Report:
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
                 "(a row without entries), write 0 before the sum or product"
             )
-        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+        made_here = self.verdict in ("divergence", "precision") and not self.source
+        if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return VERDICTS[self.verdict][not flags]
@@ -520,7 +536,8 @@ def _judge(rerun: Rerun, report: Report) -> Report:
     if report.op and not report.made:  # the step raised, and not because of a bad number
         words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
         if where.wrong or re.search(words, report.symptom):
-            return replace(report, verdict="data", names=where.wrong)
+            fix = "mend these numbers, or make the table or layer larger" if "index" in str(where.wrong) else ""
+            return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
@@ -618,8 +635,10 @@ class Rerun:
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         self.clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        plain = PLAIN_ATTENTION() if fp32 else nullcontext()
         try:
-            with context or nullcontext(), PLAIN_ATTENTION() if fp32 else nullcontext():
+            with warnings.catch_warnings(), context or nullcontext(), plain:
+                warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
@@ -648,9 +667,7 @@ class Rerun:
         where, self.error = Locator(self.net), None
         where._known.update({_storage(t): name for name, t in self.record.named})
         self.locator = where
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so
-            symptom = self(where, fp32)
+        symptom = self(where, fp32)
         birth = None
         if isinstance(self.error, torch.OutOfMemoryError):
             raise self.error
@@ -1016,8 +1033,8 @@ def _rule(func: Any) -> SimpleNamespace:
         size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
-        elif re.fullmatch("(b|add|badd)?b?mm", name):
-            if k < -2 or d == source.dim() - (1 if k == -2 else 2):
+        elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
+            if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
         elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
@@ -1392,6 +1409,10 @@ RANDOM = re.compile(
 )
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
+FORGOTTEN = (
+    "optimizer.step() takes gradients that are still multiplied by the loss scale: "
+    "scaler.step(optimizer) divides them, and skips a bad step"
+)
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
 
@@ -1622,7 +1643,8 @@ class Watch:
         self.gradient = 0.0  # the largest
         self.norms: dict[tuple, list[float]] = {}  # of a parameter, in some steps
         self.rates: set[float] = set()
-        self.scale, self.reads = 1.0, Counter()
+        self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
+        self.reads = Counter()
         self.symptom, self.step, self.texts = "", 0, []
 
     def __enter__(self) -> Watch:
@@ -1636,7 +1658,9 @@ class Watch:
         ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        for name in ("scale", "unscale_", "step"):
+            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name == "scale"))
+            self._wrap(torch.amp.GradScaler, name, around)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
@@ -1765,7 +1789,6 @@ class Watch:
         self.depth += 1  # a checkpoint calls its modules in there
         self._unseen(original, *args, **kwargs)
         self.depth -= 1
-        self.passes += 1
         self._safely(self._after_backward)
 
     def _before_backward(self, args: Any, kwargs: Any) -> None:
@@ -1777,8 +1800,9 @@ class Watch:
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
-            self._watch_operations()
             self._transfer()
+        self.passes += 1
+        self._watch_operations()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -1790,6 +1814,7 @@ class Watch:
     def _check(self, optimizer: Any) -> None:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
+            self.last[id(optimizer)] = 0
             held = [entry for entry in _held(optimizer) if entry[2]]
             for entry, norm in zip(held, _norms(t for *_, t in held), strict=True):
                 self.pending.append((norm, partial(self._bad_moment, *entry)))
@@ -1804,12 +1829,13 @@ class Watch:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
         values = self._transfer([*norms, *scales], calm=bool(scales))
-        self.scale = values.pop() if scales else 1.0
-        norm = sum(v * v for v in values) ** 0.5 / self.scale
+        scale = values.pop() if scales else 1.0
+        self.forgotten = self.multiplied and not scales
+        norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
         elif scales:
-            self._skip(optimizer, self.scale, 0.5)
+            self._skip(optimizer, scale, 0.5)
         else:
             self._bad_gradients(optimizer)
 
@@ -1863,9 +1889,13 @@ class Watch:
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
+    def _scaled(self, now: bool, original: Callable, scaler: Any, *args: Any) -> Any:
+        """scale() multiplies the loss, unscale_() divides the gradients."""
+        self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
+        return original(scaler, *args)
+
     def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
         """The loss scaler skipped a step: calibration, unless it goes on."""
-        self.scale = scale
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         self._transfer(calm=True)
         why = ""
@@ -1986,13 +2016,15 @@ class Watch:
     def _finding(self, symptom: str, report: Report | None) -> None:
         self.step = self.steps
         if report:
-            report = replace(report, symptom=symptom, step=self.step, scale=self.scale)
+            scale = self.scaler.get_scale() if self.scaler else 1.0
+            fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
+            report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
             self.texts.append(str(report))
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
 
     def _explain(
-        self, targets: Iterable[int] = (), evidence: Iterable[Tensor] = (), raised: str = ""
+        self, targets: Iterable[int] = (), evidence: Iterable[Tensor] = (), raised: str = "no error"
     ) -> Report | None:
         """The cause, here and now: the step is made again. Or by what was watched."""
         report = None
@@ -2073,14 +2105,15 @@ class Watch:
         batch, named = [], []
         for t in given:
             like = t.shape[:1] == shape[:1] or t.shape[1:2] == shape[1:2]
-            if made := self.tape.maker(t):
-                early = made.number <= self.first
+            made = self.tape.maker(t)
+            early = not made or made.number <= self.first
+            if not made and t.grad_fn is not None:
+                named.append((UNKNOWN, t))
+            elif early and t.dim() and like:
+                batch.append(t)
+            elif made:
                 when = "a tensor before the training" if early else "a tensor of an earlier step"
                 named.append((f"{when} ({_line(made.frames)})", t))
-            elif t.grad_fn is not None:
-                named.append((UNKNOWN, t))
-            elif t.dim() and like:
-                batch.append(t)
             else:
                 named.append(("a tensor from outside of torch (NumPy, a file)", t))
         return batch, named
