@@ -103,7 +103,7 @@ FLOATS = tuple(
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
-Frame = tuple[str, int, str]  # file, line, function
+
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
@@ -141,7 +141,7 @@ VERDICTS = {
 }
 
 
-def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple]:
+def _first(mend):
     """Changes the first argument of a call."""
     return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
 
@@ -251,9 +251,9 @@ class StepRecord:
         self.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
         self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
         self.rng = rng_states(self.device)
-        self.batches: list[tuple[Any, ...]] = []
-        self.indices: list[list[int] | None] = []
-        self.named: list[tuple[str, Tensor]] = []  # tensors that are no part of the batch
+        self.batches = []
+        self.indices = []
+        self.named = []  # tensors that are no part of the batch
 
     def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
         self.batches.append(batch)
@@ -271,7 +271,7 @@ class StepRecord:
         self.net.zero_grad(set_to_none=True)
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def _attributes(module):
     """What a module carries between steps without a buffer: `self.state = (h, c)`."""
     values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
     return [
@@ -472,7 +472,7 @@ def agree(report: Report) -> Report:
     A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
-    every: list[Any] = [None] * dist.get_world_size()
+    every = [None] * dist.get_world_size()
     grave = list(VERDICTS).index(report.verdict)
     dist.all_gather_object(every, (grave, report.rank, report))
     return min(every, key=lambda entry: entry[:2])[2]
@@ -526,7 +526,7 @@ def examine(
     return replace(report, indices=tuple(known[i] for i in report.samples) if known else ())
 
 
-def _judge(rerun: Rerun, report: Report) -> Report:
+def _judge(rerun, report):
     """The verdict on a step that is bad again."""
     where = rerun.locator
     exact = re.fullmatch(EXACT, report.precision.lower())
@@ -536,7 +536,8 @@ def _judge(rerun: Rerun, report: Report) -> Report:
     if report.op and not report.made:  # the step raised, and not because of a bad number
         words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
         if where.wrong or re.search(words, report.symptom):
-            fix = "mend these numbers, or make the table or layer larger" if "index" in str(where.wrong) else ""
+            larger = "mend these numbers, or make the table or layer larger"
+            fix = larger if "index" in str(where.wrong) else ""
             return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
@@ -557,17 +558,17 @@ def _judge(rerun: Rerun, report: Report) -> Report:
     return replace(report, verdict="divergence")
 
 
-def _only_half(report: Report) -> bool:
+def _only_half(report):
     return "float16" in report.result and report.again == "finite in float32"
 
 
 def _finite(
-    rerun: Rerun,
-    report: Report,
-    state: Any,
-    num_classes: int | None,
-    run_compiled: Callable | None,
-) -> Report:
+    rerun,
+    report,
+    state,
+    num_classes,
+    run_compiled,
+):
     """The verdict on a step that is not bad again."""
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
@@ -593,7 +594,7 @@ def _finite(
     return replace(report, verdict=verdict)
 
 
-def _labels(batch: Any) -> list[Tensor]:
+def _labels(batch):
     """Whole numbers among the later items of a tuple; in a mapping what is called so."""
     every = dict(inner_tensors(batch)).items()
     return [
@@ -605,9 +606,7 @@ def _labels(batch: Any) -> list[Tensor]:
     ]
 
 
-def _outside_of(
-    what: str, index: Tensor, low: int, high: int, lawful: Iterable[int]
-) -> tuple[tuple[str, ...], Tensor]:
+def _outside_of(what, index, low, high, lawful):
     """("label 3 is not in 0..2", ...), and where these are."""
     wrong = (index < low) | (index > high)
     for ignored in lawful:
@@ -623,15 +622,13 @@ PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDP
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
-    def __init__(
-        self, run_step: Callable, record: StepRecord, net: nn.Module, about: Mapping | None = None
-    ):
+    def __init__(self, run_step, record, net, about=None):
         if not record.batches:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
         self.run_step, self.record, self.net, self.about = run_step, record, net, about or {}
         self.factor, self.last = 1.0, 0
 
-    def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
+    def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
         self.clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
@@ -652,7 +649,7 @@ class Rerun:
             return _said(error)
         return ""
 
-    def run(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
+    def run(self, batch, fp32):
         """One micro-batch: {"loss": ..., "gradient of fc.weight": ..., "buffer ...": ...}."""
         out = self.run_step(batch, fp32)
         if not isinstance(out, tuple):
@@ -662,7 +659,7 @@ class Rerun:
         after = _statistics(self.net)
         return results | {name: after[name] for name in self.clean}
 
-    def watch(self, fp32: bool = False) -> Report:
+    def watch(self, fp32=False):
         """Run it with every operation watched: what is bad, and who made it."""
         where, self.error = Locator(self.net), None
         where._known.update({_storage(t): name for name, t in self.record.named})
@@ -708,10 +705,10 @@ class Locator(TorchDispatchMode):
         self.net, self.paused, self._clock = net, False, count()
         self.functions = Calls()
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
-        self.failed: Report | None = None  # the operation that raised
-        self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
+        self.failed = None  # the operation that raised
+        self.wrong = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
-        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, which call
+        self._stack = [("", 0)]  # modules under way: name, which call
         # Autograd's sequence number where a module begins or ends, and the module from there on.
         self._since = deque([(0, ("", 0))], maxlen=1 << 18)
         # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
@@ -734,7 +731,7 @@ class Locator(TorchDispatchMode):
         self.size = size or max(counts, key=lambda n: (counts[n], n in firsts), default=0)
         self.calls.clear()
         self._rows.clear()
-        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label here
+        self.ignored = None  # the ignore_index of a loss that ignores every label here
         self.follow(leaves.values())
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
@@ -743,7 +740,7 @@ class Locator(TorchDispatchMode):
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
 
-    def _name(self, net: nn.Module, prefix: str = "") -> None:
+    def _name(self, net, prefix=""):
         for name, module in net.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
             for key, t in inner_tensors(dict(_attributes(module)), name):
@@ -754,7 +751,7 @@ class Locator(TorchDispatchMode):
             if p.grad is not None:
                 self._known[_storage(p.grad)] = f"old gradient of {name}"
 
-    def __enter__(self) -> Locator:
+    def __enter__(self):
         if self.net is not None:
             self._name(self.net)
         with warnings.catch_warnings():
@@ -767,7 +764,7 @@ class Locator(TorchDispatchMode):
         self.functions.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self.functions.__exit__(*error)
         self._anomaly.__exit__()
@@ -776,7 +773,7 @@ class Locator(TorchDispatchMode):
 
     # Modules. An autograd node belongs to the module under way when it got its sequence number.
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module, args):
         if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
             self._name(module, "" if self.net is None else type(module).__name__)
         name = self.names.get(module, self._stack[-1][0])
@@ -788,18 +785,18 @@ class Locator(TorchDispatchMode):
         self._stack.append((name, self.calls[name]))
         self._mark()
 
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _leave_module(self, module, args, out):
         self._stack.pop()
         self._mark()
 
-    def _mark(self) -> None:
+    def _mark(self):
         number = torch._C._autograd._get_sequence_nr()
         if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
             self._since.append((number, self._stack[-1]))
 
     # Operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # a tensor that wraps others: their operations come here next
         kwargs = kwargs or {}
@@ -847,14 +844,14 @@ class Locator(TorchDispatchMode):
 
     def _bad(
         self,
-        func: Any,
-        rule: SimpleNamespace,
-        spans: list,
-        t: Tensor,
-        span: tuple,
-        wanted: bool,
-        again: Callable,
-    ) -> tuple[int, Report | None]:
+        func,
+        rule,
+        spans,
+        t,
+        span,
+        wanted,
+        again,
+    ):
         """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
@@ -883,12 +880,12 @@ class Locator(TorchDispatchMode):
         number, birth = self._earliest(_spans(tensors))
         return birth if number < LAWFUL else None
 
-    def _earliest(self, spans: list, func: Any = None) -> tuple[int, Report | None]:
+    def _earliest(self, spans, func=None):
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
         bad = (self._cause(t, span, func, spans) for t, span in spans if is_bad(span))
         return min(bad, default=NOBODY, key=lambda cause: cause[0])
 
-    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, spans: list) -> tuple:
+    def _cause(self, t, span, func, spans):
         """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
         if (storage := _storage(t)) in self.causes:
             return self.causes[storage]
@@ -900,7 +897,7 @@ class Locator(TorchDispatchMode):
         birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
         return self.causes.setdefault(storage, (next(self._clock), birth))
 
-    def _birth(self, func: Any, spans: list, out: Tensor | None = None) -> Report:
+    def _birth(self, func, spans, out=None):
         module, call = self._stack[-1]
         node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
@@ -941,7 +938,7 @@ class Locator(TorchDispatchMode):
             samples=self._samples(out, nan),
         )
 
-    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list) -> None:
+    def _check_index(self, rule, func, args, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
         for what, index, low, high, *ignore in rule.index(*args):
             self.lawful.update(ignore)
@@ -957,11 +954,11 @@ class Locator(TorchDispatchMode):
     # that keep it: then one step along the batch is a fixed number of bytes there, whatever the
     # shape through which it is viewed.
 
-    def _carries(self, t: Tensor, d: int, inner: int) -> None:
+    def _carries(self, t, d, inner):
         if t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
-    def _dim(self, t: Tensor) -> tuple[int, int] | None:
+    def _dim(self, t):
         """(the dimension of `t` that is the batch, its elements a sample), or None."""
         strided = t.layout is torch.strided
         step = self._rows.get(_storage(t), 0) // t.element_size() if strided else 0
@@ -971,7 +968,7 @@ class Locator(TorchDispatchMode):
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
+    def _samples(self, t, wrong=None):
         """The samples for which `wrong` is true; without it, those with a bad number in `t`."""
         try:
             if (found := self._dim(t)) is None:
@@ -983,9 +980,7 @@ class Locator(TorchDispatchMode):
         except Exception:
             return ()
 
-    def _carry(
-        self, rule: SimpleNamespace, given: Any, inputs: list, outs: list, before: set
-    ) -> None:
+    def _carry(self, rule, given, inputs, outs, before):
         """Mark the results that still have the batch dimension."""
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
@@ -1011,7 +1006,7 @@ OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli"
 
 
 @cache
-def _rule(func: Any) -> SimpleNamespace:
+def _rule(func):
     """What the dispatch needs to know of an operation, computed once."""
     schema = func._schema
     name = schema.name.partition("::")[2].strip("_")
@@ -1028,7 +1023,7 @@ def _rule(func: Any) -> SimpleNamespace:
         ((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None
     )
 
-    def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+    def follow(given, k, number, source, d, t):
         """The dimension of result `number` that is dimension `d` of input k (from the end)."""
         size = source.shape[d]  # before d moves
         if pointwise:
@@ -1085,9 +1080,9 @@ INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, 
 }
 
 
-def _again(func: Any, args: Any, kwargs: Any) -> str:
+def _again(func, args, kwargs):
     """The operation on the same inputs in fp32 and fp64: "nan in float32, finite in float64"."""
-    results: list[str] = []
+    results = []
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
@@ -1106,7 +1101,7 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 # --- Cures, tried on the recorded step
 
 
-def _try(rerun: Rerun, report: Report) -> Report:
+def _try(rerun, report):
     """The report with the cures that were tried, up to the first that was finite: the guilty module
     in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     precision = report.verdict == "precision"
@@ -1154,7 +1149,7 @@ def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContex
     # functional_call exchanges the parameters under this module
     inner.inner, inner.forward = module, module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs):
         own = (*module.named_parameters(), *module.named_buffers())
         half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
         device = _device((args, kwargs, half))
@@ -1171,12 +1166,12 @@ class Calls(TorchFunctionMode):
     taken, divides its gradient by `factor`, and at one line changes the arguments: of the weak
     operation as WEAK says, or, where none is named, of every operation to fp32."""
 
-    def __init__(self, factor: float = 1.0, weak: str = "", line: str = ""):
+    def __init__(self, factor=1.0, weak="", line=""):
         super().__init__()
         self.factor, self.weak, self.line = factor, weak, line
         self.hits, self.root, self.name = 0, 0.0, ""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__.strip("_")
         self.name = name
         if func is Tensor.backward and args[0].numel() == 1 and kwargs["gradient"] is None:
@@ -1186,7 +1181,12 @@ class Calls(TorchFunctionMode):
             keep = bool(kwargs["retain_graph"] or create)
             with self:  # a checkpoint repeats its forward in there; func would switch this off
                 return torch.autograd.graph._engine_run_backward(
-                    args, (slope,), keep, create, inputs, allow_unreachable=True,
+                    args,
+                    (slope,),
+                    keep,
+                    create,
+                    inputs,
+                    allow_unreachable=True,
                     accumulate_grad=True,
                 )
         meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
@@ -1206,11 +1206,11 @@ class Calls(TorchFunctionMode):
 class InDtype(TorchDispatchMode):
     """What would be one of the types `of` is `to`: the whole step in bf16, or in fp32."""
 
-    def __init__(self, to: torch.dtype, of: tuple[torch.dtype, ...]):
+    def __init__(self, to, of):
         super().__init__()
         self.to, self.of = to, of
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
             args, kwargs = _exchange((args, kwargs or {}), self.to, self.of)
         if "_scaled_mm." in str(func) and self.to is torch.float32:  # it knows no fp32
@@ -1219,7 +1219,7 @@ class InDtype(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _stance(stance: str) -> AbstractContextManager:
+def _stance(stance):
     """How compiled code runs. Where the compiler is not loaded, nothing is compiled."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -1229,7 +1229,7 @@ def _stance(stance: str) -> AbstractContextManager:
 # --- Reading tensors, and naming them
 
 
-def _values(t: Tensor) -> Tensor:
+def _values(t):
     """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
     t = t.to_local() if hasattr(t, "to_local") else t
     if t.layout is torch.strided:
@@ -1239,12 +1239,12 @@ def _values(t: Tensor) -> Tensor:
     return t.to_dense() if t.is_mkldnn else t.values()
 
 
-def _storage(t: Tensor) -> torch.UntypedStorage:
+def _storage(t):
     """One object for all views of a storage. It lives as long as the storage."""
     return _values(t).untyped_storage()
 
 
-def _spans(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
+def _spans(tensors):
     """(tensor, extent) of those with real numbers."""
     return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
@@ -1273,16 +1273,16 @@ def is_mask(span: tuple[float, float]) -> bool:
     return span[0] < -LIMIT and span[1] <= LIMIT
 
 
-def _made(span: tuple[float, float]) -> str:
+def _made(span):
     """The bad end of a span, as text."""
     return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
 
 
-def _type(t: Tensor) -> str:
+def _type(t):
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
-def _beyond(t: Tensor) -> Tensor:
+def _beyond(t):
     return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
@@ -1305,15 +1305,15 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
         yield from inner_tensors(value, ".".join(filter(None, (prefix, key))), depth - 1)
 
 
-def _flat(tree: Any) -> list[Tensor]:
+def _flat(tree):
     """The tensors among an operation's arguments or results."""
     return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
 
 
-def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+def _exchange(tree, to, of):
     """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
 
-    def one(v: Any) -> Any:
+    def one(v):
         if isinstance(v, Tensor):
             return v.to(to, copy=True) if v.dtype in of else v
         return to if isinstance(v, torch.dtype) and v in of else v
@@ -1321,29 +1321,29 @@ def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
     return tree_map(one, tree)
 
 
-def _statistics(net: nn.Module) -> dict[str, Tensor]:
+def _statistics(net):
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
     return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
-def _said(error: BaseException) -> str:
+def _said(error):
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
 
 
-def _few(items: Iterable[Any], n: int = 8, between: str = ", ") -> str:
+def _few(items, n=8, between=", "):
     items = list(items)
     more = f" and {len(items) - n} more" if len(items) > n else ""
     return between.join(map(str, items[:n])) + more
 
 
-def _bad_locals(error: BaseException) -> list[Tensor]:
+def _bad_locals(error):
     """The bad variables in the frames of an exception."""
     frames = traceback.walk_tb(error.__traceback__)
     every = [v for frame, _ in frames for v in frame.f_locals.values()]
     return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
-def _frames() -> Iterator[Frame]:
+def _frames():
     """What is under way, the innermost first."""
     frame = sys._getframe(1)
     while frame:
@@ -1351,12 +1351,12 @@ def _frames() -> Iterator[Frame]:
         frame = frame.f_back
 
 
-def _frames_in(text: Iterable[str]) -> list[Frame]:
+def _frames_in(text):
     """The same of what traceback.format_stack() has written."""
     return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]
 
 
-def _script(frames: Iterable[Frame]) -> list[Frame]:
+def _script(frames):
     """The script's line, and before it the lines of libraries that it has called, without torch."""
     found = []
     for frame in frames:
@@ -1369,7 +1369,7 @@ def _script(frames: Iterable[Frame]) -> list[Frame]:
     return found
 
 
-def _line(frames: Iterable[Frame]) -> str:
+def _line(frames):
     """file:line in function, of a library and of the script that has called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in _script(frames)]
     return ", called from ".join([*at[:1], *at[1:][-1:]])
@@ -1423,7 +1423,7 @@ class Made:
 
     number: int
     k: int
-    frames: tuple[Frame, ...] = ()
+    frames: tuple = ()
 
 
 @dataclass(eq=False)
@@ -1434,20 +1434,20 @@ class Call:
     number: int
     args: Any  # Made(...) for what an earlier call made; everything else by reference
     kwargs: Any
-    frames: tuple[Frame, ...]  # the innermost first
+    frames: tuple  # the innermost first
     grad: bool
     autocast: list[tuple[str, torch.dtype]]
     rng: dict | None = None
     carried: list = field(default_factory=list)  # hidden states: (module, name, value)
     training: bool = False
 
-    def given(self) -> list[Tensor]:
+    def given(self):
         return _flat((self.args, self.kwargs))
 
-    def again(self, made: dict[Made, Tensor]) -> None:
+    def again(self, made):
         """Make this call once more, from the same line."""
 
-        def stand_in(x: Any) -> Any:
+        def stand_in(x):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 return x.detach().requires_grad_()  # nothing is known of its history
             return made[x] if isinstance(x, Made) else x
@@ -1472,20 +1472,20 @@ class Call:
             out = function(*args, **kwargs)
         made.update(self.made(out))
 
-    def made(self, out: Any) -> dict[Made, Tensor]:
+    def made(self, out):
         tensors = enumerate(inner_tensors(out))
         return {Made(self.number, k, self.frames): t for k, (_, t) in tensors}
 
 
-def _device(tree: Any) -> torch.device | str:
+def _device(tree):
     return next((t.device for t in _flat(tree)), "cpu")
 
 
 @cache
-def _from(frame: Frame) -> Callable:
+def _from(frame):
     """Calls a function as if from this line of the script: every traceback then says so."""
     file, line, name = frame
-    space: dict[str, Any] = {}
+    space = {}
     text = "\n" * (line - 1) + "def f(call, *args, **kwargs): return call(*args, **kwargs)"
     exec(compile(text, file, "exec"), space)
     space["f"].__code__ = space["f"].__code__.replace(co_name=name)
@@ -1498,15 +1498,15 @@ class Tape(TorchFunctionMode):
     What a call made is not held. The rest is, by reference: the batch.
     """
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
-        self.known: dict[int, tuple[ref, Made]] = {}  # tensors, by id: what made them
-        self.outer: set[int] = set()  # ids of tensors that are held
+        self.known = {}  # tensors, by id: what made them
+        self.outer = set()  # ids of tensors that are held
         self.bytes = 0
-        self.steps: dict[int, int] = {}  # optimizer: the number of calls at its last step
+        self.steps = {}  # optimizer: the number of calls at its last step
 
-    def turn(self, on: bool) -> bool:
+    def turn(self, on):
         """Inside of modules and optimizers nothing is written down. It returns what was before."""
         stack = torch.overrides._get_current_function_mode_stack()
         if on and self not in stack:
@@ -1515,7 +1515,7 @@ class Tape(TorchFunctionMode):
             self.__exit__(None, None, None)
         return self in stack
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # is_compiling() first: the compiler then sees a constant, and traces nothing of this
         if torch.compiler.is_compiling() or not self.watch._mine():
@@ -1547,7 +1547,7 @@ class Tape(TorchFunctionMode):
             self.calls.remove(call)
         return out
 
-    def _writes(self, t: Tensor, *values: Any) -> bool:
+    def _writes(self, t, *values):
         """Before an operation in place. False: it is not written down."""
         if isinstance(self.symbol(t), Made):
             return True
@@ -1563,7 +1563,7 @@ class Tape(TorchFunctionMode):
             return True
         return False
 
-    def write(self, function: Callable, args: Any, kwargs: Any) -> Call:
+    def write(self, function, args, kwargs):
         self.number += 1
         casts = [
             (d, torch.get_autocast_dtype(d))
@@ -1576,10 +1576,10 @@ class Tape(TorchFunctionMode):
         self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
         return self.calls[-1]
 
-    def done(self, call: Call, out: Any) -> None:
+    def done(self, call, out):
         self.known.update({id(t): (ref(t), made) for made, t in call.made(out).items()})
 
-    def symbol(self, t: Any) -> Any:
+    def symbol(self, t):
         """What stands for this tensor in a call."""
         if not isinstance(t, Tensor):
             return t
@@ -1591,11 +1591,11 @@ class Tape(TorchFunctionMode):
             self.bytes += t.numel() * t.element_size()
         return t
 
-    def maker(self, t: Tensor) -> Made | None:
+    def maker(self, t):
         who, made = self.known.get(id(t), (None, None))
         return made if who and who() is t else None
 
-    def stepped(self, optimizer: int) -> None:
+    def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer."""
         self.steps[optimizer] = self.number
         if self.bytes > ROOM or len(self.calls) > 9999:
@@ -1606,7 +1606,7 @@ class Tape(TorchFunctionMode):
         self.outer, self.bytes = set(), 0
 
 
-def _as_it_is_now(room: Tensor) -> Tensor:
+def _as_it_is_now(room):
     """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
     again = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
     with _disable_current_modes():  # torch wrote nothing here
@@ -1620,7 +1620,7 @@ class Watch:
     `again`: this is the second run.
     """
 
-    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool, one_run: bool):
+    def __init__(self, argv, path, begin, again, one_run):
         self.argv, self.path, self.begin = argv, os.path.abspath(path), begin
         self.again, self.one_run = again, one_run
         self.rank = int(os.environ.get("RANK", 0))
@@ -1631,23 +1631,23 @@ class Watch:
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
-        self.last: dict[int, int] = {}  # optimizer: its steps
+        self.last = {}  # optimizer: its steps
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
-        self.pending: list[tuple[Tensor, Callable]] = []
-        self.losses: list[Tensor] = []
-        self.roots: WeakKeyDictionary[nn.Module, list] = WeakKeyDictionary()  # hidden states
-        self.statistics: list[tuple[Tensor, Tensor]] = []  # buffer, copy from the last good step
-        self.weights: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+        self.pending = []
+        self.losses = []
+        self.roots = WeakKeyDictionary()  # hidden states
+        self.statistics = []  # buffer, copy from the last good step
+        self.weights = WeakKeyDictionary()
         self.call = self.trained = self.stepping = self.locator = None
         self.first = 0  # the number of calls at the first backward
         self.gradient = 0.0  # the largest
-        self.norms: dict[tuple, list[float]] = {}  # of a parameter, in some steps
-        self.rates: set[float] = set()
+        self.norms = {}  # of a parameter, in some steps
+        self.rates = set()
         self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
         self.reads = Counter()
         self.symptom, self.step, self.texts = "", 0, []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self):
         # hooks that fire twice when compiled: harmless
         warnings.filterwarnings("ignore", message=".*there are global hooks")
         for handle in (
@@ -1669,32 +1669,32 @@ class Watch:
         self.tape.turn(True)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         self.tape.turn(False)
         self.on, self.locator = False, None
         self.undo.close()
 
-    def _watch_operations(self) -> None:
+    def _watch_operations(self):
         """Begin to watch every operation, if the time has come."""
         due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due:
             self.locator = self.undo.enter_context(Locator())
 
-    def _mine(self) -> bool:
+    def _mine(self):
         return self.on and not self.busy and threading.get_ident() == self.thread
 
-    def _wrap(self, owner: Any, name: str, around: Callable) -> None:
+    def _wrap(self, owner, name, around):
         original = getattr(owner, name)
 
         @wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args, **kwargs):
             if not torch.compiler.is_compiling() and self._mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
         self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
-    def _safely(self, hook: Callable, *args: Any) -> None:
+    def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
         if not self._mine():
             return
@@ -1713,14 +1713,14 @@ class Watch:
         finally:
             self.busy = locator.paused = False
 
-    def _say(self, text: str, every: bool = False) -> None:
+    def _say(self, text, every=False):
         if self.rank == 0 or every:
             sys.stderr.write(f"autopsy: {text}\n")  # a script may replace print
             sys.stderr.flush()
 
     # What the script does: modules, backward passes, steps
 
-    def _unseen(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _unseen(self, original, *args, **kwargs):
         """What happens in there is not written down."""
         was = self.tape.turn(False)
         try:
@@ -1728,7 +1728,7 @@ class Watch:
         finally:
             self.tape.turn(was and self.on)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module, args):
         if torch.compiler.is_compiling() or not self._mine():
             return
         self.depth += 1
@@ -1736,7 +1736,7 @@ class Watch:
             self.was = self.tape.turn(False)
             self._safely(self._begins, module, args)
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def _leave(self, module, args, *rest):
         if torch.compiler.is_compiling() or not self._mine():
             return
         kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
@@ -1745,7 +1745,7 @@ class Watch:
             self._safely(self._ends, module, kwargs, out)
             self.tape.turn(self.was and self.on)
 
-    def _begins(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module, args):
         if module not in self.roots:
             self.roots[module] = []
             self.statistics += [(b, b.clone()) for b in _statistics(module).values()]
@@ -1760,7 +1760,7 @@ class Watch:
         if self.locator:
             self.locator.take(args)
 
-    def _ends(self, module: nn.Module, kwargs: Any, out: Any) -> None:
+    def _ends(self, module, kwargs, out):
         call = self.call
         call.kwargs = tree_map(self.tape.symbol, kwargs)
         self.tape.done(call, out)
@@ -1777,26 +1777,26 @@ class Watch:
                 self.pending.append((largest, judge))
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         return max(self.last.values(), default=self.passes)
 
     @property
-    def sampled(self) -> bool:
+    def sampled(self):
         return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
-    def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, original, *args, **kwargs):
         self._safely(self._before_backward, args, kwargs)
         self.depth += 1  # a checkpoint calls its modules in there
         self._unseen(original, *args, **kwargs)
         self.depth -= 1
         self._safely(self._after_backward)
 
-    def _before_backward(self, args: Any, kwargs: Any) -> None:
+    def _before_backward(self, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
         self.first = self.first or self.tape.number
         self.losses += [t.detach() for _, t in inner_tensors(args[0] if args else kwargs)]
 
-    def _after_backward(self) -> None:
+    def _after_backward(self):
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
@@ -1804,14 +1804,14 @@ class Watch:
         self.passes += 1
         self._watch_operations()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer, args, kwargs):
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self._safely(self._check, optimizer)
         if self._mine() and not self.stepping:
             self.tape.turn(False)
 
-    def _check(self, optimizer: Any) -> None:
+    def _check(self, optimizer):
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
             self.last[id(optimizer)] = 0
@@ -1839,12 +1839,12 @@ class Watch:
         else:
             self._bad_gradients(optimizer)
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer, args, kwargs):
         self._safely(self._stepped, optimizer)
         if self._mine():
             self.tape.turn(True)
 
-    def _stepped(self, optimizer: Any) -> None:
+    def _stepped(self, optimizer):
         """Its weights and moments are read now, and judged with the next gradients."""
         self.stepping = None
         if self.sampled:
@@ -1864,7 +1864,7 @@ class Watch:
             now, copies = zip(*self.statistics, strict=True)
             torch._foreach_copy_(copies, now)
 
-    def _by_hand(self, p: Tensor, values: tuple) -> None:
+    def _by_hand(self, p, values):
         """The script writes these values into a weight: an update, an average, a copy."""
         makers = [(t, self.tape.maker(t)) for t in _flat(values)]
         makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
@@ -1874,14 +1874,12 @@ class Watch:
             self._transfer()
             self.tape.stepped(0)
 
-    def _count(self, optimizer: Any) -> None:
+    def _count(self, optimizer):
         self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
         self.tape.stepped(id(optimizer))
         self._watch_operations()
 
-    def _scaler_step(
-        self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
         fired = self.fired
         out = self._unseen(original, scaler, optimizer, *args, **kwargs)
         if self.fired == fired:
@@ -1889,12 +1887,12 @@ class Watch:
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
-    def _scaled(self, now: bool, original: Callable, scaler: Any, *args: Any) -> Any:
+    def _scaled(self, now, original, scaler, *args):
         """scale() multiplies the loss, unscale_() divides the gradients."""
         self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
         return original(scaler, *args)
 
-    def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
+    def _skip(self, optimizer, scale, backoff):
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         self._transfer(calm=True)
@@ -1910,7 +1908,7 @@ class Watch:
 
     # What is bad
 
-    def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
+    def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
         losses = [] if calm or self.world > 1 else self.losses  # all ranks decide by the gradients
         judged = [(t.abs().amax(), partial(self._bad_loss, t)) for t in losses]
@@ -1922,10 +1920,10 @@ class Watch:
                 judge(value)
         return values[len(pending) :]
 
-    def _bad_loss(self, loss: Tensor, value: float) -> None:
+    def _bad_loss(self, loss, value):
         self._stop(f"loss is {value:.3g}", self._explain(evidence=[loss]))
 
-    def _bad_output(self, name: str, number: int, passes: int, value: float) -> None:
+    def _bad_output(self, name, number, passes, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
         symptom = f"the output of {name} under no_grad is {value:.3g}"
         if passes:
@@ -1933,11 +1931,11 @@ class Watch:
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
-    def _bad_write(self, p: Tensor, made: Made, t: Tensor, value: float) -> None:
+    def _bad_write(self, p, made, t, value):
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
         self._stop(symptom, self._explain([made.number], [t]))
 
-    def _bad_gradients(self, optimizer: Any, why: str = "") -> None:
+    def _bad_gradients(self, optimizer, why=""):
         params = _moved(optimizer)
         norms = _host(_norms(p.grad for p in params))
         bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
@@ -1947,12 +1945,12 @@ class Watch:
             report = self._explain(evidence=[p.grad for p in bad])
             self._stop(f"the gradient of {name} is {made}{why}", report)
 
-    def _bad_moment(self, k: int, p: Tensor, key: str, t: Tensor, value: float) -> None:
+    def _bad_moment(self, k, p, key, t, value):
         """Before the first step: what a checkpoint brought."""
         symptom = f"{self._called(p, key)} is {_made(extent(t))} before the optimizer's first step"
         self._stop(symptom, Report("weights", rank=self.rank))
 
-    def _bad_update(self, optimizer: Any, rates: list, value: float) -> None:
+    def _bad_update(self, optimizer, rates, value):
         """Good gradients, bad weights or moments: the optimizer made them."""
         optimizer = optimizer()
         for k, p, key, t in _held(optimizer) if optimizer else ():
@@ -1978,7 +1976,7 @@ class Watch:
             made = _made(extent(t))
             self._stop(f"{self._called(p, key)} is {made} after good gradients", report)
 
-    def _reads(self, t: Any, name: str) -> None:
+    def _reads(self, t, name):
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
             return
         loss = t.requires_grad and t.numel() == 1
@@ -1990,21 +1988,21 @@ class Watch:
         if made and (loss or (read.startswith("nan") and t.numel() == 1)):
             self._later(f"the script read {read}", made.number, [t.detach()] if loss else ())
 
-    def _called(self, p: Tensor, key: str = "") -> str:
+    def _called(self, p, key=""):
         named = (pair for root in list(self.roots) for pair in root.named_parameters())
         name = next((n for n, other in named if other is p), f"a parameter {_type(p)}")
         return f"{key} of {name}" if key else name
 
     # What made it
 
-    def _later(self, symptom: str, number: int, evidence: Iterable[Tensor] = ()) -> None:
+    def _later(self, symptom, number, evidence=()):
         """Explain it now, and say it at the end. Only a loss is worth a second run."""
         if not self.texts and self.reads.total() < 4:
             report = self._explain([number], evidence)
             if report or evidence:
                 self._finding(symptom, report)
 
-    def _stop(self, symptom: str, report: Report | None) -> None:
+    def _stop(self, symptom, report):
         """It would reach the weights: the report, and the end."""
         self._finding(symptom, report)
         if self.world > 1:
@@ -2013,7 +2011,7 @@ class Watch:
         self.__exit__()
         raise SystemExit(3)
 
-    def _finding(self, symptom: str, report: Report | None) -> None:
+    def _finding(self, symptom, report):
         self.step = self.steps
         if report:
             scale = self.scaler.get_scale() if self.scaler else 1.0
@@ -2023,9 +2021,7 @@ class Watch:
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
 
-    def _explain(
-        self, targets: Iterable[int] = (), evidence: Iterable[Tensor] = (), raised: str = "no error"
-    ) -> Report | None:
+    def _explain(self, targets=(), evidence=(), raised="no error"):
         """The cause, here and now: the step is made again. Or by what was watched."""
         report = None
         try:
@@ -2039,7 +2035,7 @@ class Watch:
         birth = self.locator and self.locator.blame(evidence)
         return self._seen(birth) if birth else None
 
-    def _seen(self, birth: Report) -> Report:
+    def _seen(self, birth):
         """The verdict on what was seen while every operation was watched."""
         half = "float16" in birth.result and not birth.again
         finite = not birth.source and (half or birth.again == "finite in float32")
@@ -2049,11 +2045,11 @@ class Watch:
         return replace(birth, verdict=verdict, **about)
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _put_back(self):
         for statistic, copy in self.statistics:
             statistic.copy_(copy)
 
-    def _again(self, targets: Iterable[int]) -> Report | None:
+    def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
         calls = self.tape.calls
@@ -2080,7 +2076,7 @@ class Watch:
         kinds = [dtype for call in calls for _, dtype in call.autocast]
         kinds += [*(p.dtype for p in net.parameters()), torch.float32]
 
-        def run_step(batch: tuple, fp32: bool) -> tuple:
+        def run_step(batch, fp32):
             return batch[-1](fp32)
 
         try:
@@ -2096,7 +2092,7 @@ class Watch:
             for module, mode in modes:
                 module.training = mode
 
-    def _batch(self, calls: list[Call]) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
+    def _batch(self, calls):
         """Of the tensors that the calls were given: the batch, and others by their names."""
         first = sorted(calls, key=lambda call: not isinstance(call.function, nn.Module))
         given = {id(t): t for call in first for t in call.given()}
@@ -2118,7 +2114,7 @@ class Watch:
                 named.append(("a tensor from outside of torch (NumPy, a file)", t))
         return batch, named
 
-    def _agree(self, report: Report | None) -> None:
+    def _agree(self, report):
         """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
         grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
@@ -2136,9 +2132,9 @@ class Watch:
 
     # From start to end
 
-    def run(self) -> int:
+    def run(self):
         """The exit code: 3 for a finding, else 0; the script's exit code and exceptions pass."""
-        failure: BaseException | None = None
+        failure = None
         with suppress(SystemExit), self:
             try:
                 run_script(self.argv)
@@ -2165,7 +2161,7 @@ class Watch:
         time.sleep(3 * (self.rank != self.guilty))  # torchrun ends all ranks as soon as one has
         return 3
 
-    def _last_look(self, failure: BaseException | None) -> None:
+    def _last_look(self, failure):
         """At the end of the script: what is still pending, and all that it leaves."""
         self._transfer()
         if isinstance(failure, Exception):  # whatever the step has made is judged
@@ -2184,7 +2180,7 @@ class Watch:
                 self._finding(f"{_few(bad, 1)} is bad at the end", report)
                 return
 
-    def _clean(self) -> None:
+    def _clean(self):
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
         rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
@@ -2205,7 +2201,7 @@ class Watch:
         nothing = "no gradient or weight non-finite" if self.reads else "nothing non-finite"
         self._say(f"{self.steps} steps{skipped}, {nothing}{norm}")
 
-    def _second_run(self) -> str:
+    def _second_run(self):
         at = max(0, self.step - 1)
         if self.one_run:
             return (
@@ -2250,7 +2246,7 @@ class Watch:
         )
 
 
-def _together(modules: list[nn.Module]) -> nn.Module:
+def _together(modules):
     """One module that holds these. A single one is itself."""
     inner = {m for root in modules for m in root.modules() if m is not root}
     outer = [root for root in dict.fromkeys(modules) if root not in inner]
@@ -2263,9 +2259,7 @@ def _together(modules: list[nn.Module]) -> nn.Module:
     return net
 
 
-def _play(
-    calls: list[Call], made: dict[Made, Tensor], net: nn.Module, targets: Iterable[int], fp32: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _play(calls, made, net, targets, fp32):
     """For examine(): these calls once more; what is judged, and the gradients."""
     half = [t for t in (*net.parameters(), *net.buffers()) if fp32 and t.dtype in HALF]
     was = [t.data for t in half]
@@ -2288,11 +2282,11 @@ def _play(
     return loss, {n: p.grad for n, p in net.named_parameters()}
 
 
-def _moved(optimizer: Any) -> list[Tensor]:
+def _moved(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _held(optimizer: Any) -> Iterator[tuple[int, Tensor, str, Tensor]]:
+def _held(optimizer):
     """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
     for k, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -2302,7 +2296,7 @@ def _held(optimizer: Any) -> Iterator[tuple[int, Tensor, str, Tensor]]:
                     yield k, p, key, t
 
 
-def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _norms(tensors):
     """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
     flat = [_values(t.detach()) for t in tensors]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
@@ -2310,7 +2304,7 @@ def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 
-def _host(values: list[Tensor]) -> list[float]:
+def _host(values):
     """0-dim tensors as Python floats, in one transfer."""
     device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
     flat = [v.detach().float().reshape(()).to(device) for v in values]
@@ -2330,7 +2324,7 @@ def run_script(argv: list[str]) -> None:
         exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), vars(main))
 
 
-def without_our_frames(original: Callable, kind: type, error: BaseException, tb: Any) -> None:
+def without_our_frames(original, kind, error, tb):
     """For sys.excepthook: the traceback begins where the script does."""
     while tb and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         tb = tb.tb_next
