@@ -497,6 +497,48 @@ def test_it_is_never_silent_about_a_bad_number(run, fault, code, words):
         assert f"script.py:{line_of(NEVER_SILENT, fault)} " in done.stderr, done.stderr
 
 
+KINDS = PREAMBLE + """
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 13)
+table = torch.arange(9.0) / torch.arange(9.0)  # table
+data = torch.randn(64, 6)
+if fault == "cut before":
+    data[61] = torch.nan
+total, count = torch.zeros(2, 16), torch.tensor(0.0)
+for step, x in enumerate(data.split(8)):
+    out = net(x)
+    if fault == "raises finite" and step == 4:
+        net(x[:, :3])
+    loss = out.square().mean()
+    if fault == "table":
+        loss = loss * table[8 - step - (step == 7)]
+    optimizer.zero_grad()
+    if fault == "scaler by half":
+        scaler.scale(loss * 1e16).backward()
+    else:
+        loss.backward()
+    optimizer.step()
+    if step == 4:
+        with torch.no_grad():
+            if fault == "weights":
+                net[3].weight.copy_(total / count)  # weights
+            if fault == "metric":
+                print(((out > 9).sum() / (out > 9).sum()).item())  # metric
+"""
+
+
+@pytest.mark.parametrize(("fault", "code", "words"), [
+    ("cut before", 3, "samples 5 of micro-batch 0"), ("table", 3, "-> data"),
+    ("weights", 3, "into 3.weight is nan"), ("metric", 3, "-> divergence"),
+    ("raises finite", 1, "-> error"), ("scaler by half", 3, "multiplied by the loss scale")])
+def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
+    bare, done = run(KINDS, watched=False), run(KINDS, fault)
+    assert bare.returncode == 0 and done.returncode == code and words in done.stderr, done.stderr
+    if f"# {fault}" in KINDS:
+        assert f"script.py:{line_of(KINDS, fault)} " in done.stderr, done.stderr
+
+
 def test_an_error_of_the_watch_is_one_line_and_the_script_goes_on(run):
     text = CLASSIFIER.replace("net = Net()", "net = Net(); torch._foreach_norm = None")
     bare, watched = run(text, watched=False), run(text)
