@@ -364,8 +364,8 @@ class Report:
         """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
         for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
-            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name)
-            name = re.sub("_|native|linalg|^new", "", name.lower())
+            other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
+            name = re.sub(other, "", name.lower())
             harmless = name in ("mul", "mean") and self.made != "nan"
             if name in plain and not harmless and not (name == "pow" and self.grown):
                 return plain[name]
@@ -573,7 +573,7 @@ def _finite(
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with _stance("default"):
-            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)()
+            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net, {})()
         if symptom:
             tried = (f"compiled: {symptom}", "in eager mode: finite")
             return replace(report, verdict="compiler", tried=tried)
@@ -622,16 +622,16 @@ PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDP
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
-    def __init__(self, run_step, record, net, about=None):
+    def __init__(self, run_step, record, net, about):
         if not record.batches:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
-        self.run_step, self.record, self.net, self.about = run_step, record, net, about or {}
+        self.run_step, self.record, self.net, self.about = run_step, record, net, about
         self.factor, self.last = 1.0, 0
 
     def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
-        self.clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
         plain = PLAIN_ATTENTION() if fp32 else nullcontext()
         try:
             with warnings.catch_warnings(), context or nullcontext(), plain:
@@ -640,7 +640,13 @@ class Rerun:
                     if isinstance(context, Locator):
                         self.last = k
                         context.take(batch, len(self.record.indices[k] or ()))
-                    self.results = self.run(batch, fp32)
+                    out = self.run_step(batch, fp32)
+                    if not isinstance(out, tuple):
+                        out = out, {n: p.grad for n, p in self.net.named_parameters()}
+                    results = {"loss": torch.as_tensor(out[0]).detach()}
+                    results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
+                    after = _statistics(self.net)
+                    self.results = results | {name: after[name] for name in clean}
                     for name, t in self.results.items():
                         if is_bad(span := extent(t)):
                             return f"{name} is {_made(span)}"
@@ -648,16 +654,6 @@ class Rerun:
             self.error = error
             return _said(error)
         return ""
-
-    def run(self, batch, fp32):
-        """One micro-batch: {"loss": ..., "gradient of fc.weight": ..., "buffer ...": ...}."""
-        out = self.run_step(batch, fp32)
-        if not isinstance(out, tuple):
-            out = out, {n: p.grad for n, p in self.net.named_parameters()}
-        results = {"loss": torch.as_tensor(out[0]).detach()}
-        results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
-        after = _statistics(self.net)
-        return results | {name: after[name] for name in self.clean}
 
     def watch(self, fp32=False):
         """Run it with every operation watched: what is bad, and who made it."""
@@ -1232,11 +1228,9 @@ def _stance(stance):
 def _values(t):
     """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
     t = t.to_local() if hasattr(t, "to_local") else t
-    if t.layout is torch.strided:
-        return t.values() if t.is_nested else t
-    if t.layout is torch.sparse_coo:
-        return t._values()
-    return t.to_dense() if t.is_mkldnn else t.values()
+    if t.layout is torch.strided and not t.is_nested:
+        return t
+    return t._values() if t.layout is torch.sparse_coo else t.values()
 
 
 def _storage(t):
@@ -1871,7 +1865,7 @@ class Watch:
         for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
             self.pending.append((norm, partial(self._bad_write, p, made, t)))
         if any(call.function is BACKWARD for call in self.tape.calls):  # it ends the step
-            self._transfer()
+            self._transfer(calm=True)
             self.tape.stepped(0)
 
     def _count(self, optimizer):
@@ -2058,21 +2052,7 @@ class Watch:
         modes = [(m, m.training) for m in net.modules()]
         leaves = [t for call in calls for t in call.given() if t.is_leaf]
         grads = [(p, p.grad) for p in (*net.parameters(), *leaves)]
-        self._put_back()
-        record = StepRecord(self.steps, net, rank=self.rank)
-        record.rng = next((call.rng for call in calls if call.rng), record.rng)
-        batch, record.named = self._batch(calls)
-        part, made = [], {}
-        for call in calls:
-            part.append(call)
-            if call.function is BACKWARD or (targets and call is calls[-1]):
-                given = {id(t) for c in part for t in c.given()}
-                own = [t for t in batch if id(t) in given]
-                record.keep(*own, partial(_play, part, made, net, targets))
-                part = []
         sharded = any(hasattr(p, "to_local") for p in net.parameters())
-        if not record.batches or (sharded and targets):  # one rank alone has read it
-            return None
         kinds = [dtype for call in calls for _, dtype in call.autocast]
         kinds += [*(p.dtype for p in net.parameters()), torch.float32]
 
@@ -2080,8 +2060,22 @@ class Watch:
             return batch[-1](fp32)
 
         try:
+            self._put_back()
+            record = StepRecord(self.steps, net, rank=self.rank)
+            record.rng = next((call.rng for call in calls if call.rng), record.rng)
+            batch, record.named = self._batch(calls)
+            part, made = [], {}
+            for call in calls:
+                part.append(call)
+                if call.function is BACKWARD or (targets and call is calls[-1]):
+                    given = {id(t) for c in part for t in c.given()}
+                    own = [t for t in batch if id(t) in given]
+                    record.keep(*own, partial(_play, part, made, net, targets))
+                    part = []
+            if not record.batches or (sharded and targets):  # one rank alone has read it
+                return None
             if sharded:  # all ranks do the same, once: its collectives then meet
-                birth = Rerun(run_step, record, net).watch()
+                birth = Rerun(run_step, record, net, {}).watch()
                 return self._seen(birth) if birth.op else None
             precision = str(kinds[0]).removeprefix("torch.")
             return examine(run_step, record, net, precision=precision)
