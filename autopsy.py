@@ -27,16 +27,17 @@ Paste::
 
     weights            from a parameter, buffer or hidden state that was bad before the step
     data               from a bad value in the batch, a label out of range, labels that are all
-                       ignored, or a number that the script writes itself
+                       ignored, NumPy, or a number that the script writes itself
     precision          from an operation; in fp32 the step is finite
     divergence         from an operation; the step is bad in fp32 too
     calibration        nothing is bad at loss scale 1
     compiler           nothing is bad in eager mode, but the compiled step is
     not reproducible   nothing is bad the second time
     error              the step raised an exception, and no bad number is the cause
+    optimizer          good gradients, and bad weights after the step (class Watch alone says so)
 
-3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: the
-   guilty module in fp32, its parents, an eps at that line, fp32 at that line, bf16.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: for
+   precision the guilty module in fp32, its parents, fp32 at that line, bf16; for divergence an eps.
 
 In a loop of your own, the step is recorded and examined (docs/recipes.md):
 
@@ -45,7 +46,7 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
     report = examine(run_step, record, net)   after a rejected step; the weights are still those
 
 `python autopsy.py YOUR_SCRIPT.py` needs no change of the script (class Watch). This file changes no
-weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow mended.
+weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one fault named.
 """
 
 from __future__ import annotations
