@@ -563,13 +563,7 @@ def _only_half(report):
     return "float16" in report.result and report.again == "finite in float32"
 
 
-def _finite(
-    rerun,
-    report,
-    state,
-    num_classes,
-    run_compiled,
-):
+def _finite(rerun, report, state, num_classes, run_compiled):
     """The verdict on a step that is not bad again."""
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
@@ -661,7 +655,8 @@ class Rerun:
         where, self.error = Locator(self.net), None
         where._known.update({_storage(t): name for name, t in self.record.named})
         self.locator = where
-        symptom = self(where, fp32)
+        with where.functions:
+            symptom = self(where, fp32)
         birth = None
         if isinstance(self.error, torch.OutOfMemoryError):
             raise self.error
@@ -758,12 +753,10 @@ class Locator(TorchDispatchMode):
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
         )
-        self.functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.functions.__exit__(*error)
         self._anomaly.__exit__()
         for handle in self._handles:
             handle.remove()
@@ -839,16 +832,7 @@ class Locator(TorchDispatchMode):
                 self._known[storage] = OPAQUE
         return out
 
-    def _bad(
-        self,
-        func,
-        rule,
-        spans,
-        t,
-        span,
-        wanted,
-        again,
-    ):
+    def _bad(self, func, rule, spans, t, span, wanted, again):
         """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
@@ -868,8 +852,9 @@ class Locator(TorchDispatchMode):
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
             by = self.functions.name  # a function that fills with NaN by itself is an operation
-            own = {"source": WRITTEN} if WRITERS.search(by) else {"op": f"torch.{by}"}
-            return next(self._clock), replace(birth, **own)
+            if WRITERS.search(by) or birth.phase == "backward":
+                return next(self._clock), replace(birth, source=WRITTEN)
+            return next(self._clock), replace(birth, op=f"torch.{by}")
         return next(self._clock), replace(birth, again=again())
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
