@@ -1774,7 +1774,8 @@ class Watch:
     def _before_backward(self, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
         self.first = self.first or self.tape.number
-        self.losses += [t.detach() for _, t in inner_tensors(args[0] if args else kwargs)]
+        losses = args[0] if args else kwargs["tensors"]
+        self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
     def _after_backward(self):
         if self.stepping:
@@ -1830,7 +1831,7 @@ class Watch:
         if self.sampled:
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
             for p in _moved(optimizer):
-                if bool(_values(p.grad).any()):
+                if p.is_floating_point() and bool(_values(p.grad).any()):
                     norms = self.norms.setdefault((id(p), p.dtype), [])
                     norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
@@ -1846,7 +1847,7 @@ class Watch:
 
     def _by_hand(self, p, values):
         """The script writes these values into a weight: an update, an average, a copy."""
-        makers = [(t, self.tape.maker(t)) for t in _flat(values)]
+        makers = [(t, self.tape.maker(t)) for t in _flat(values) if t.is_floating_point()]
         makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
         for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
             self.pending.append((norm, partial(self._bad_write, p, made, t)))

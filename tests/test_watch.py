@@ -527,6 +527,7 @@ for step, x in enumerate(data.split(8)):
     optimizer.step()
     if step == 4:
         with torch.no_grad():
+            net[3].bias[out.argmax(1).eq(9)[:2]] = out.sum() * 0  # by an index: nothing is wrong
             if fault == "weights":
                 net[3].weight.copy_(total / count)  # weights
             if fault == "metric":
