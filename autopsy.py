@@ -27,16 +27,17 @@ Paste::
 
     weights            from a parameter, buffer or hidden state that was bad before the step
     data               from a bad value in the batch, a label out of range, labels that are all
-                       ignored, or a number that the script writes itself
+                       ignored, NumPy, or a number that the script writes itself
     precision          from an operation; in fp32 the step is finite
     divergence         from an operation; the step is bad in fp32 too
     calibration        nothing is bad at loss scale 1
     compiler           nothing is bad in eager mode, but the compiled step is
     not reproducible   nothing is bad the second time
     error              the step raised an exception, and no bad number is the cause
+    optimizer          good gradients, and bad weights after the step (class Watch alone says so)
 
-3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: the
-   guilty module in fp32, its parents, an eps at that line, fp32 at that line, bf16.
+3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: for
+   precision the guilty module in fp32, its parents, fp32 at that line, bf16; for divergence an eps.
 
 In a loop of your own, the step is recorded and examined (docs/recipes.md):
 
@@ -45,11 +46,12 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
     report = examine(run_step, record, net)   after a rejected step; the weights are still those
 
 `python autopsy.py YOUR_SCRIPT.py` needs no change of the script (class Watch). This file changes no
-weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one overflow mended.
+weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one fault named.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -67,12 +69,12 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
-from itertools import count
+from itertools import count, takewhile
 from math import inf
-from types import ModuleType, SimpleNamespace, TracebackType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary, ref
@@ -89,7 +91,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -103,6 +104,7 @@ FLOATS = tuple(
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
+
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
@@ -113,6 +115,7 @@ VERDICTS = {
         "reset it, or load the last checkpoint that is finite; examine the step that wrote it",
     ),
     "error": ("mend the code at this line",) * 2,
+    "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
     "divergence": (
         "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
         "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, "
@@ -139,7 +142,7 @@ VERDICTS = {
 }
 
 
-def _first(mend: Callable[[Any], Any]) -> Callable[..., tuple]:
+def _first(mend):
     """Changes the first argument of a call."""
     return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
 
@@ -172,6 +175,12 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
     "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
+    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
+    "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
+    "log1p": (
+        "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
+        _first(lambda x: x.clamp(min=-1 + EPS)),
+    ),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": (
         "division by zero: x / (y + eps), eps = 1e-6",
@@ -214,6 +223,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         None,
     ),
     "empty": (UNWRITTEN, None),
+    "to_copy": ("this number does not fit into half: do not convert it, or scale it first", None),
+    "logdet": ("a determinant of 0 or less: torch.slogdet, or x = L @ U with a known sign", None),
 }
 SAME = {
     "truediv": "div",
@@ -241,9 +252,9 @@ class StepRecord:
         self.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
         self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
         self.rng = rng_states(self.device)
-        self.batches: list[tuple[Any, ...]] = []
-        self.indices: list[list[int] | None] = []
-        self.named: dict[str, Tensor] = {}  # tensors that are no part of the batch
+        self.batches = []
+        self.indices = []
+        self.named = []  # tensors that are no part of the batch
 
     def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
         self.batches.append(batch)
@@ -261,7 +272,7 @@ class StepRecord:
         self.net.zero_grad(set_to_none=True)
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def _attributes(module):
     """What a module carries between steps without a buffer: `self.state = (h, c)`."""
     values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
     return [
@@ -296,11 +307,22 @@ def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> Non
 
 
 @dataclass(frozen=True)
-class Birth:
-    """The first operation with a bad result. Empty where there is none."""
+class Report:
+    """What was wrong, and which operation made the first bad number; str() is for a tired person.
 
-    op: str = ""  # "aten.log.default"
+    Without a verdict: the operation alone, as Locator.blame() returns it.
+    """
+
+    verdict: str = ""  # one of VERDICTS
+    step: int = 0
+    rank: int = 0
+    precision: str = ""
+    scale: float = 1.0
+    advice: str = "code"  # or "flags": those of this repository's train.py
+    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
+    op: str = ""  # "aten.log.default"; "" = no operation is guilty
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
+    call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
     phase: str = ""  # "forward" or "backward"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
@@ -308,93 +330,54 @@ class Birth:
     result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
     largest: float = 0.0  # the largest finite magnitude among the inputs
-    samples: tuple[int, ...] = ()  # positions in the micro-batch
     source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
     again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
-    call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
-    caller: str = ""  # the line of that call
     entered: str = ""  # the sum or product which the -inf that was made here went into
+    micro_batch: int = 0
+    samples: tuple[int, ...] = ()  # positions in the micro-batch
+    indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
+    names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
+    repeated: bool = True  # the step was run again, in fp32 too
+    tried: tuple[str, ...] = ()  # "block in fp32: finite"
+    cure: tuple[str, str] = ("", "")  # the first finite one: ("module, result in fp32", "block")
+    fix: str = ""  # what to do, where it is known without looking at the operation
 
     @property
     def origin(self) -> str:
         """The verdict, where the source alone says it."""
-        if self.source in ("", CONSTANT, OPAQUE):
+        if self.source in ("", OPAQUE):
             return ""
         return "weights" if self.source.startswith(STATE) else "data"
 
     @property
-    def written(self) -> bool:
-        return self.source == WRITTEN
+    def failed(self) -> bool:
+        """Cures were tried, in vain."""
+        return "still bad" in "".join(self.tried) and not self.cure[0]
 
     @property
     def grown(self) -> bool:
         """Finite inputs so large that their result overflows."""
-        return self.made != "nan" and self.largest > 1e6 and not self.source
+        large = self.largest > (1e3 if self.failed else 1e6)
+        return self.made != "nan" and large and not self.source
 
     @property
     def weak(self) -> str:
         """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
         for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
-            name = re.sub(r"Backward\d*$|_forward|_backward_data|_backward|_like", "", name)
-            name = re.sub("_|native|linalg|^new", "", name.lower())
-            harmless = (
-                (name == "mul" and self.made != "nan")
-                or (name == "pow" and self.grown)
-                or (name == "mean" and self.made != "nan")
-            )
-            if name in plain and not harmless:
+            other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
+            name = re.sub(other, "", name.lower())
+            harmless = name in ("mul", "mean") and self.made != "nan"
+            if name in plain and not harmless and not (name == "pow" and self.grown):
                 return plain[name]
         return ""
-
-    def __str__(self) -> str:
-        """The lines of a report that speak of the operation."""
-        lines = []
-        if self.op:
-            node = f" of {self.node}" if self.node else ""
-            line = f", {self.line}" if self.line else ""
-            module = self.module or ("the model itself" if self.call else "")
-            place = f"in {module}{self._call()}" if module else "outside of any module"
-            plain = not self.source or self.written
-            first = "first bad op" if plain else f"first to use {self.source}"
-            made = f"{'writes' if self.written else 'made'} {self.made}" if self.made else "raised"
-            lines.append(f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}")
-        if self.entered:
-            lines.append(f"its -inf entered {self.entered}, where it is no mask")
-        if self.inputs:
-            lines.append("its inputs: " + _few(self.inputs, 4, "; "))
-        if self.again:
-            lines.append(f"repeated on the same inputs: {self.again}")
-        return "\n  ".join(lines)
-
-    def _call(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report(Birth):
-    """The outcome, with the guilty operation's birth. str(report) is for a tired person."""
-
-    verdict: str  # one of VERDICTS
-    step: int
-    rank: int
-    precision: str = ""
-    scale: float = 1.0
-    advice: str = "code"  # or "flags": those of this repository's train.py
-    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
-    micro_batch: int = 0
-    indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
-    names: tuple[str, ...] = ()  # bad tensors (weights), or what is wrong with the batch (data)
-    gradients: tuple[tuple[str, str, int, int], ...] = ()  # bad ones: name, type, bad, of
-    calls: int = 0  # how often the module is called in a step
-    repeated: bool = True  # the step was run again, in fp32 too
-    tried: tuple[str, ...] = ()  # "block in fp32: finite"
-    cure: tuple[str, str] = ("", "")  # the first finite one: ("module, result in fp32", "block")
 
     @property
     def suggestion(self) -> str:
         (kind, name), flags = self.cure, self.advice == "flags"
         line = self.line or "that line"
+        if self.fix:
+            return self.fix
         if kind.startswith("module"):
             if flags:
                 return f"--keep-fp32 '{name}'"
@@ -406,22 +389,25 @@ class Report(Birth):
             return f"x.float() before {line}, with autocast off there"
         if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
+            if self.weak == "to_copy":
+                return f"{WEAK['to_copy'][0]}, or {whole}"
             if "x.float() at" in "".join(self.tried):
                 return f"{whole}: its operands are rounded before {line}, float() there is too late"
             return whole if self.module else f"x.float() before {line}, or {whole}"
-        if self.written:
+        if self.source == WRITTEN:
             return (
                 f"the script writes this number itself, at {line}: "
                 "leave it out of the loss, or write another"
             )
-        if self.verdict == "data" and self.made and not self.source:
-            return NO_LABEL
+        if self.verdict == "data" and self.source.startswith("a "):
+            return "mend this number where it is made: NumPy, a constant, a table"
         if self.entered:
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
                 "(a row without entries), write 0 before the sum or product"
             )
-        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+        made_here = self.verdict in ("divergence", "precision") and not self.source
+        if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
             return VERDICTS[self.verdict][not flags]
@@ -429,50 +415,56 @@ class Report(Birth):
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
             return UNWRITTEN
-        if self.source:
-            return (
-                "an input of this operation was bad when the watch began, and it is no "
-                "parameter, buffer or part of the batch: NumPy, a constant, or a state "
-                "carried over from an earlier step"
-            )
         return (
             "this operation has no finite value at these inputs: "
             "clamp or mask them before it, or write it otherwise"
         )
 
-    def _call(self) -> str:
-        several = self.call and self.calls > 1
-        return f", call {self.call} of {self.calls} from {self.caller}" if several else ""
-
-    def __str__(self) -> str:
-        about = f"{self.precision or 'precision not known'}, scale {self.scale:g}, rank {self.rank}"
-        lines = [
-            f"{self.symptom or 'the step was bad'} at step {self.step} ({about}) -> {self.verdict}"
-        ]
+    def operation(self) -> Iterator[str]:
+        """The lines that speak of the operation."""
         if self.op:
-            lines.append(super().__str__())
+            node = f" of {self.node}" if self.node else ""
+            line = f", {self.line}" if self.line else ""
+            module = self.module or ("the model itself" if self.call else "")
+            call = f", call {self.call} of this step" if self.call > 1 else ""
+            place = f"in {module}{call}" if module else "outside of any module"
+            written = self.source == WRITTEN
+            named = self.source and not written
+            first = f"first to use {self.source}" if named else "first bad op"
+            made = f"{'writes' if written else 'made'} {self.made}" if self.made else "raised"
+            yield f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}"
+        if self.entered:
+            yield f"its -inf entered {self.entered}, where it is no mask"
+        if self.inputs:
+            yield "its inputs: " + _few(self.inputs, 4, "; ")
+        if self.again:
+            yield f"repeated on the same inputs: {self.again}"
+
+    def lines(self) -> Iterator[str]:
+        if not self.verdict:
+            yield from self.operation()
+            return
+        about = f"{self.precision or 'precision not known'}, scale {self.scale:g}, rank {self.rank}"
+        symptom = self.symptom or "the step was bad"
+        yield f"{symptom} at step {self.step} ({about}) -> {self.verdict}"
+        yield from self.operation()
         if self.names:
-            where = "already bad: " if self.verdict == "weights" else "in the batch: "
-            lines.append(where + _few(self.names, 5))
+            where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
+            yield where + _few(self.names, 5)
         if self.samples:
             known = ": positions in the batch"
             if self.indices:
                 known = f" (in the data set: {_few(self.indices)})"
-            lines.append(
-                f"samples {_few(self.samples)} of micro-batch {self.micro_batch}, "
-                f"rank {self.rank}{known}"
-            )
+            place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
+            yield f"samples {_few(self.samples)} {place}{known}"
         if self.verdict in ("precision", "divergence") and self.repeated:
             finite = "finite" if self.verdict == "precision" else "bad as well"
-            lines.append("the same batch in fp32: " + finite)
-        if self.gradients:
-            rows = (f"{name} {kind} ({n} of {of} values)" for name, kind, n, of in self.gradients)
-            lines.append(
-                "bad gradients in the order of the backward, "
-                f"{len(self.gradients)} in all: {_few(rows, 4)}"
-            )
-        lines += [f"tried: {sentence}" for sentence in self.tried]
-        return "\n  ".join([*lines, f"try: {self.suggestion}"])
+            yield "the same batch in fp32: " + finite
+        yield from (f"tried: {sentence}" for sentence in self.tried)
+        yield f"try: {self.suggestion}"
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.lines())
 
 
 def agree(report: Report) -> Report:
@@ -481,10 +473,10 @@ def agree(report: Report) -> Report:
     A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return report
-    every: list[Any] = [None] * dist.get_world_size()
+    every = [None] * dist.get_world_size()
     grave = list(VERDICTS).index(report.verdict)
-    dist.all_gather_object(every, (grave, report.rank, asdict(report)))
-    return Report(**min(every, key=lambda entry: entry[:2])[2])
+    dist.all_gather_object(every, (grave, report.rank, report))
+    return min(every, key=lambda entry: entry[:2])[2]
 
 
 # --- The examination
@@ -515,97 +507,89 @@ def examine(
     range, where no loss says it. Gradients are None afterwards, RNG untouched, buffers as before
     the step.
     """
-    outside, more = rng_states(record.device), {}
+    outside = rng_states(record.device)
+    about = {"step": record.step, "rank": record.rank, "advice": advice}
+    about |= {"precision": str(precision), "scale": float(scale)}
+    rerun = Rerun(run_step, record, net, about)
     try:
         with _stance("force_eager"):
-            rerun = Rerun(run_step, record, net)
-            symptom, birth = rerun.watch()
-            if symptom:
-                verdict, birth, more = _judge(rerun, symptom, birth, precision, scale)
-                weak = verdict == "divergence" and birth.weak
-                if try_cures and (verdict == "precision" or weak) and birth.made:
-                    kinds = sorted(("module", "module, result in fp32"), reverse=advice != "flags")
-                    more["tried"], more["cure"] = _try(rerun, birth, verdict == "precision", kinds)
+            report = rerun.watch()
+            if report.symptom:
+                report = _judge(rerun, report)
+                if try_cures and report.made:
+                    report = _try(rerun, report)
             else:
-                verdict, birth, more = _finite(rerun, state, num_classes, scale, run_compiled)
+                report = _finite(rerun, report, state, num_classes, run_compiled)
     finally:
         record.restore()
         set_rng_states(outside, record.device)
-    about = {"symptom": symptom, "micro_batch": rerun.last, "gradients": rerun.gradients}
-    about |= asdict(birth) | more
-    known = record.indices[about["micro_batch"]]
-    return Report(
-        verdict=verdict,
-        step=record.step,
-        rank=record.rank,
-        precision=str(precision),
-        scale=float(scale),
-        advice=advice,
-        calls=rerun.locator.calls[birth.module],
-        indices=tuple(known[i] for i in birth.samples) if known else (),
-        **about,
-    )
+    known = record.indices[report.micro_batch]
+    return replace(report, indices=tuple(known[i] for i in report.samples) if known else ())
 
 
-def _judge(rerun: Rerun, symptom: str, birth: Birth, precision: Any, scale: float) -> tuple:
-    """(verdict, birth, what else to report) of a step that is bad again."""
+def _judge(rerun, report):
+    """The verdict on a step that is bad again."""
     where = rerun.locator
-    if birth.origin:
-        holds = birth.source if birth.origin == "weights" else f"{birth.source} holds {birth.made}"
-        return birth.origin, birth, {"names": () if birth.written else (holds,)}
-    exact = re.fullmatch(EXACT, str(precision).lower())
-    if birth.op and not birth.made:  # the step raised, and not because of a bad number
+    exact = re.fullmatch(EXACT, report.precision.lower())
+    if origin := report.origin:
+        holds = report.source if origin == "weights" else f"{report.source} holds {report.made}"
+        return replace(report, verdict=origin, names=(holds,) if report.source != WRITTEN else ())
+    if report.op and not report.made:  # the step raised, and not because of a bad number
         words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
-        if where.wrong or re.search(words, symptom):
-            return "data", birth, {"names": where.wrong}
-        overflow = "without overflow" in symptom and not exact
+        if where.wrong or re.search(words, report.symptom):
+            larger = "mend these numbers, or make the table or layer larger"
+            fix = larger if "index" in str(where.wrong) else ""
+            return replace(report, verdict="data", names=where.wrong, fix=fix)
+        overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
-        return "precision" if mended else "error", birth, {}
-    if where.ignored is not None and birth.weak in ("nll_loss", "nll_loss2d", "div", "reciprocal"):
+        return replace(report, verdict="precision" if mended else "error")
+    means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
+    if where.ignored is not None and report.weak in means:
         names = (f"every label is ignored ({where.ignored}): their mean is 0/0",)
-        return "data", birth, {"names": names}
+        return replace(report, verdict="data", names=names, fix=NO_LABEL)
     if not rerun(fp32=True):
-        factor = rerun.factor if rerun.factor < inf else max(scale, 2.0**16)
+        factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
-            return "calibration", birth, {"tried": ("loss scale 1: finite",)}
-        return "not reproducible" if exact else "precision", birth, {}
-    if "float16" in birth.result and birth.again == "finite in float32":
-        symptom, other = rerun.watch(fp32=True)  # something else is bad in fp32
-        half = "float16" in other.result and other.again == "finite in float32"  # left in half
-        verdict = other.origin or ("precision" if half else "divergence")
-        return verdict, other, {"symptom": symptom}
-    return "divergence", birth, {}
+            return replace(report, verdict="calibration", tried=("loss scale 1: finite",))
+        return replace(report, verdict="not reproducible" if exact else "precision")
+    if _only_half(report):
+        other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
+        verdict = other.origin or ("precision" if _only_half(other) else "divergence")
+        return replace(other, verdict=verdict)
+    return replace(report, verdict="divergence")
 
 
-def _finite(
-    rerun: Rerun, state: Any, num_classes: int | None, scale: float, run_compiled: Callable | None
-) -> tuple:
-    """The same for a step that is not bad again."""
+def _only_half(report):
+    return "float16" in report.result and report.again == "finite in float32"
+
+
+def _finite(rerun, report, state, num_classes, run_compiled):
+    """The verdict on a step that is not bad again."""
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with _stance("default"):
-            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net)()
+            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net, {})()
         if symptom:
-            return "compiler", Birth(), {"tried": (f"compiled: {symptom}", "in eager mode: finite")}
+            tried = (f"compiled: {symptom}", "in eager mode: finite")
+            return replace(report, verdict="compiler", tried=tried)
     named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
     named |= {f"optimizer state {n}": t for n, t in inner_tensors(state)} | _statistics(rerun.net)
     if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
         symptom = f"{names[0]} was bad before the step"
-        return "weights", Birth(), {"names": names, "symptom": symptom}
+        return replace(report, verdict="weights", names=names, symptom=symptom)
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
-        for t in _labels(batch):
-            ignored = sum(t == i for i in rerun.locator.lawful).bool()
-            wrong = ((t < 0) | (t >= num_classes)) & ~ignored
-            if wrong.any():
-                rows = tuple(wrong.reshape(len(t), -1).any(1).nonzero().flatten().tolist())
-                names = tuple(
-                    f"label {v} is not in 0..{num_classes - 1}" for v in t[wrong].unique().tolist()
-                )
-                return "data", Birth(samples=rows), {"names": names, "micro_batch": k}
-    return "calibration" if scale > 1 else "not reproducible", Birth(), {}
+        for labels in _labels(batch):
+            lawful = rerun.locator.lawful
+            names, wrong = _outside_of("label", labels, 0, num_classes - 1, lawful)
+            if names:
+                rows = wrong.reshape(len(labels), -1).any(1).nonzero().flatten().tolist()
+                found = {"names": names, "samples": tuple(rows), "micro_batch": k}
+                return replace(report, verdict="data", **found)
+    verdict = "calibration" if report.scale > 1 else "not reproducible"
+    return replace(report, verdict=verdict)
 
 
-def _labels(batch: Any) -> list[Tensor]:
+def _labels(batch):
     """Whole numbers among the later items of a tuple; in a mapping what is called so."""
     every = dict(inner_tensors(batch)).items()
     return [
@@ -617,6 +601,15 @@ def _labels(batch: Any) -> list[Tensor]:
     ]
 
 
+def _outside_of(what, index, low, high, lawful):
+    """("label 3 is not in 0..2", ...), and where these are."""
+    wrong = (index < low) | (index > high)
+    for ignored in lawful:
+        wrong &= index != ignored
+    values = index[wrong].unique().tolist()
+    return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
+
+
 # Fused attention knows half only; its plain mathematics knows fp32.
 PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
 
@@ -624,22 +617,31 @@ PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDP
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
-    def __init__(self, run_step: Callable, record: StepRecord, net: nn.Module):
+    def __init__(self, run_step, record, net, about):
         if not record.batches:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
-        self.run_step, self.record, self.net = run_step, record, net
-        self.factor, self.last, self.gradients = 1.0, 0, ()
+        self.run_step, self.record, self.net, self.about = run_step, record, net, about
+        self.factor, self.last = 1.0, 0
 
-    def __call__(self, context: AbstractContextManager | None = None, fp32: bool = False) -> str:
+    def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
+        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        plain = PLAIN_ATTENTION() if fp32 else nullcontext()
         try:
-            with context or nullcontext(), PLAIN_ATTENTION() if fp32 else nullcontext():
+            with warnings.catch_warnings(), context or nullcontext(), plain:
+                warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
                         context.take(batch, len(self.record.indices[k] or ()))
-                    self.results = self.run(batch, fp32)
+                    out = self.run_step(batch, fp32)
+                    if not isinstance(out, tuple):
+                        out = out, {n: p.grad for n, p in self.net.named_parameters()}
+                    results = {"loss": torch.as_tensor(out[0]).detach()}
+                    results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
+                    after = _statistics(self.net)
+                    self.results = results | {name: after[name] for name in clean}
                     for name, t in self.results.items():
                         if is_bad(span := extent(t)):
                             return f"{name} is {_made(span)}"
@@ -648,51 +650,26 @@ class Rerun:
             return _said(error)
         return ""
 
-    def run(self, batch: tuple[Any, ...], fp32: bool) -> dict[str, Tensor]:
-        """One micro-batch: {"loss": ..., "gradient of fc.weight": ..., "buffer ...": ...}."""
-        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
-        out = self.run_step(batch, fp32)
-        if isinstance(out, tuple):
-            loss, grads = out
-        else:
-            loss, grads = out, {n: p.grad for n, p in self.net.named_parameters()}
-        after = _statistics(self.net)
-        results = {"loss": torch.as_tensor(loss).detach()}
-        results |= {f"gradient of {n}": g for n, g in grads.items() if g is not None}
-        return results | {name: after[name] for name in clean}
-
-    def watch(self, fp32: bool = False) -> tuple[str, Birth]:
-        """Run it with every operation watched: (what is bad, who made it)."""
-        where, calls, self.error = Locator(self.net), Calls(), None
-        where._known.update({_storage(t): name for name, t in self.record.named.items()})
+    def watch(self, fp32=False):
+        """Run it with every operation watched: what is bad, and who made it."""
+        where, self.error = Locator(self.net), None
+        where._known.update({_storage(t): name for name, t in self.record.named})
         self.locator = where
-        with warnings.catch_warnings(), calls:
-            warnings.simplefilter("ignore")  # a compiled module fires a hook twice and says so
+        with where.functions:
             symptom = self(where, fp32)
+        birth = None
         if isinstance(self.error, torch.OutOfMemoryError):
             raise self.error
         if self.error:
-            line = _line(traceback.format_tb(self.error.__traceback__))
-            raised = Birth(type(self.error).__name__, phase="forward", line=line)
-            bad = where.blame(_bad_locals(self.error))
-            return symptom, where.failed or bad or raised
-        if not symptom:
-            return "", Birth()
-        loss = float(self.results["loss"].float().mean())
-        if loss:  # by how much run_step scaled its loss; 1 for NaN
-            self.factor = max(1.0, calls.root / loss)
-        bad = [
-            (name.removeprefix("gradient of "), t)
-            for name, t in self.results.items()
-            if name.startswith("gradient of ") and is_bad(extent(t))
-        ]
-        order = {storage: k for k, storage in enumerate(where.causes)}  # as they became bad
-        bad.sort(key=lambda row: order.get(_storage(row[1]), len(order)))
-        self.gradients = tuple(
-            (name, _type(t), int(_beyond(_values(t)).sum()), _values(t).numel()) for name, t in bad
-        )
-        birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
-        return symptom, birth or Birth()
+            line = _line(_frames_in(traceback.format_tb(self.error.__traceback__)))
+            raised = Report(op=type(self.error).__name__, phase="forward", line=line)
+            birth = where.failed or where.blame(_bad_locals(self.error)) or raised
+        elif symptom:
+            if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
+                self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN
+            birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+        about = {"symptom": symptom, "micro_batch": self.last, **self.about}
+        return replace(birth or Report(), **about)
 
 
 # --- Which operation was it
@@ -700,6 +677,7 @@ class Rerun:
 CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
+UNKNOWN = "what a custom autograd.Function or compiled code made"
 STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", "a tensor of an earlier step")
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
@@ -717,11 +695,12 @@ class Locator(TorchDispatchMode):
     def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
         self.net, self.paused, self._clock = net, False, count()
+        self.functions = Calls()
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
-        self.failed: Birth | None = None  # the operation that raised
-        self.wrong: tuple[str, ...] = ()  # "label 3 is not in 0..2"
+        self.failed = None  # the operation that raised
+        self.wrong = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
-        self._stack: list[tuple[str, int]] = [("", 0)]  # modules under way: name, which call
+        self._stack = [("", 0)]  # modules under way: name, which call
         # Autograd's sequence number where a module begins or ends, and the module from there on.
         self._since = deque([(0, ("", 0))], maxlen=1 << 18)
         # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
@@ -744,7 +723,7 @@ class Locator(TorchDispatchMode):
         self.size = size or max(counts, key=lambda n: (counts[n], n in firsts), default=0)
         self.calls.clear()
         self._rows.clear()
-        self.ignored: int | None = None  # the ignore_index of a loss that ignores every label here
+        self.ignored = None  # the ignore_index of a loss that ignores every label here
         self.follow(leaves.values())
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
@@ -753,7 +732,7 @@ class Locator(TorchDispatchMode):
             if self.size in t.shape[:2] and t.layout is torch.strided:
                 self._carries(t, t.shape.index(self.size), 1)
 
-    def _name(self, net: nn.Module, prefix: str = "") -> None:
+    def _name(self, net, prefix=""):
         for name, module in net.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
             for key, t in inner_tensors(dict(_attributes(module)), name):
@@ -764,7 +743,7 @@ class Locator(TorchDispatchMode):
             if p.grad is not None:
                 self._known[_storage(p.grad)] = f"old gradient of {name}"
 
-    def __enter__(self) -> Locator:
+    def __enter__(self):
         if self.net is not None:
             self._name(self.net)
         with warnings.catch_warnings():
@@ -776,7 +755,7 @@ class Locator(TorchDispatchMode):
         )
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self._anomaly.__exit__()
         for handle in self._handles:
@@ -784,28 +763,30 @@ class Locator(TorchDispatchMode):
 
     # Modules. An autograd node belongs to the module under way when it got its sequence number.
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module, args):
         if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
             self._name(module, "" if self.net is None else type(module).__name__)
         name = self.names.get(module, self._stack[-1][0])
         repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
         if module in self.names and not repeated:
             self.calls[name] += 1
+        if len(self._stack) == 1:
+            self.follow(_flat(args))
         self._stack.append((name, self.calls[name]))
         self._mark()
 
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _leave_module(self, module, args, out):
         self._stack.pop()
         self._mark()
 
-    def _mark(self) -> None:
+    def _mark(self):
         number = torch._C._autograd._get_sequence_nr()
         if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
             self._since.append((number, self._stack[-1]))
 
     # Operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # a tensor that wraps others: their operations come here next
         kwargs = kwargs or {}
@@ -851,16 +832,7 @@ class Locator(TorchDispatchMode):
                 self._known[storage] = OPAQUE
         return out
 
-    def _bad(
-        self,
-        func: Any,
-        rule: SimpleNamespace,
-        spans: list,
-        t: Tensor,
-        span: tuple,
-        wanted: bool,
-        again: Callable,
-    ) -> tuple[int, Birth | None]:
+    def _bad(self, func, rule, spans, t, span, wanted, again):
         """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
@@ -879,20 +851,23 @@ class Locator(TorchDispatchMode):
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
-            return next(self._clock), replace(birth, source=WRITTEN)
+            by = self.functions.name  # a function that fills with NaN by itself is an operation
+            if WRITERS.search(by) or birth.phase == "backward":
+                return next(self._clock), replace(birth, source=WRITTEN)
+            return next(self._clock), replace(birth, op=f"torch.{by}")
         return next(self._clock), replace(birth, again=again())
 
-    def blame(self, tensors: Iterable[Tensor]) -> Birth | None:
+    def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
         number, birth = self._earliest(_spans(tensors))
         return birth if number < LAWFUL else None
 
-    def _earliest(self, spans: list, func: Any = None) -> tuple[int, Birth | None]:
+    def _earliest(self, spans, func=None):
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
         bad = (self._cause(t, span, func, spans) for t, span in spans if is_bad(span))
         return min(bad, default=NOBODY, key=lambda cause: cause[0])
 
-    def _cause(self, t: Tensor, span: tuple[float, float], func: Any, spans: list) -> tuple:
+    def _cause(self, t, span, func, spans):
         """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
         if (storage := _storage(t)) in self.causes:
             return self.causes[storage]
@@ -904,17 +879,17 @@ class Locator(TorchDispatchMode):
         birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
         return self.causes.setdefault(storage, (next(self._clock), birth))
 
-    def _birth(self, func: Any, spans: list, out: Tensor | None = None) -> Birth:
-        stack, (module, call) = traceback.format_stack(), self._stack[-1]
+    def _birth(self, func, spans, out=None):
+        module, call = self._stack[-1]
         node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
-        if node is not None:  # Python in the backward: a hook, a custom function, a checkpoint
-            engine = [k for k, frame in enumerate(stack) if "_engine_run_backward" in frame]
-            stack = stack[engine[-1] + 1 if engine else 0 :]
-        repeats = torch.is_grad_enabled() and any("checkpoint.py" in frame for frame in stack)
+        # In the backward: a hook, a custom function, a checkpoint
+        stack = list(takewhile(lambda frame: frame[2] != "_engine_run_backward", _frames()))
+        checkpoints = any(file.endswith("checkpoint.py") for file, *_ in stack)
+        repeats = checkpoints and torch.is_grad_enabled()
         if node is not None and not repeats:
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
-            stack = [*node.metadata.get("traceback_", ())]
+            stack = _frames_in(node.metadata.get("traceback_", ()))
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
@@ -923,45 +898,36 @@ class Locator(TorchDispatchMode):
                 number = node._sequence_nr()
                 at = bisect_right(self._since, number, key=lambda mark: mark[0])
                 module, call = self._since[at - 1][1]
-        calling = [k for k, frame in enumerate(stack) if "in _call_impl" in frame]
-        bad = [span for _, span in spans if is_bad(span)]
-        about = {}
-        if out is not None:
-            nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
-            source = "" if all(map(is_mask, bad)) else CONSTANT
-            about = dict(
-                made=_made(extent(out)),
-                result=_type(out),
-                source=source,
-                samples=self._samples(out, nan),
-            )
-        finite = [abs(v) for _, span in spans for v in span if not is_bad((v, v))]
-        return Birth(
+        birth = Report(
             op=str(func),
             module=module,
             phase=phase,
             node=name,
             line=line or _line(stack),
             call=call,
-            largest=max(finite, default=0.0),
+            largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
             inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
-            caller=_line(stack[: calling[-1]]) if calling else "",
-            **about,
+        )
+        if out is None:
+            return birth
+        bad = [span for _, span in spans if is_bad(span)]
+        nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
+        return replace(
+            birth,
+            made=_made(extent(out)),
+            result=_type(out),
+            source="" if all(map(is_mask, bad)) else CONSTANT,
+            samples=self._samples(out, nan),
         )
 
-    def _check_index(self, rule: SimpleNamespace, func: Any, args: Any, inputs: list) -> None:
+    def _check_index(self, rule, func, args, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
-        for index, size, low, ignore in rule.index(*args):
-            if ignore is not None:
-                self.lawful.add(ignore)
-                if bool((index == ignore).all()):
-                    self.ignored = ignore
-            wrong = ((index < low) | (index >= size)) & (index != ignore)
-            if wrong.any():
-                what = "index" if ignore is None else "label"
-                self.wrong = tuple(
-                    f"{what} {v} is not in 0..{size - 1}" for v in index[wrong].unique().tolist()
-                )
+        for what, index, low, high, *ignore in rule.index(*args):
+            self.lawful.update(ignore)
+            if ignore and bool((index == ignore[0]).all()):
+                self.ignored = ignore[0]
+            self.wrong, wrong = _outside_of(what, index, low, high, ignore)
+            if self.wrong:
                 birth = self._birth(func, _spans(inputs))
                 self.failed = replace(birth, samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
@@ -970,11 +936,11 @@ class Locator(TorchDispatchMode):
     # that keep it: then one step along the batch is a fixed number of bytes there, whatever the
     # shape through which it is viewed.
 
-    def _carries(self, t: Tensor, d: int, inner: int) -> None:
+    def _carries(self, t, d, inner):
         if t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
-    def _dim(self, t: Tensor) -> tuple[int, int] | None:
+    def _dim(self, t):
         """(the dimension of `t` that is the batch, its elements a sample), or None."""
         strided = t.layout is torch.strided
         step = self._rows.get(_storage(t), 0) // t.element_size() if strided else 0
@@ -984,7 +950,7 @@ class Locator(TorchDispatchMode):
                 return d, step // stride
         return None
 
-    def _samples(self, t: Tensor, wrong: Tensor | None = None) -> tuple[int, ...]:
+    def _samples(self, t, wrong=None):
         """The samples for which `wrong` is true; without it, those with a bad number in `t`."""
         try:
             if (found := self._dim(t)) is None:
@@ -996,9 +962,7 @@ class Locator(TorchDispatchMode):
         except Exception:
             return ()
 
-    def _carry(
-        self, rule: SimpleNamespace, given: Any, inputs: list, outs: list, before: set
-    ) -> None:
+    def _carry(self, rule, given, inputs, outs, before):
         """Mark the results that still have the batch dimension."""
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
@@ -1018,12 +982,13 @@ DROPS = re.compile(
     "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
 )
 SUMS = re.compile("(b|add|badd)?b?mm|sum|mean|dot|linear|convolution|(add)?mv|(index|scatter)_add")
+WRITERS = re.compile("^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num")  # the script's own
 CONSTANTS = ("fill", "masked_fill", "index_fill", "full", "full_like", "new_full", "scalar_tensor")
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
 @cache
-def _rule(func: Any) -> SimpleNamespace:
+def _rule(func):
     """What the dispatch needs to know of an operation, computed once."""
     schema = func._schema
     name = schema.name.partition("::")[2].strip("_")
@@ -1040,13 +1005,13 @@ def _rule(func: Any) -> SimpleNamespace:
         ((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None
     )
 
-    def follow(given: Any, k: int, number: int, source: Tensor, d: int, t: Tensor) -> int | None:
+    def follow(given, k, number, source, d, t):
         """The dimension of result `number` that is dimension `d` of input k (from the end)."""
         size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
-        elif re.fullmatch("(b|add|badd)?b?mm", name):
-            if k < -2 or d == source.dim() - (1 if k == -2 else 2):
+        elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
+            if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
         elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
@@ -1076,29 +1041,30 @@ def _rule(func: Any) -> SimpleNamespace:
     )
 
 
-INDEX = {  # operation: (index, what it must be below, the lowest, ignore_index) of its arguments
+INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, ignore_index)
     **dict.fromkeys(
         ("nll_loss_forward", "nll_loss2d_forward"),
         lambda x, target, weight, reduction, ignore: [
-            (target, x.shape[min(x.dim() - 1, 1)], 0, ignore)
+            ("label", target, 0, x.shape[min(x.dim() - 1, 1)] - 1, ignore)
         ],
     ),
     **dict.fromkeys(
         ("gather", "index_select", "scatter", "scatter_add"),
-        lambda x, dim, index, *more: [(index, x.shape[dim], 0, None)] if x.dim() else [],
+        lambda x, dim, index, *more: [("index", index, 0, x.shape[dim] - 1)] if x.dim() else [],
     ),
-    "embedding": lambda weight, index, *more: [(index, len(weight), 0, None)],
+    "embedding": lambda weight, index, *more: [("index", index, 0, len(weight) - 1)],
     "index": lambda x, indices, *more: [
-        (i, x.shape[k], -x.shape[k], None)
+        ("index", i, -x.shape[k], x.shape[k] - 1)
         for k, i in enumerate(indices)
         if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)
     ],
+    "binary_cross_entropy": lambda x, target, *more: [("label", target, 0, 1)],
 }
 
 
-def _again(func: Any, args: Any, kwargs: Any) -> str:
+def _again(func, args, kwargs):
     """The operation on the same inputs in fp32 and fp64: "nan in float32, finite in float64"."""
-    results: list[str] = []
+    results = []
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ""  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
@@ -1117,61 +1083,62 @@ def _again(func: Any, args: Any, kwargs: Any) -> str:
 # --- Cures, tried on the recorded step
 
 
-def _try(rerun: Rerun, birth: Birth, precision: bool, kinds: list[str]) -> tuple:
-    """(how each went, the first that was finite): the guilty module in fp32, its parents, an eps or
-    fp32 at that line, bf16, fp32."""
-    cures, tried = [], []
+def _try(rerun, report):
+    """The report with the cures that were tried, up to the first that was finite: the guilty module
+    in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
+    precision = report.verdict == "precision"
+    if not precision and report.verdict != "divergence":
+        return report
+    cures, line = [], report.line
     modules = dict(rerun.net.named_modules())
     # a loss around the network is not part of it
-    name = birth.module if precision and birth.module in modules else ""
+    name = report.module if precision and report.module in modules else ""
+    kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
+    half = getattr(torch, report.result.partition("[")[0], None)
     while name:
-        module = modules[name]
         for kind in kinds:
-            what = f"{name} in fp32{kind.removeprefix('module')}"
-            cures.append((what, island(module, keep="result" in kind), (kind, name)))
+            context = island(modules[name], None if "result" in kind else half)
+            cures.append((f"{name} in fp32{kind.removeprefix('module')}", context, (kind, name)))
         name = name.rpartition(".")[0]
-    advice, mend = WEAK.get(birth.weak, ("", None))
-    if mend:
-        what = f"{advice.rpartition(': ')[2]} at {birth.line}"
-        cures.append((what, Calls(weak=birth.weak, line=birth.line), ("eps", birth.weak)))
-    if precision and birth.line:
-        what = f"x.float() at {birth.line}"
-        cures.append((what, Calls(line=birth.line), ("line", birth.line)))
-    if precision and birth.result.startswith("float16"):
+    weak = report.weak
+    advice, mend = WEAK.get(weak, ("", None))
+    if mend and not precision:
+        what = f"{advice.rpartition(': ')[2]} at {line}"
+        cures.append((what, Calls(weak=weak, line=line), ("eps", weak)))
+    if precision and line:
+        cures.append((f"x.float() at {line}", Calls(line=line), ("line", line)))
+    if precision and report.result.startswith("float16"):
         bf16 = InDtype(torch.bfloat16, (torch.float16,))
         cures.append(("the whole step in bf16", bf16, ("precision", "bf16")))
+    if precision:
+        cures.append(("the whole step in fp32", None, ("precision", "fp32")))
+    tried = []
     for what, context, cure in cures:
-        symptom = rerun(context)
-        missed = isinstance(context, Calls) and not context.hits
+        symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
-        went = "not tried, the call was not seen" if missed else went
+        if isinstance(context, Calls) and not context.hits:
+            went = "not tried, the call was not seen"
         tried.append(f"{what}: {went}")
+        report = replace(report, tried=tuple(tried))
         if went == "finite":
-            return tuple(tried), cure
-    if not precision:
-        return tuple(tried), ("", "")
-    return (*tried, "the whole step in fp32: finite"), ("precision", "fp32")
+            return replace(report, cure=cure)
+    return report
 
 
-def island(module: nn.Module, keep: bool = False) -> AbstractContextManager:
-    """Inside, `module` computes in fp32. Its result goes back to half; with `keep` it stays."""
+def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
+    """Inside, `module` computes in fp32. Its result goes back to the dtype `back`, or stays."""
     inner = nn.Module()
     # functional_call exchanges the parameters under this module
     inner.inner, inner.forward = module, module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
-        device = next((t.device.type for t in (*floats, *module.parameters())), "cpu")
-        back = floats[0].dtype if floats else torch.float32
-        casts = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
-        if casts and torch.is_autocast_enabled(device):
-            back = torch.get_autocast_dtype(device)
+    def forward(*args, **kwargs):
         own = (*module.named_parameters(), *module.named_buffers())
-        with torch.autocast(device, enabled=False):
+        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+        device = _device((args, kwargs, half))
+        with torch.autocast(torch.device(device).type, enabled=False):
             args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
             out = torch.func.functional_call(inner, half, args, kwargs)
-        return out if keep or back not in HALF else _exchange(out, back, (torch.float32,))
+        return _exchange(out, back, (torch.float32,)) if back in HALF else out
 
     return mock.patch.object(module, "forward", forward)
 
@@ -1181,31 +1148,31 @@ class Calls(TorchFunctionMode):
     taken, divides its gradient by `factor`, and at one line changes the arguments: of the weak
     operation as WEAK says, or, where none is named, of every operation to fp32."""
 
-    def __init__(self, factor: float = 1.0, weak: str = "", line: str = ""):
+    def __init__(self, factor=1.0, weak="", line=""):
         super().__init__()
         self.factor, self.weak, self.line = factor, weak, line
-        self.hits, self.root = 0, 0.0
+        self.hits, self.root, self.name = 0, 0.0, ""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__.strip("_")
-        backward = func is Tensor.backward and args[0].numel() == 1 and len(args) == 1
-        if backward and kwargs.get("gradient") is None:
+        self.name = name
+        if func is Tensor.backward and args[0].numel() == 1 and kwargs["gradient"] is None:
             self.root = float(args[0].detach())
-            gradient = torch.ones_like(args[0]) / self.factor
-            if self.line and not any(kwargs.values()):
-                with self:  # a checkpoint repeats its forward in there; func would switch this off
-                    return torch.autograd.graph._engine_run_backward(
-                        args,
-                        (gradient,),
-                        False,
-                        False,
-                        (),
-                        allow_unreachable=True,
-                        accumulate_grad=True,
-                    )
-            kwargs = kwargs | {"gradient": gradient} if self.factor > 1 else kwargs
-        here = self.line and (SAME.get(name, name) == self.weak or not (self.weak or name == "get"))
-        if not here or _line(traceback.format_stack()) != self.line:
+            slope = torch.ones_like(args[0]) / self.factor
+            create, inputs = kwargs["create_graph"], tuple(_flat(kwargs["inputs"]))
+            keep = bool(kwargs["retain_graph"] or create)
+            with self:  # a checkpoint repeats its forward in there; func would switch this off
+                return torch.autograd.graph._engine_run_backward(
+                    args,
+                    (slope,),
+                    keep,
+                    create,
+                    inputs,
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+        meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
+        if not self.line or not meant or _line(_frames()) != self.line:
             return func(*args, **kwargs)
         if self.weak:
             self.hits += 1
@@ -1213,7 +1180,7 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
         self.hits += bool(floats)
-        with torch.autocast(floats[0].device.type if floats else "cpu", enabled=False):
+        with torch.autocast(torch.device(_device(floats)).type, enabled=False):
             args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
             return func(*args, **kwargs)
 
@@ -1221,11 +1188,11 @@ class Calls(TorchFunctionMode):
 class InDtype(TorchDispatchMode):
     """What would be one of the types `of` is `to`: the whole step in bf16, or in fp32."""
 
-    def __init__(self, to: torch.dtype, of: tuple[torch.dtype, ...]):
+    def __init__(self, to, of):
         super().__init__()
         self.to, self.of = to, of
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
             args, kwargs = _exchange((args, kwargs or {}), self.to, self.of)
         if "_scaled_mm." in str(func) and self.to is torch.float32:  # it knows no fp32
@@ -1234,7 +1201,7 @@ class InDtype(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _stance(stance: str) -> AbstractContextManager:
+def _stance(stance):
     """How compiled code runs. Where the compiler is not loaded, nothing is compiled."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -1244,22 +1211,20 @@ def _stance(stance: str) -> AbstractContextManager:
 # --- Reading tensors, and naming them
 
 
-def _values(t: Tensor) -> Tensor:
+def _values(t):
     """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
     t = t.to_local() if hasattr(t, "to_local") else t
-    if t.layout is torch.strided:
-        return t.values() if t.is_nested else t
-    if t.layout is torch.sparse_coo:
-        return t._values()
-    return t.to_dense() if t.is_mkldnn else t.values()
+    if t.layout is torch.strided and not t.is_nested:
+        return t
+    return t._values() if t.layout is torch.sparse_coo else t.values()
 
 
-def _storage(t: Tensor) -> torch.UntypedStorage:
+def _storage(t):
     """One object for all views of a storage. It lives as long as the storage."""
     return _values(t).untyped_storage()
 
 
-def _spans(tensors: Iterable[Tensor]) -> list[tuple[Tensor, tuple[float, float]]]:
+def _spans(tensors):
     """(tensor, extent) of those with real numbers."""
     return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
@@ -1288,16 +1253,16 @@ def is_mask(span: tuple[float, float]) -> bool:
     return span[0] < -LIMIT and span[1] <= LIMIT
 
 
-def _made(span: tuple[float, float]) -> str:
+def _made(span):
     """The bad end of a span, as text."""
     return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
 
 
-def _type(t: Tensor) -> str:
+def _type(t):
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
-def _beyond(t: Tensor) -> Tensor:
+def _beyond(t):
     return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
@@ -1320,15 +1285,15 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
         yield from inner_tensors(value, ".".join(filter(None, (prefix, key))), depth - 1)
 
 
-def _flat(tree: Any) -> list[Tensor]:
+def _flat(tree):
     """The tensors among an operation's arguments or results."""
     return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
 
 
-def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
+def _exchange(tree, to, of):
     """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
 
-    def one(v: Any) -> Any:
+    def one(v):
         if isinstance(v, Tensor):
             return v.to(to, copy=True) if v.dtype in of else v
         return to if isinstance(v, torch.dtype) and v in of else v
@@ -1336,70 +1301,71 @@ def _exchange(tree: Any, to: torch.dtype, of: tuple[torch.dtype, ...]) -> Any:
     return tree_map(one, tree)
 
 
-def _statistics(net: nn.Module) -> dict[str, Tensor]:
+def _statistics(net):
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
     return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
-def _said(error: BaseException) -> str:
+def _said(error):
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
 
 
-def _few(items: Iterable[Any], n: int = 8, between: str = ", ") -> str:
+def _few(items, n=8, between=", "):
     items = list(items)
     more = f" and {len(items) - n} more" if len(items) > n else ""
     return between.join(map(str, items[:n])) + more
 
 
-def _in_library(file: str) -> bool:
-    return file.startswith(LIBRARY) or "-packages" in file
-
-
-def _bad_locals(error: BaseException) -> list[Tensor]:
+def _bad_locals(error):
     """The bad variables in the frames of an exception."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    every = [v for frame in frames for v in frame.f_locals.values()]
+    frames = traceback.walk_tb(error.__traceback__)
+    every = [v for frame, _ in frames for v in frame.f_locals.values()]
     return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
-def _line(stack: Iterable[str]) -> str:
-    """file:line of the innermost frame outside torch. `stack` is as format_stack() writes it."""
-    inner = ""
-    for entry in reversed(list(stack)):
-        frame = re.search(r'File "(.+)", line (\d+), in (\S+)', entry)
-        if not frame or frame[1].startswith((TORCH, "<")) or frame[3] == "__torch_function__":
-            continue
-        if frame[1] == __file__ and frame[3] not in ("demo", "run_step"):
-            continue
-        at = f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
-        if not _in_library(frame[1]):
-            return f"{inner}, called from {at}" if inner else at
-        inner = inner or at  # a library's line: the script's line is wanted too
-    return inner
+def _frames():
+    """What is under way, the innermost first."""
+    frame = sys._getframe(1)
+    while frame:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _frames_in(text):
+    """The same of what traceback.format_stack() has written."""
+    return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]
+
+
+def _script(frames):
+    """The script's line, and before it the lines of libraries that it has called, without torch."""
+    found = []
+    for frame in frames:
+        file, _, name = frame
+        ours = file == __file__ and name != "demo"
+        if not ours and not file.startswith((TORCH, "<")):
+            found.append(frame)
+            if not file.startswith(LIBRARY) and "-packages" not in file:
+                break
+    return found
+
+
+def _line(frames):
+    """file:line in function, of a library and of the script that has called it."""
+    at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in _script(frames)]
+    return ", called from ".join([*at[:1], *at[1:][-1:]])
 
 
 # --- python autopsy.py
 
 
 def demo() -> None:
-    """A Linear whose fp16 result passes 65504: named, and finite in fp32."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 64), nn.GELU())
-    net.add_module("wide", nn.Linear(64, 64))
-    net.add_module("head", nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 4)))
-    net.wide.weight.data *= 3e5  # the fault
-    record = StepRecord(1, net)
-    record.keep(torch.randn(32, 16), torch.randint(0, 4, (32,)))
-
-    def run_step(batch: tuple[Any, ...], fp32: bool) -> Tensor:
-        with torch.autocast("cpu", torch.float16, enabled=not fp32):
-            loss = nn.functional.cross_entropy(net(batch[0]).float(), batch[1])
-        loss.backward()
-        return loss
-
-    print(report := examine(run_step, record, net, precision="fp16"))
-    with island(net.get_submodule(report.cure[1]), keep="result" in report.cure[0]):
-        print(f"{report.module} in fp32: loss {run_step(record.batches[0], False).item():.4f}")
+    """The logarithm of a negative number between two modules: named, with its line and a cure."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with Locator(net) as where:
+        hidden = net[0](torch.zeros(8, 4)) - 99
+        loss = net[1](hidden.log()).mean()
+    print(report := where.blame([loss]))
+    print("try:", WEAK[report.weak][0])
 
 
 # --- python autopsy.py YOUR_SCRIPT.py
@@ -1415,7 +1381,7 @@ outside of modules) needs a second, quiet run of the script (files that it write
 again); --one-run refuses that. --from-step N watches every operation from optimizer step N on. Exit
 code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
 Any other exit code is the script's."""
-RERUN = "AUTOPSY_RERUN"  # set for the second run: "step:folder"
+RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
 RANDOM = re.compile(
@@ -1423,7 +1389,12 @@ RANDOM = re.compile(
 )
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
+FORGOTTEN = (
+    "optimizer.step() takes gradients that are still multiplied by the loss scale: "
+    "scaler.step(optimizer) divides them, and skips a bad step"
+)
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
+BACKWARD = torch.autograd.backward
 
 
 @dataclass(frozen=True)
@@ -1432,6 +1403,7 @@ class Made:
 
     number: int
     k: int
+    frames: tuple = ()
 
 
 @dataclass(eq=False)
@@ -1442,29 +1414,23 @@ class Call:
     number: int
     args: Any  # Made(...) for what an earlier call made; everything else by reference
     kwargs: Any
-    frames: list[tuple[str, int, str]]  # file, line, function; the innermost first
+    frames: tuple  # the innermost first
     grad: bool
     autocast: list[tuple[str, torch.dtype]]
     rng: dict | None = None
     carried: list = field(default_factory=list)  # hidden states: (module, name, value)
     training: bool = False
 
-    @property
-    def backward(self) -> bool:
-        return self.function is BACKWARD
+    def given(self):
+        return _flat((self.args, self.kwargs))
 
-    def again(self, made: dict[Made, Tensor], leaves: dict[int, Tensor]) -> None:
-        """Make this call once more, from the same line. `leaves` stand for what has a history of
-        which nothing is known here."""
+    def again(self, made):
+        """Make this call once more, from the same line."""
 
-        def stand_in(x: Any) -> Any:
-            if isinstance(x, Made):
-                return made[x]
-            if not isinstance(x, Tensor) or x.grad_fn is None:
-                return x
-            if id(x) not in leaves:
-                leaves[id(x)] = x.detach().requires_grad_()
-            return leaves[id(x)]
+        def stand_in(x):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                return x.detach().requires_grad_()  # nothing is known of its history
+            return made[x] if isinstance(x, Made) else x
 
         try:
             args, kwargs = tree_map(stand_in, (self.args, self.kwargs))
@@ -1475,12 +1441,8 @@ class Call:
             function = partial(_from(frame), function)
         for module, name, value in self.carried:
             setattr(module, name, value)
-        if isinstance(self.function, nn.Module):
-            if self.function.training != self.training:
-                self.function.train(self.training)
-            for mode in _get_current_dispatch_mode_stack():
-                if isinstance(mode, Locator):
-                    mode.follow(_flat((args, kwargs)))
+        if isinstance(self.function, nn.Module) and self.function.training != self.training:
+            self.function.train(self.training)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
@@ -1488,21 +1450,22 @@ class Call:
             if self.rng:
                 set_rng_states(self.rng, _device(self.args))
             out = function(*args, **kwargs)
-        made.update({Made(self.number, k): t for k, (_, t) in enumerate(inner_tensors(out))})
+        made.update(self.made(out))
+
+    def made(self, out):
+        tensors = enumerate(inner_tensors(out))
+        return {Made(self.number, k, self.frames): t for k, (_, t) in tensors}
 
 
-BACKWARD = torch.autograd.backward
-
-
-def _device(tree: Any) -> torch.device | str:
+def _device(tree):
     return next((t.device for t in _flat(tree)), "cpu")
 
 
 @cache
-def _from(frame: tuple[str, int, str]) -> Callable:
+def _from(frame):
     """Calls a function as if from this line of the script: every traceback then says so."""
     file, line, name = frame
-    space: dict[str, Any] = {}
+    space = {}
     text = "\n" * (line - 1) + "def f(call, *args, **kwargs): return call(*args, **kwargs)"
     exec(compile(text, file, "exec"), space)
     space["f"].__code__ = space["f"].__code__.replace(co_name=name)
@@ -1515,15 +1478,15 @@ class Tape(TorchFunctionMode):
     What a call made is not held. The rest is, by reference: the batch.
     """
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
-        self.known: dict[int, tuple[ref, Made]] = {}  # tensors, by id: what made them
-        self.outer: set[int] = set()  # ids of tensors that are held
+        self.known = {}  # tensors, by id: what made them
+        self.outer = set()  # ids of tensors that are held
         self.bytes = 0
-        self.steps: dict[int, int] = {}  # optimizer: the number of calls at its last step
+        self.steps = {}  # optimizer: the number of calls at its last step
 
-    def turn(self, on: bool) -> bool:
+    def turn(self, on):
         """Inside of modules and optimizers nothing is written down. It returns what was before."""
         stack = torch.overrides._get_current_function_mode_stack()
         if on and self not in stack:
@@ -1532,7 +1495,7 @@ class Tape(TorchFunctionMode):
             self.__exit__(None, None, None)
         return self in stack
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # is_compiling() first: the compiler then sees a constant, and traces nothing of this
         if torch.compiler.is_compiling() or not self.watch._mine():
@@ -1550,7 +1513,7 @@ class Tape(TorchFunctionMode):
         if skipped or drawn:
             return func(*args, **kwargs)
         writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
-        if writes and not self._writes(args[0]):
+        if writes and not self._writes(*args):
             return func(*args, **kwargs)
         call = self.write(func, args, kwargs)
         if random:
@@ -1564,13 +1527,13 @@ class Tape(TorchFunctionMode):
             self.calls.remove(call)
         return out
 
-    def _writes(self, t: Tensor) -> bool:
+    def _writes(self, t, *values):
         """Before an operation in place. False: it is not written down."""
         if isinstance(self.symbol(t), Made):
             return True
-        if _storage(t) in self.watch.weights:  # an update by hand ends the step
-            self.stepped(0)
-        elif t.numel() < ROOM >> 6 and not (t.requires_grad and t.is_leaf):
+        if _storage(t) in self.watch.weights or t.requires_grad:
+            self.watch._safely(self.watch._by_hand, t, values)
+        elif t.numel() < ROOM >> 6:
             before = t.detach().clone()
             for call in self.calls:  # what they were given
                 call.args, call.kwargs = tree_map(
@@ -1580,7 +1543,7 @@ class Tape(TorchFunctionMode):
             return True
         return False
 
-    def write(self, function: Callable, args: Any, kwargs: Any) -> Call:
+    def write(self, function, args, kwargs):
         self.number += 1
         casts = [
             (d, torch.get_autocast_dtype(d))
@@ -1589,15 +1552,14 @@ class Tape(TorchFunctionMode):
         ]
         args, kwargs = tree_map(self.symbol, (tuple(args), kwargs))
         grad = self.watch.training if self.watch.busy else torch.is_grad_enabled()
-        call = Call(function, self.number, args, kwargs, _frames(), grad, casts)
-        self.calls.append(call)
-        return call
+        frames = tuple(_script(_frames()))
+        self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
+        return self.calls[-1]
 
-    def done(self, call: Call, out: Any) -> None:
-        for k, (_, t) in enumerate(inner_tensors(out)):
-            self.known[id(t)] = ref(t), Made(call.number, k)
+    def done(self, call, out):
+        self.known.update({id(t): (ref(t), made) for made, t in call.made(out).items()})
 
-    def symbol(self, t: Any) -> Any:
+    def symbol(self, t):
         """What stands for this tensor in a call."""
         if not isinstance(t, Tensor):
             return t
@@ -1609,11 +1571,11 @@ class Tape(TorchFunctionMode):
             self.bytes += t.numel() * t.element_size()
         return t
 
-    def maker(self, t: Tensor) -> Made | None:
+    def maker(self, t):
         who, made = self.known.get(id(t), (None, None))
         return made if who and who() is t else None
 
-    def stepped(self, optimizer: int) -> None:
+    def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer."""
         self.steps[optimizer] = self.number
         if self.bytes > ROOM or len(self.calls) > 9999:
@@ -1624,39 +1586,12 @@ class Tape(TorchFunctionMode):
         self.outer, self.bytes = set(), 0
 
 
-def _as_it_is_now(room: Tensor) -> Tensor:
+def _as_it_is_now(room):
     """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
     again = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
     with _disable_current_modes():  # torch wrote nothing here
         again.resize_(room.shape).copy_(room)
     return again
-
-
-def _frames() -> list[tuple[str, int, str]]:
-    """The script's line, and the lines of libraries that it has called."""
-    frames, frame = [], sys._getframe(2)
-    while frame:
-        file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith((TORCH, "<")):
-            frames.append((file, frame.f_lineno, frame.f_code.co_name))
-            if not _in_library(file):
-                break
-        frame = frame.f_back
-    return frames
-
-
-class Root:
-    """An outermost module, while it lives."""
-
-    def __init__(self, module: nn.Module):
-        # (buffer, its copy from the last good step)
-        self.statistics = [(b, b.clone()) for b in _statistics(module).values()]
-        self.states: list[tuple[nn.Module, str]] = []  # hidden states
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for statistic, copy in self.statistics:
-            statistic.copy_(copy)
 
 
 class Watch:
@@ -1665,7 +1600,7 @@ class Watch:
     `again`: this is the second run.
     """
 
-    def __init__(self, argv: list[str], path: str, begin: int | None, again: bool, one_run: bool):
+    def __init__(self, argv, path, begin, again, one_run):
         self.argv, self.path, self.begin = argv, os.path.abspath(path), begin
         self.again, self.one_run = again, one_run
         self.rank = int(os.environ.get("RANK", 0))
@@ -1675,23 +1610,24 @@ class Watch:
         self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
-        self.passes = self.fired = self.skips = self.skipped = 0
-        self.agreed = self.guilty = 0
-        self.last: dict[int, int] = {}  # optimizer: its steps
-        # Read at the next transfer: a norm (0-dim, on the device), the optimizer and its rates;
-        # or the size of a loss, None, and the loss.
-        self.pending: list[tuple[Tensor, ref | None, Any]] = []
-        self.roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
-        self.weights: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
-        self.call = self.evaluation = self.trained = None
+        self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
+        self.last = {}  # optimizer: its steps
+        # Read at the next transfer: (a number on the device, what to do with it if it is bad)
+        self.pending = []
+        self.losses = []
+        self.roots = WeakKeyDictionary()  # hidden states
+        self.statistics = []  # buffer, copy from the last good step
+        self.weights = WeakKeyDictionary()
+        self.call = self.trained = self.stepping = self.locator = None
+        self.first = 0  # the number of calls at the first backward
         self.gradient = 0.0  # the largest
-        self.still: dict[int, tuple] = {}  # parameter: type, first checksum, samples; gone if moved
-        self.rates: set[float] = set()
-        self.stepping = self.locator = None
-        self.scale, self.reads, self.outsiders = 1.0, Counter(), set()
-        self.symptom, self.step, self.report, self.later = "", 0, "", ""
+        self.norms = {}  # of a parameter, in some steps
+        self.rates = set()
+        self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
+        self.reads = Counter()
+        self.symptom, self.step, self.texts = "", 0, []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self):
         # hooks that fire twice when compiled: harmless
         warnings.filterwarnings("ignore", message=".*there are global hooks")
         for handle in (
@@ -1702,11 +1638,10 @@ class Watch:
         ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        for name in ("scale", "unscale_", "step"):
+            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name == "scale"))
+            self._wrap(torch.amp.GradScaler, name, around)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
-        self._wrap(torch, "from_numpy", self._from_numpy)
-        spawn = sys.modules["torch.multiprocessing.spawn"]  # a function of that name hides it
-        self._wrap(spawn, "start_processes", self._children)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
             torch.compiler.set_stance("force_eager")
@@ -1714,32 +1649,32 @@ class Watch:
         self.tape.turn(True)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         self.tape.turn(False)
         self.on, self.locator = False, None
         self.undo.close()
 
-    def _watch_operations(self) -> None:
+    def _watch_operations(self):
         """Begin to watch every operation, if the time has come."""
         due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due:
             self.locator = self.undo.enter_context(Locator())
 
-    def _mine(self) -> bool:
+    def _mine(self):
         return self.on and not self.busy and threading.get_ident() == self.thread
 
-    def _wrap(self, owner: Any, name: str, around: Callable) -> None:
+    def _wrap(self, owner, name, around):
         original = getattr(owner, name)
 
         @wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args, **kwargs):
             if not torch.compiler.is_compiling() and self._mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
         self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
-    def _safely(self, hook: Callable, *args: Any) -> None:
+    def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
         if not self._mine():
             return
@@ -1758,14 +1693,14 @@ class Watch:
         finally:
             self.busy = locator.paused = False
 
-    def _say(self, text: str, every: bool = False) -> None:
+    def _say(self, text, every=False):
         if self.rank == 0 or every:
             sys.stderr.write(f"autopsy: {text}\n")  # a script may replace print
             sys.stderr.flush()
 
     # What the script does: modules, backward passes, steps
 
-    def _unseen(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _unseen(self, original, *args, **kwargs):
         """What happens in there is not written down."""
         was = self.tape.turn(False)
         try:
@@ -1773,18 +1708,15 @@ class Watch:
         finally:
             self.tape.turn(was and self.on)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _enter(self, module, args):
+        if torch.compiler.is_compiling() or not self._mine():
             return
-        if threading.get_ident() != self.thread:
-            self.outsiders.add("modules ran in another thread, which is not watched")
-        elif self._mine():
-            self.depth += 1
-            if self.depth == 1:
-                self.was = self.tape.turn(False)
-                self._safely(self._begins, module, args)
+        self.depth += 1
+        if self.depth == 1:
+            self.was = self.tape.turn(False)
+            self._safely(self._begins, module, args)
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def _leave(self, module, args, *rest):
         if torch.compiler.is_compiling() or not self._mine():
             return
         kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
@@ -1793,87 +1725,80 @@ class Watch:
             self._safely(self._ends, module, kwargs, out)
             self.tape.turn(self.was and self.on)
 
-    def _begins(self, module: nn.Module, args: Any) -> None:
+    def _begins(self, module, args):
         if module not in self.roots:
-            self.roots[module] = Root(module)
+            self.roots[module] = []
+            self.statistics += [(b, b.clone()) for b in _statistics(module).values()]
             self.weights.update({_storage(p): True for p in module.parameters()})
         if self.tape.bytes > ROOM:
+            self._transfer(calm=True)
             self.tape.stepped(0)
         bare = isinstance(module, nn.parallel.DistributedDataParallel)
         call = self.call = self.tape.write(module.module if bare else module, args, {})
         call.rng, call.training = rng_states(_device(args)), module.training
-        call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module].states]
+        call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module]]
         if self.locator:
             self.locator.take(args)
 
-    def _ends(self, module: nn.Module, kwargs: Any, out: Any) -> None:
-        call, self.call = self.call, None
+    def _ends(self, module, kwargs, out):
+        call = self.call
         call.kwargs = tree_map(self.tape.symbol, kwargs)
         self.tape.done(call, out)
         if self.sampled:
-            self.roots[module].states = [
-                (m, name) for m in module.modules() for name, _ in _attributes(m)
-            ]
+            self.roots[module] = [(m, n) for m in module.modules() for n, _ in _attributes(m)]
         if self.training:
             self.trained = module  # so that it lives until the end of the script
         elif next(module.parameters(), None) is not None:
-            self._evaluated()  # the one before: its number has come from the device by now
             outs = [t for _, t in inner_tensors(out) if t.is_floating_point() and t.numel()]
             if outs:  # the largest number, because -inf alone is a mask
-                largest = torch.stack([t.amax().float() for t in outs]).amax()
-                self.evaluation = type(module).__name__, call.number, self.passes, largest
-
-    def _evaluated(self) -> None:
-        """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
-        if not self.evaluation:
-            return
-        (name, number, passes, largest), self.evaluation = self.evaluation, None
-        if not (value := _host([largest])[0]) <= LIMIT:
-            symptom = f"the output of {name} under no_grad is {value:.3g}"
-            if passes:
-                self._later(symptom, [number])
-            else:  # a count of operations, or of memory: its input may be what torch.empty holds
-                self._say(f"{symptom}, before any backward pass: passed over")
+                largest = torch.stack([t.amax().float() for t in outs]).amax().clamp(min=0)
+                name = type(module).__name__
+                judge = partial(self._bad_output, name, call.number, self.passes)
+                self.pending.append((largest, judge))
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         return max(self.last.values(), default=self.passes)
 
     @property
-    def sampled(self) -> bool:
+    def sampled(self):
         return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
-    def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        self._safely(self._losses, args, kwargs)
+    def _backward(self, original, *args, **kwargs):
+        self._safely(self._before_backward, args, kwargs)
         self.depth += 1  # a checkpoint calls its modules in there
         self._unseen(original, *args, **kwargs)
         self.depth -= 1
-        self.passes += 1
         self._safely(self._after_backward)
 
-    def _losses(self, args: Any, kwargs: Any) -> None:
+    def _before_backward(self, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
-        for _, t in inner_tensors(args[0] if args else kwargs["tensors"]):
-            self.pending.append((t.detach().abs().amax(), None, t.detach()))
+        self.first = self.first or self.tape.number
+        losses = args[0] if args else kwargs["tensors"]
+        self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
-    def _after_backward(self) -> None:
+    def _after_backward(self):
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
-            self._watch_operations()
             self._transfer()
+        self.passes += 1
+        self._watch_operations()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer, args, kwargs):
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self._safely(self._check, optimizer)
         if self._mine() and not self.stepping:
             self.tape.turn(False)
 
-    def _check(self, optimizer: Any) -> None:
+    def _check(self, optimizer):
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
-            self._moments(optimizer)
+            self.last[id(optimizer)] = 0
+            held = [entry for entry in _held(optimizer) if entry[2]]
+            for entry, norm in zip(held, _norms(t for *_, t in held), strict=True):
+                self.pending.append((norm, partial(self._bad_moment, *entry)))
         self.fired += 1
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
@@ -1885,68 +1810,57 @@ class Watch:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
             norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
         values = self._transfer([*norms, *scales], calm=bool(scales))
-        self.scale = values.pop() if scales else 1.0
-        norm = sum(v * v for v in values) ** 0.5 / self.scale
+        scale = values.pop() if scales else 1.0
+        self.forgotten = self.multiplied and not scales
+        norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
         elif scales:
-            self._skip(optimizer, self.scale, 0.5)
+            self._skip(optimizer, scale, 0.5)
         else:
-            self._judge(_moved(optimizer))
+            self._bad_gradients(optimizer)
 
-    def _moments(self, optimizer: Any) -> None:
-        """Before the first step: what a checkpoint brought."""
-        held = [(p, key, t) for _, p, key, t in _held(optimizer) if key]
-        for (p, key, t), norm in zip(held, _host(_norms(t for *_, t in held)), strict=True):
-            if not norm <= LIMIT:
-                symptom = f"{key} of {self._called(p)} is {_made(extent(t))} before the first step"
-                self.report = (
-                    f"{symptom} -> weights\n  {type(optimizer).__name__} was given it: "
-                    "a checkpoint that was loaded\n  try: reset the optimizer's state, "
-                    "or load a checkpoint that is finite"
-                )
-                self._finding(symptom)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer, args, kwargs):
         self._safely(self._stepped, optimizer)
         if self._mine():
             self.tape.turn(True)
 
-    def _stepped(self, optimizer: Any) -> None:
+    def _stepped(self, optimizer):
         """Its weights and moments are read now, and judged with the next gradients."""
         self.stepping = None
         if self.sampled:
-            self._checksums(optimizer)
+            self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+            for p in _moved(optimizer):
+                if p.is_floating_point() and bool(_values(p.grad).any()):
+                    norms = self.norms.setdefault((id(p), p.dtype), [])
+                    norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
-        for value in _norms(t for _, p, _, t in _held(optimizer) if p.grad is not None):
-            self.pending.append((value, ref(optimizer), rates))
+        judge = partial(self._bad_update, ref(optimizer), rates)
+        held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
+        self.pending += [(norm, judge) for norm in _norms(held)]
         if self.locator:
             self._transfer()
-        pairs = [pair for root in self.roots.values() for pair in root.statistics]
-        if pairs:
-            torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
+        if self.statistics:
+            now, copies = zip(*self.statistics, strict=True)
+            torch._foreach_copy_(copies, now)
 
-    def _checksums(self, optimizer: Any) -> None:
-        """Weights that have a gradient and never change: half weights and a small update."""
-        for group in optimizer.param_groups:
-            self.rates.add(float(group.get("lr", 1.0)))
-        for p in _moved(optimizer):
-            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(p.element_size())
-            if whole and bool(_values(p.grad).any()):
-                total = int(_values(p.detach()).contiguous().view(whole).sum())
-                kind, first, samples = self.still.get(id(p), (p.dtype, total, 0))
-                samples = samples + 1 if total == first else -inf  # it has moved
-                self.still[id(p)] = kind, first, samples
+    def _by_hand(self, p, values):
+        """The script writes these values into a weight: an update, an average, a copy."""
+        makers = [(t, self.tape.maker(t)) for t in _flat(values) if t.is_floating_point()]
+        makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
+        for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
+            self.pending.append((norm, partial(self._bad_write, p, made, t)))
+        if any(call.function is BACKWARD for call in self.tape.calls):  # it ends the step
+            self._transfer(calm=True)
+            self.tape.stepped(0)
 
-    def _count(self, optimizer: Any) -> None:
+    def _count(self, optimizer):
         self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
         self.tape.stepped(id(optimizer))
         self._watch_operations()
 
-    def _scaler_step(
-        self, original: Callable, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
         fired = self.fired
         out = self._unseen(original, scaler, optimizer, *args, **kwargs)
         if self.fired == fired:
@@ -1954,161 +1868,203 @@ class Watch:
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
-    def _skip(self, optimizer: Any, scale: float, backoff: float) -> None:
+    def _scaled(self, now, original, scaler, *args):
+        """scale() multiplies the loss, unscale_() divides the gradients."""
+        self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
+        return original(scaler, *args)
+
+    def _skip(self, optimizer, scale, backoff):
         """The loss scaler skipped a step: calibration, unless it goes on."""
-        self.scale = scale
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         self._transfer(calm=True)
         why = ""
         if self.skips > 20:
-            why = f"{self.skips} skipped steps in a row"
+            why = f", {self.skips} skipped steps in a row"
         elif scale * backoff < 1:
-            why = "the loss scale falls under 1"
+            why = ", the loss scale falls under 1"
         if why or (self.locator and self.again):
-            self._judge(_moved(optimizer), why)
+            self._bad_gradients(optimizer, why)
         self.reads = Counter()  # what was read of this step was the loss scale's
         self._count(optimizer)
 
-    # What the script reads
+    # What is bad
 
-    def _reads(self, t: Any, name: str) -> None:
-        if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
-            return
-        loss = t.numel() == 1 and t.requires_grad
-        if (name in ASKS and not loss) or t.numel() > 1 << 16 or not is_bad(span := extent(t)):
-            return
-        read = f"{_made(span)} at {_line(traceback.format_stack())}"
-        self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
-        maker = self.tape.maker(t)
-        if loss and maker:
-            self._later(f"the script read {read}", [maker.number], [t.detach()])
-
-    def _from_numpy(self, original: Callable, array: Any) -> Tensor:
-        t = original(array)
-        self.tape.known[id(t)] = ref(t), Made(-1, 0)
-        return t
-
-    def _children(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.outsiders.add(
-            "the script started processes, which are not watched "
-            "(torchrun --nproc_per_node=N autopsy.py SCRIPT is)"
-        )
-        return original(*args, **kwargs)
-
-    # What is wrong
-
-    def _transfer(self, more: Iterable[Tensor] = (), calm: bool = False) -> list[float]:
+    def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
-        pending, self.pending = self.pending, []
-        values = _host([*(value for value, *_ in pending), *more])
-        for (_, optimizer, of), value in zip(pending, values, strict=False):
-            if abs(value) <= LIMIT:
-                continue
-            if optimizer:
-                self._blame_update(optimizer(), of)
-            elif not calm and self.world == 1:  # else all ranks decide by the gradients
-                self._finding(f"loss is {value:.3g}", [of])
-        self._evaluated()
+        losses = [] if calm or self.world > 1 else self.losses  # all ranks decide by the gradients
+        judged = [(t.abs().amax(), partial(self._bad_loss, t)) for t in losses]
+        pending = self.pending + judged
+        self.losses, self.pending = [], []
+        values = _host([*(value for value, _ in pending), *more])
+        for (_, judge), value in zip(pending, values, strict=False):
+            if not abs(value) <= LIMIT:
+                judge(value)
         return values[len(pending) :]
 
-    def _judge(self, params: list[Tensor], why: str = "") -> None:
-        """A finding if any of these gradients is bad."""
-        params = [p for p in params if p.grad is not None]
+    def _bad_loss(self, loss, value):
+        self._stop(f"loss is {value:.3g}", self._explain(evidence=[loss]))
+
+    def _bad_output(self, name, number, passes, value):
+        """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
+        symptom = f"the output of {name} under no_grad is {value:.3g}"
+        if passes:
+            self._later(symptom, number)
+        else:  # a count of operations, or of memory: its input may be what torch.empty holds
+            self._say(f"{symptom}, before any backward pass: passed over")
+
+    def _bad_write(self, p, made, t, value):
+        symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
+        self._stop(symptom, self._explain([made.number], [t]))
+
+    def _bad_gradients(self, optimizer, why=""):
+        params = _moved(optimizer)
         norms = _host(_norms(p.grad for p in params))
         bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
         if bad or self.world > 1:
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            name = self._called(bad[0]) if bad else "a shard of another rank"
+            name = _few([self._called(p) for p in bad] or ["a shard of another rank"], 1)
             made = _made(extent(bad[0].grad)) if bad else "nan"
-            symptom = f"the gradient of {name}{more} is {made}" + (why and f", {why}")
-            self._finding(symptom, [p.grad for p in bad])
+            report = self._explain(evidence=[p.grad for p in bad])
+            self._stop(f"the gradient of {name} is {made}{why}", report)
 
-    def _blame_update(self, optimizer: Any, rates: list) -> None:
+    def _bad_moment(self, k, p, key, t, value):
+        """Before the first step: what a checkpoint brought."""
+        symptom = f"{self._called(p, key)} is {_made(extent(t))} before the optimizer's first step"
+        self._stop(symptom, Report("weights", rank=self.rank))
+
+    def _bad_update(self, optimizer, rates, value):
         """Good gradients, bad weights or moments: the optimizer made them."""
-        for group, p, key, t in _held(optimizer) if optimizer else ():
-            if _host(_norms([t]))[0] <= LIMIT:
+        optimizer = optimizer()
+        for k, p, key, t in _held(optimizer) if optimizer else ():
+            if not is_bad(extent(t)):
                 continue
-            name = type(optimizer).__name__
-            hyper = {k: v for k, v in group.items() if k in ("lr", "eps", "betas", "momentum")}
-            k = next(k for k, other in enumerate(optimizer.param_groups) if other is group)
-            rate = hyper["lr"] = float(rates[k] or 0)
-            has = ", ".join(
-                f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in hyper.items()
-            )
-            self.step = self.steps - 1
-            symptom = (
-                f"{self._called(p)}{key and f' ({key})'} is {_made(extent(t))} after "
-                f"step {self.step}, whose gradients were finite"
-            )
+            group = optimizer.param_groups[k]
+            hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
+            has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
             why = f"the gradient norm was up to {self.gradient:.3g}"
-            advice = "a lower lr, and weights and moments in fp32"
-            if "eps" in hyper and "betas" in hyper:
-                beta2 = float(group["betas"][1])
-                why = refusal(p.dtype, float(group["eps"]), beta2) or why
-                advice = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
-            if is_bad((rate, rate)):
-                why, advice = f"the learning rate was {rate:g}", "look at the schedule"
+            fix = "a lower lr, and weights and moments in fp32"
+            if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
+                why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
+                fix = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+            if not abs(float(rates[k] or 0)) <= LIMIT:
+                fix = "look at the schedule"
+            made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}"
             birth = self.locator and self.locator.blame([t])
-            inside = f"\n  {birth}" if birth else ""
+            report = None
             if torch.optim.__name__ in type(optimizer).__module__ or birth:
-                self.report = (
-                    f"{symptom} -> optimizer\n  made by {name} ({has}) on {_type(p)}"
-                    f"{inside}\n  {why}\n  try: {advice}"
-                )
-            self.symptom = symptom
-            self._end()
+                about = {"verdict": "optimizer", "rank": self.rank, "names": (made, why)}
+                report = replace(birth or Report(), fix=fix, **about)
+            self.tape.calls = []  # they are of the next step
+            made = _made(extent(t))
+            self._stop(f"{self._called(p, key)} is {made} after good gradients", report)
 
-    def _explain(self, targets: Iterable[int] = (), evidence: Iterable = ()) -> Report | None:
+    def _reads(self, t, name):
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
+            return
+        loss = t.requires_grad and t.numel() == 1
+        if (name in ASKS and not loss) or t.numel() > 1 << 16 or not is_bad(span := extent(t)):
+            return
+        read = f"{_made(span)} at {_line(_frames())}"
+        self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
+        made = self.tape.maker(t)
+        if made and (loss or (read.startswith("nan") and t.numel() == 1)):
+            self._later(f"the script read {read}", made.number, [t.detach()] if loss else ())
+
+    def _called(self, p, key=""):
+        named = (pair for root in list(self.roots) for pair in root.named_parameters())
+        name = next((n for n, other in named if other is p), f"a parameter {_type(p)}")
+        return f"{key} of {name}" if key else name
+
+    # What made it
+
+    def _later(self, symptom, number, evidence=()):
+        """Explain it now, and say it at the end. Only a loss is worth a second run."""
+        if not self.texts and self.reads.total() < 4:
+            report = self._explain([number], evidence)
+            if report or evidence:
+                self._finding(symptom, report)
+
+    def _stop(self, symptom, report):
+        """It would reach the weights: the report, and the end."""
+        self._finding(symptom, report)
+        if self.world > 1:
+            self._agree(report)
+        self._put_back()
+        self.__exit__()
+        raise SystemExit(3)
+
+    def _finding(self, symptom, report):
+        self.step = self.steps
+        if report:
+            scale = self.scaler.get_scale() if self.scaler else 1.0
+            fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
+            report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
+            self.texts.append(str(report))
+            self.guilty = self.rank
+        self.symptom = f"{symptom} at step {self.step}"
+
+    def _explain(self, targets=(), evidence=(), raised="no error"):
         """The cause, here and now: the step is made again. Or by what was watched."""
+        report = None
         try:
             report = self._again(targets)
         except Exception as error:
             self._say(f"the step could not be made again ({_said(error)})", every=True)
-            report = None
-        if report and report.verdict not in ("not reproducible", "calibration", "error"):
-            return report
+        if report and report.source != UNKNOWN:
+            unknown = ("not reproducible", "calibration", "error")
+            if report.verdict not in unknown or report.symptom == raised:
+                return report
         birth = self.locator and self.locator.blame(evidence)
-        return self._of_birth(birth) if birth else None
+        return self._seen(birth) if birth else None
 
-    def _again(self, targets: Iterable[int]) -> Report | None:
+    def _seen(self, birth):
+        """The verdict on what was seen while every operation was watched."""
+        half = "float16" in birth.result and not birth.again
+        finite = not birth.source and (half or birth.again == "finite in float32")
+        verdict = birth.origin or ("precision" if finite else "divergence")
+        precision = birth.result.partition("[")[0]
+        about = {"rank": self.rank, "precision": precision, "repeated": False}
+        return replace(birth, verdict=verdict, **about)
+
+    @torch.no_grad()
+    def _put_back(self):
+        for statistic, copy in self.statistics:
+            statistic.copy_(copy)
+
+    def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
-        calls = list(self.tape.calls)
-        found = [c.function for c in calls if isinstance(c.function, nn.Module)]
-        net = _together(list(dict.fromkeys(found)))
-        now = StepRecord(self.step, net)
+        calls = self.tape.calls
+        net = _together([c.function for c in calls if isinstance(c.function, nn.Module)])
+        now = StepRecord(self.steps, net)
         modes = [(m, m.training) for m in net.modules()]
-        params = [p for call in calls for p in _flat((call.args, call.kwargs)) if p.is_leaf]
-        grads = [(p, p.grad) for p in (*net.parameters(), *params)]
-        for root in self.roots.values():
-            root.put_back()
-        record = StepRecord(self.step, net, rank=self.rank)
-        record.rng = next((call.rng for call in calls if call.rng), record.rng)
-        made: dict[Made, Tensor] = {}
-        leaves: dict[int, Tensor] = {}
-        ends = [k + 1 for k, call in enumerate(calls) if call.backward]
-        tensors, record.named = self._batch(calls)
-        for first, last in zip([0, *ends], [*ends, len(calls)], strict=True):
-            part = calls[first:last]
-            if part and (last in ends or targets):
-                given = {id(t) for call in part for t in _flat((call.args, call.kwargs))}
-                own = [t for t in tensors if id(t) in given]
-                record.keep(*own, partial(_play, part, made, leaves, net, targets, not first))
-        if not record.batches:
-            return None
+        leaves = [t for call in calls for t in call.given() if t.is_leaf]
+        grads = [(p, p.grad) for p in (*net.parameters(), *leaves)]
         sharded = any(hasattr(p, "to_local") for p in net.parameters())
-        if sharded and targets:
-            return None  # one rank alone has read it
         kinds = [dtype for call in calls for _, dtype in call.autocast]
-        kinds += [p.dtype for p in net.parameters()][:1]
-        precision = str(kinds[0]).removeprefix("torch.") if kinds else "float32"
-        def run_step(batch: tuple, fp32: bool) -> tuple:
+        kinds += [*(p.dtype for p in net.parameters()), torch.float32]
+
+        def run_step(batch, fp32):
             return batch[-1](fp32)
 
         try:
+            self._put_back()
+            record = StepRecord(self.steps, net, rank=self.rank)
+            record.rng = next((call.rng for call in calls if call.rng), record.rng)
+            batch, record.named = self._batch(calls)
+            part, made = [], {}
+            for call in calls:
+                part.append(call)
+                if call.function is BACKWARD or (targets and call is calls[-1]):
+                    given = {id(t) for c in part for t in c.given()}
+                    own = [t for t in batch if id(t) in given]
+                    record.keep(*own, partial(_play, part, made, net, targets))
+                    part = []
+            if not record.batches or (sharded and targets):  # one rank alone has read it
+                return None
             if sharded:  # all ranks do the same, once: its collectives then meet
-                birth = Rerun(run_step, record, net).watch()[1]
-                return self._of_birth(birth) if birth.op else None
+                birth = Rerun(run_step, record, net, {}).watch()
+                return self._seen(birth) if birth.op else None
+            precision = str(kinds[0]).removeprefix("torch.")
             return examine(run_step, record, net, precision=precision)
         finally:
             now.restore()
@@ -2117,114 +2073,60 @@ class Watch:
             for module, mode in modes:
                 module.training = mode
 
-    def _batch(self, calls: list[Call]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _batch(self, calls):
         """Of the tensors that the calls were given: the batch, and others by their names."""
-        modules = [call for call in calls if isinstance(call.function, nn.Module)]
-        given = {id(t): t for call in (*modules, *calls) for t in _flat((call.args, call.kwargs))}
-        given = {i: t for i, t in given.items() if not (t.requires_grad and t.is_leaf)}
-        first = next((t for t in given.values() if t.dim()), torch.empty(0))
-        batch, named = [], {}
-        for t in given.values():
-            maker = self.tape.maker(t)
-            like = t.shape[:1] == first.shape[:1] or t.shape[1:2] == first.shape[1:2]
-            if maker and maker.number >= 0:
-                named["a tensor of an earlier step"] = t
-            elif t.dim() and like:
+        first = sorted(calls, key=lambda call: not isinstance(call.function, nn.Module))
+        given = {id(t): t for call in first for t in call.given()}
+        given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
+        shape = next((t.shape for t in given if t.dim()), ())
+        batch, named = [], []
+        for t in given:
+            like = t.shape[:1] == shape[:1] or t.shape[1:2] == shape[1:2]
+            made = self.tape.maker(t)
+            early = not made or made.number <= self.first
+            if not made and t.grad_fn is not None:
+                named.append((UNKNOWN, t))
+            elif early and t.dim() and like:
                 batch.append(t)
-            elif maker:
-                named["a NumPy array"] = t
+            elif made:
+                when = "a tensor before the training" if early else "a tensor of an earlier step"
+                named.append((f"{when} ({_line(made.frames)})", t))
+            else:
+                named.append(("a tensor from outside of torch (NumPy, a file)", t))
         return batch, named
 
-    def _of_birth(self, birth: Birth) -> Report:
-        """The report on a birth that was seen while every operation was watched."""
-        if birth.origin or birth.source:
-            verdict = birth.origin or ("divergence" if birth.source == OPAQUE else "data")
-        else:
-            half = "float16" in birth.result
-            finite = birth.again == "finite in float32" or (half and not birth.again)
-            verdict = "precision" if finite else "divergence"
-        return Report(
-            verdict=verdict,
-            step=self.step,
-            rank=self.rank,
-            scale=self.scale,
-            precision=birth.result.partition("[")[0],
-            repeated=False,
-            **asdict(birth),
-        )
-
-    def _later(self, symptom: str, targets: list[int], evidence: Iterable = ()) -> None:
-        """Explain it now, and say it at the end."""
-        if self.later or self.reads.total() > 3:
-            return
-        self.step = self.steps
-        report = self._explain(targets, evidence)
-        if report:
-            self.later, self.guilty = str(replace(report, symptom=symptom)), self.rank
-        else:
-            self.symptom = self.symptom or f"{symptom} at step {self.step}"
-
-    def _finding(self, symptom: str, evidence: Iterable[Tensor] = (), go_on: bool = True) -> None:
-        """A bad number would reach the weights: the report, and the end."""
-        self.step = self.steps
-        report = None if self.report else self._explain((), evidence)
-        if report and self.skips:
-            report = replace(report, symptom=symptom, scale=self.scale)
-        text = self.report or (report and str(report))
-        text = self._agree(report, text) if self.world > 1 and go_on else text
-        self.report = text or ""
-        self.symptom = f"{symptom} at step {self.step}"
-        if self.step < (self.begin or 0):
-            self._say(f"this is before step {self.begin}, from which every operation is watched")
-        for root in self.roots.values():
-            root.put_back()
-        self._end()
-
-    def _end(self) -> None:
-        self.__exit__()
-        raise SystemExit(3)
-
-    def _agree(self, report: Report | None, text: str | None) -> str | None:
-        """The text of the guilty rank. No collective: a rank that has left is waited for WAIT s."""
+    def _agree(self, report):
+        """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
         grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
-        store = dist.distributed_c10d._get_default_store()
-        self.agreed += 1
-        key, until = f"autopsy/{self.agreed}/", time.monotonic() + WAIT
-        store.set(f"{key}{self.rank}", json.dumps([received, grave, self.rank, text]))
+        store, text = dist.distributed_c10d._get_default_store(), "\n".join(self.texts)
+        until = time.monotonic() + WAIT
+        store.set(f"autopsy/{self.rank}", json.dumps([received, grave, self.rank, text]))
         every = []
         for rank in range(self.world):
             with suppress(Exception):
                 left = timedelta(seconds=max(0.1, until - time.monotonic()))
-                store.wait([f"{key}{rank}"], left)
-                every.append(json.loads(store.get(f"{key}{rank}")))
+                store.wait([f"autopsy/{rank}"], left)
+                every.append(json.loads(store.get(f"autopsy/{rank}")))
         *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
-        return text and f"{text}\n  guilty: rank {self.guilty} of {self.world}"
-
-    def _named(self) -> dict[str, Tensor]:
-        return {n: p for root in list(self.roots) for n, p in root.named_parameters()}
-
-    def _called(self, p: Tensor) -> str:
-        names = (n for n, other in self._named().items() if other is p)
-        return next(names, f"a parameter {_type(p)}")
+        self.texts = [f"{text}\n  guilty: rank {self.guilty} of {self.world}"] if text else []
 
     # From start to end
 
-    def run(self) -> int:
+    def run(self):
         """The exit code: 3 for a finding, else 0; the script's exit code and exceptions pass."""
-        failure: BaseException | None = None
+        failure = None
         with suppress(SystemExit), self:
             try:
                 run_script(self.argv)
             except BaseException as error:
                 failure = error
             self._safely(self._last_look, failure)
-        bad = self.report or self.symptom or self.later
-        if isinstance(failure, Exception) and bad:
+        if isinstance(failure, Exception) and self.symptom:
             sys.excepthook(type(failure), failure, failure.__traceback__)
-        elif failure and not bad:
+        elif failure and not self.symptom:
             raise failure
-        text = "\n".join(filter(None, [self.report, self.later]))
+        text = "\n".join(self.texts)
         if self.symptom and not text:
             unseen = f"{self.symptom} -> not reproducible"
             text = unseen if self.again else self._second_run()
@@ -2240,51 +2142,47 @@ class Watch:
         time.sleep(3 * (self.rank != self.guilty))  # torchrun ends all ranks as soon as one has
         return 3
 
-    def _last_look(self, failure: BaseException | None) -> None:
+    def _last_look(self, failure):
         """At the end of the script: what is still pending, and all that it leaves."""
         self._transfer()
-        if isinstance(failure, Exception):
-            self._raised(failure)
+        if isinstance(failure, Exception):  # whatever the step has made is judged
+            raised = _said(failure)
+            report = self._explain([call.number for call in self.tape.calls], raised=raised)
+            if report and report.verdict == "error":
+                self._say(str(report), every=True)
+            elif report:
+                self._finding(raised, report)
         for root in list(self.roots) if not getattr(failure, "code", failure) else ():
             named = {f"parameter {n}": p for n, p in root.named_parameters()} | _statistics(root)
-            bad = [n for n, t in named.items() if is_bad(extent(t))]
+            bad = {n: t for n, t in named.items() if is_bad(extent(t))}
             if bad:
-                more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
                 self.tape.calls = []
-                self._finding(f"{bad[0]}{more} is bad at the end", [named[bad[0]]], False)
+                report = self._explain(evidence=bad.values())
+                self._finding(f"{_few(bad, 1)} is bad at the end", report)
+                return
 
-    def _raised(self, failure: BaseException) -> None:
-        """A step that raises: whatever it has made is judged."""
-        self.step = self.steps
-        report = self._explain([call.number for call in self.tape.calls])
-        if report:
-            self.report = str(replace(report, symptom=_said(failure)))
-            self.guilty = self.rank
-            self._end()
-
-    def _clean(self) -> None:
-        for text in self.outsiders:
-            self._say(text)
+    def _clean(self):
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
-        still = Counter(kind for kind, _, samples in self.still.values() if samples > 2)
-        for kind, n in still.items():
-            rates = ", ".join(f"{rate:g}" for rate in sorted(self.rates)[:4])
+        rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
+        still = [kind for (_, kind), x in self.norms.items() if len(x) > 2 and len({*x}) == 1]
+        for kind, n in Counter(still).items():
             self._say(
                 f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
                 f"read and never changed (lr {rates})"
             )
-        if min(self.rates, default=1.0) < 0:
-            self._say(f"a learning rate is negative: {min(self.rates):g}")
         if not self.passes:
-            self._say("I saw no training (no backward pass in this thread and process)")
+            self._say(
+                "I saw no training (no backward pass in this thread and process; processes that "
+                "torchrun starts are watched: torchrun --nproc_per_node=N autopsy.py SCRIPT)"
+            )
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
         norm = f", largest gradient norm {self.gradient:.3g}" if self.last else ""
         nothing = "no gradient or weight non-finite" if self.reads else "nothing non-finite"
         self._say(f"{self.steps} steps{skipped}, {nothing}{norm}")
 
-    def _second_run(self) -> str:
+    def _second_run(self):
         at = max(0, self.step - 1)
         if self.one_run:
             return (
@@ -2306,8 +2204,8 @@ class Watch:
             port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with tempfile.TemporaryDirectory() as folder:
-            torch.save(self.rng, os.path.join(folder, "rng"))
-            environment[RERUN] = f"{at}:{folder}"
+            torch.save((at, self.rng), os.path.join(folder, "start"))
+            environment[RERUN] = folder
             done = subprocess.run(
                 [sys.executable, *sys.orig_argv[1:]],
                 env=environment,
@@ -2329,10 +2227,10 @@ class Watch:
         )
 
 
-def _together(modules: list[nn.Module]) -> nn.Module:
+def _together(modules):
     """One module that holds these. A single one is itself."""
     inner = {m for root in modules for m in root.modules() if m is not root}
-    outer = [root for root in modules if root not in inner]
+    outer = [root for root in dict.fromkeys(modules) if root not in inner]
     if len(outer) == 1:
         return outer[0]
     net = nn.Module()
@@ -2342,19 +2240,8 @@ def _together(modules: list[nn.Module]) -> nn.Module:
     return net
 
 
-def _play(
-    calls: list[Call],
-    made: dict[Made, Tensor],
-    leaves: dict[int, Tensor],
-    net: nn.Module,
-    targets: Iterable[int],
-    first: bool,
-    fp32: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _play(calls, made, net, targets, fp32):
     """For examine(): these calls once more; what is judged, and the gradients."""
-    if first:
-        made.clear()
-        leaves.clear()
     half = [t for t in (*net.parameters(), *net.buffers()) if fp32 and t.dtype in HALF]
     was = [t.data for t in half]
     try:
@@ -2362,52 +2249,35 @@ def _play(
             t.data = t.data.float()
         with InDtype(torch.float32, NARROW) if fp32 else nullcontext():
             for call in calls:
-                call.again(made, leaves)
+                call.again(made)
     finally:
         for t, data in zip(half, was, strict=True):
             t.data = data
     judged = [t for m, t in made.items() if m.number in targets]
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]
-    if calls[-1].backward:
+    if calls[-1].function is BACKWARD:
         judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
     bad = [t for t in judged if is_bad(extent(t))]
-    grads = {n: p.grad for n, p in net.named_parameters()}
-    grads |= {f"what was computed before, {k}": t.grad for k, t in enumerate(leaves.values())}
-    return (bad or judged or [torch.zeros(())])[0].detach(), grads
+    loss = (bad or judged or [torch.zeros(())])[0].detach()
+    return loss, {n: p.grad for n, p in net.named_parameters()}
 
 
-def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
-    """Why AdamW must not keep its state in dtype with this eps and beta2; "": it may."""
-    if torch.tensor(eps).to(dtype) == 0:
-        return f"eps={eps:g} is exactly 0 in {dtype}: AdamW divides 0 by 0 where a gradient is 0"
-    # Distance from 1 to the next number; rounding moves by half of it at most. v = 1 + unit is the
-    # hardest to move: v * (1 - beta2) must reach unit / 2, where the tie goes to the even number 1.
-    unit = torch.finfo(dtype).eps
-    least = unit / (2 + 2 * unit)
-    if 1 - beta2 < least:
-        return (
-            f"a {dtype} second moment never decays with beta2={beta2:g} "
-            f"(beta2 <= {1 - least:.4f} does)"
-        )
-    return ""
-
-
-def _moved(optimizer: Any) -> list[Tensor]:
+def _moved(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _held(optimizer: Any) -> Iterator[tuple[dict, Tensor, str, Tensor]]:
+def _held(optimizer):
     """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
-    for group in optimizer.param_groups:
+    for k, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            yield group, p, "", p
+            yield k, p, "", p
             for key, t in optimizer.state.get(p, {}).items():
                 if isinstance(t, Tensor) and t.dim() and t.is_floating_point():
-                    yield group, p, key, t
+                    yield k, p, key, t
 
 
-def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _norms(tensors):
     """The 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
     flat = [_values(t.detach()) for t in tensors]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
@@ -2415,7 +2285,7 @@ def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 
-def _host(values: list[Tensor]) -> list[float]:
+def _host(values):
     """0-dim tensors as Python floats, in one transfer."""
     device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
     flat = [v.detach().float().reshape(()).to(device) for v in values]
@@ -2435,41 +2305,33 @@ def run_script(argv: list[str]) -> None:
         exec(compile(file.read(), main.__file__, "exec", dont_inherit=True), vars(main))
 
 
-def without_our_frames(original: Callable, kind: type, error: BaseException, tb: Any) -> None:
-    """For sys.excepthook: the traceback that the script has without the watch."""
-    frames = [tb]
-    while frames[-1]:
-        frames.append(frames[-1].tb_next)
-    inner = None
-    for frame in reversed(frames[:-1]):
-        file = frame.tb_frame.f_code.co_filename
-        if file not in (__file__, runpy.__file__) and "frozen runpy" not in file:
-            inner = TracebackType(inner, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    original(kind, error.with_traceback(inner), inner)
+def without_our_frames(original, kind, error, tb):
+    """For sys.excepthook: the traceback begins where the script does."""
+    while tb and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        tb = tb.tb_next
+    original(kind, error.with_traceback(tb), tb)
 
 
 def main() -> int:
-    argv, options = sys.argv[1:], {"--report": "autopsy.txt", "--from-step": None}
-    first, _, folder = os.environ.pop(RERUN, "").partition(":")
-    one_run = False
-    while len(argv) > 1 and argv[0] in (*options, "--one-run"):
-        if argv[0] == "--one-run":
-            one_run, argv = True, argv[1:]
-        else:
-            options[argv[0]], argv = argv[1], argv[2:]
-    if not argv or (argv[0].startswith("-") and argv[0] != "-m"):
+    parser = argparse.ArgumentParser(usage=USAGE)
+    parser.add_argument("--report", default="autopsy.txt")
+    parser.add_argument("--from-step", type=int)
+    parser.add_argument("--one-run", action="store_true")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    if not args.m and not args.script:
         print(USAGE, end="\n\n")
         return demo() or 0
-    if argv[0] != "-m" and not os.path.isfile(argv[0]):
-        sys.exit(f"autopsy: {argv[0]} is no file")
-    begin, path = options["--from-step"], options["--report"]
+    begin, path = args.from_step, args.report
+    folder = os.environ.pop(RERUN, "")
     if folder:
-        begin, path = first, os.path.join(folder, "report")
-        states = torch.load(os.path.join(folder, "rng"), weights_only=False)
+        path = os.path.join(folder, "report")
+        begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
         set_rng_states(states, "cpu")
     sys.excepthook = partial(without_our_frames, sys.excepthook)
-    begin = None if begin is None else int(begin)
-    return Watch(argv, path, begin, bool(folder), one_run).run()
+    argv = ["-m", *args.m] if args.m else args.script
+    return Watch(argv, path, begin, bool(folder), args.one_run).run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import run_ranks
 
 import autopsy
 
@@ -82,8 +83,6 @@ with torch.no_grad():
 """
 
 
-
-
 @pytest.fixture
 def run(tmp_path):
     """Runs a script with and without the watch: code, out, err. A fork needs no import of torch."""
@@ -119,6 +118,14 @@ def run(tmp_path):
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
     return go
+
+
+def ranks(folder, text, *args, watched=True):
+    """The same on two ranks."""
+    (folder / "script.py").write_text(text)
+    files = [ROOT / "autopsy.py", "script.py"] if watched else ["script.py"]
+    codes, outs, errs = zip(*run_ranks([*files, *args], folder), strict=True)
+    return SimpleNamespace(returncode=max(codes), stdout="".join(outs), stderr="".join(errs))
 
 
 def process(folder, text, *args, launcher=(), watched=True, name="script.py"):
@@ -239,7 +246,8 @@ for step in range(6):
 
 @pytest.mark.parametrize(("fault", "words"), [
     ("accumulated", "-> precision"), ("overwritten", "-> precision"),
-    ("numpy", "first to use a NumPy array: aten.mul"), ("opaque", "an opaque kernel")])
+    ("numpy", "first to use a tensor from outside of torch (NumPy, a file): aten.mul"),
+    ("opaque", "an opaque kernel")])
 def test_kinds_that_look_like_another(run, fault, words):
     bare, done = run(LEFT_OVER, "", watched=False), run(LEFT_OVER, fault)
     assert bare.returncode == 0 and done.returncode == 3 and words in done.stderr, done.stderr
@@ -247,9 +255,9 @@ def test_kinds_that_look_like_another(run, fault, words):
         assert f"script.py:{line_of(LEFT_OVER, fault)} " in done.stderr, done.stderr
 
 
-def test_a_fault_before_the_step_to_begin_with_is_said_to_be_early_and_samples_are_positions(run):
+def test_a_fault_before_the_step_to_begin_with_is_named_too_and_samples_are_positions(run):
     done = run(CLASSIFIER, "division", before=("--from-step", "5"))
-    assert "this is before step 5" in done.stderr and "positions in the batch" in done.stderr
+    assert "positions in the batch" in done.stderr
     named(done, CLASSIFIER, "division", "divergence")
 
 
@@ -270,9 +278,11 @@ if sys.argv[1:] == ["raise"]:
 """
 
 
+def test_the_exit_code_of_the_script_passes_through(run):
+    assert run(WORLD, "exit").returncode == 7
 
 
-@pytest.mark.parametrize("ending", ["exit", "raise", "interrupt"])
+@pytest.mark.parametrize("ending", ["raise", "interrupt"])
 def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_path, ending):
     bare, watched = (process(tmp_path, WORLD, ending, watched=w) for w in (False, True))
     assert bare.stdout == watched.stdout and bare.stdout
@@ -361,15 +371,14 @@ elif kind == "loader":
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 elif kind == "compile":
-    net = torch.compile(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1)))
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    net = torch.compile(net, backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in ticks(4):
         loss = bad(net(torch.randn(9, 4))).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 """
-
-
 
 
 @pytest.mark.parametrize("kind", ["dict", "closure", "two optimizers", "no optimizer", "loader",
@@ -402,8 +411,6 @@ for step in range(60):
     scaler.update()
     print(step, loss.item().hex(), scaler.get_scale())
 """
-
-
 
 
 def test_a_skip_of_the_loss_scaler_is_calibration_until_it_goes_on(run):
@@ -484,7 +491,7 @@ else:
     ("raises", 3, "-> divergence"), ("passes over", 3, "-> divergence"),
     ("print", 3, "-> divergence"), ("by hand", 3, "-> divergence"),
     ("own optimizer", 3, "made by Own"), ("eps", 3, "eps=0 is exactly 0"),
-    ("moment", 3, "exp_avg of fc.weight is nan before the first step -> weights"),
+    ("moment", 3, "exp_avg of fc.weight is nan before the optimizer's first step"),
     ("half weights", 0, "2 bfloat16 tensors had gradients at every step read and never changed"),
     ("count", 0, "before any backward pass: passed over"), ("thread", 0, "I saw no training"),
     ("validation", 3, "the script read nan at"), ])
@@ -494,6 +501,49 @@ def test_it_is_never_silent_about_a_bad_number(run, fault, code, words):
     assert ("nothing non-finite" in done.stderr) == (code == 0 and fault != "thread")
     if f"# {fault}" in NEVER_SILENT or fault in ("print", "own optimizer"):
         assert f"script.py:{line_of(NEVER_SILENT, fault)} " in done.stderr, done.stderr
+
+
+KINDS = PREAMBLE + """
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 13)
+table = torch.arange(9.0) / torch.arange(9.0)  # table
+data = torch.randn(64, 6)
+if fault == "cut before":
+    data[61] = torch.nan
+total, count = torch.zeros(2, 16), torch.tensor(0.0)
+for step, x in enumerate(data.split(8)):
+    out = net(x)
+    if fault == "raises finite" and step == 4:
+        net(x[:, :3])
+    loss = out.square().mean()
+    if fault == "table":
+        loss = loss * table[8 - step - (step == 7)]
+    optimizer.zero_grad()
+    if fault == "scaler by half":
+        scaler.scale(loss * 1e16).backward()
+    else:
+        loss.backward()
+    optimizer.step()
+    if step == 4:
+        with torch.no_grad():
+            net[3].bias[out.argmax(1).eq(9)[:2]] = out.sum() * 0  # by an index: nothing is wrong
+            if fault == "weights":
+                net[3].weight.copy_(total / count)  # weights
+            if fault == "metric":
+                print(((out > 9).sum() / (out > 9).sum()).item())  # metric
+"""
+
+
+@pytest.mark.parametrize(("fault", "code", "words"), [
+    ("cut before", 3, "samples 5 of micro-batch 0"), ("table", 3, "-> data"),
+    ("weights", 3, "into 3.weight is nan"), ("metric", 3, "-> divergence"),
+    ("raises finite", 1, "-> error"), ("scaler by half", 3, "multiplied by the loss scale")])
+def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
+    bare, done = run(KINDS, watched=False), run(KINDS, fault)
+    assert bare.returncode == 0 and done.returncode == code and words in done.stderr, done.stderr
+    if f"# {fault}" in KINDS:
+        assert f"script.py:{line_of(KINDS, fault)} " in done.stderr, done.stderr
 
 
 def test_an_error_of_the_watch_is_one_line_and_the_script_goes_on(run):
@@ -522,8 +572,6 @@ dist.destroy_process_group()
 """
 
 
-
-
 LEAVES = RANKS.replace("    optimizer.zero_grad(); loss", """    if loss.item() != loss.item():
         sys.exit("Loss is not finite")
     optimizer.zero_grad(); loss""").replace("out / (out * 0)", "out * 0 / (out * 0)")
@@ -543,10 +591,9 @@ def printed(done):
 @pytest.mark.parametrize("text", [LEAVES, SHARDED], ids=["sys.exit", "fsdp"])
 def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_is_named(
         tmp_path, text):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    bare, watched = (process(tmp_path, text, launcher=torchrun, watched=w) for w in (False, True))
+    bare, watched = (ranks(tmp_path, text, watched=w) for w in (False, True))
     assert printed(bare) == printed(watched) and len(printed(bare)) == 5, watched.stderr
-    done = process(tmp_path, text, "fault", launcher=torchrun)
+    done = ranks(tmp_path, text, "fault")
     assert done.returncode != 0, done.stderr
     assert f"script.py:{line_of(text, 'rank')} " in done.stderr, done.stderr
     assert done.stderr.count("first bad op") == 1 and "rank 1" in done.stderr, done.stderr
@@ -554,7 +601,7 @@ def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_i
 
 def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    bare, watched = (process(tmp_path, RANKS, launcher=torchrun, watched=w) for w in (False, True))
+    bare, watched = (ranks(tmp_path, RANKS, watched=w) for w in (False, True))
     assert printed(bare) == printed(watched) and len(printed(bare)) == 5, watched.stderr
     assert watched.returncode == 0 and watched.stderr.count("nothing non-finite") == 1
     done = process(tmp_path, RANKS, "fault", launcher=torchrun)
@@ -628,8 +675,6 @@ for step in range(5):
     else: scaler(loss, optimizer, clip_grad=1.0, parameters=net.parameters())
     print(loss.item().hex())
 """
-
-
 
 
 @pytest.mark.parametrize(("package", "text"), [
