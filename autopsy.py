@@ -74,6 +74,7 @@ from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import count, takewhile
 from math import inf
+from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -88,10 +89,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
@@ -1625,6 +1623,7 @@ class Watch:
         self.rates = set()
         self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
         self.reads = Counter()
+        self.unwatched = set()  # sentences
         self.symptom, self.step, self.texts = "", 0, []
 
     def __enter__(self):
@@ -1642,6 +1641,7 @@ class Watch:
             around = {"step": self._scaler_step}.get(name, partial(self._scaled, name == "scale"))
             self._wrap(torch.amp.GradScaler, name, around)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
+        self._wrap(BaseProcess, "start", self._children)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
             torch.compiler.set_stance("force_eager")
@@ -1708,8 +1708,19 @@ class Watch:
         finally:
             self.tape.turn(was and self.on)
 
+    def _children(self, original, process):
+        if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
+            self.unwatched.add("the script started processes, which are not watched (those that "
+                               "torchrun --nproc_per_node=N autopsy.py SCRIPT starts are)")
+        return original(process)
+
     def _enter(self, module, args):
-        if torch.compiler.is_compiling() or not self._mine():
+        if torch.compiler.is_compiling():
+            return
+        in_backward = torch._C._current_autograd_node() is not None  # a GPU's runs in a thread
+        if threading.get_ident() != self.thread and not in_backward:
+            self.unwatched.add("modules ran in another thread, which is not watched")
+        if not self._mine():
             return
         self.depth += 1
         if self.depth == 1:
@@ -2001,6 +2012,8 @@ class Watch:
             self.texts.append(str(report))
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
+        if self.step < (self.begin or 0):
+            self._say(f"this is before step {self.begin}, from which every operation is watched")
 
     def _explain(self, targets=(), evidence=(), raised="no error"):
         """The cause, here and now: the step is made again. Or by what was watched."""
@@ -2162,6 +2175,8 @@ class Watch:
                 return
 
     def _clean(self):
+        for text in self.unwatched:
+            self._say(text)
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
         rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
@@ -2171,11 +2186,10 @@ class Watch:
                 f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
                 f"read and never changed (lr {rates})"
             )
+        if min(self.rates, default=1.0) < 0:
+            self._say(f"a learning rate is negative: {min(self.rates):g}")
         if not self.passes:
-            self._say(
-                "I saw no training (no backward pass in this thread and process; processes that "
-                "torchrun starts are watched: torchrun --nproc_per_node=N autopsy.py SCRIPT)"
-            )
+            self._say("I saw no training (no backward pass in this thread and process)")
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
         norm = f", largest gradient norm {self.gradient:.3g}" if self.last else ""
@@ -2306,9 +2320,15 @@ def run_script(argv: list[str]) -> None:
 
 
 def without_our_frames(original, kind, error, tb):
-    """For sys.excepthook: the traceback begins where the script does."""
-    while tb and tb.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    """For sys.excepthook: the traceback that the script has without the watch."""
+    frames = []
+    while tb:
+        if tb.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
+            frames.append(tb)
         tb = tb.tb_next
+    for frame, following in zip(frames, [*frames[1:], None], strict=True):
+        frame.tb_next = following
+    tb = frames[0] if frames else None
     original(kind, error.with_traceback(tb), tb)
 
 
