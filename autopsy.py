@@ -110,7 +110,8 @@ VERDICTS = {
     "data": ("look at these samples; leave them out",) * 2,
     "weights": (
         "--resume last_good.pt, and look at what the steps before this one did",
-        "reset it, or load the last checkpoint that is finite; examine the step that wrote it",
+        "reset it, or load a checkpoint in which it is finite; look at what wrote it: an earlier "
+        "step, the code that fills it, or the checkpoint that was loaded",
     ),
     "error": ("mend the code at this line",) * 2,
     "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
@@ -154,7 +155,7 @@ UNMASK = (
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
 NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
 EQUAL = (
-    "equal eigenvalues: the slope holds 1 / (their difference), which is 1 / 0; "
+    "equal eigenvalues or singular values: the slope holds 1 / (their difference), which is 1 / 0; "
     "add a small distinct diagonal",
     None,
 )
@@ -399,7 +400,9 @@ class Report:
             )
         if self.verdict == "data" and self.source.startswith("a "):
             return "mend this number where it is made: NumPy, a constant, a table"
-        if self.entered:
+        if self.source.startswith(EARLIER):
+            return "that line made it or passed it on: --from-step 0 names the operation"
+        if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
                 "(a row without entries), write 0 before the sum or product"
@@ -676,7 +679,8 @@ CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
 UNKNOWN = "what a custom autograd.Function or compiled code made"
-STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", "a tensor of an earlier step")
+EARLIER = "a tensor of an earlier step"
+STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", EARLIER)
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
@@ -840,8 +844,10 @@ class Locator(TorchDispatchMode):
             return number, birth
         masks = number == LAWFUL
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
-        if masks and rule.sums and birth and any(is_bad(s) for _, s in addends):
-            # a mask that is added up is none: its maker is guilty
+        added = rule.sums and any(is_bad(s) for _, s in addends)
+        spoils = birth and birth.source and not is_mask(span) and not rule.takes_masks
+        if masks and birth and (added or spoils):
+            # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
         if is_mask(span) and (masks or wanted):
             return LAWFUL, birth or self._birth(func, spans, t)
@@ -870,12 +876,15 @@ class Locator(TorchDispatchMode):
         if (storage := _storage(t)) in self.causes:
             return self.causes[storage]
         name = self._known.get(storage, "")
-        if is_mask(span) and not name.startswith("parameter ") and not STATISTIC.search(name):
+        lawful = not name.startswith("parameter ") and not STATISTIC.search(name)
+        mask = is_mask(span) and lawful
+        if mask and (not name or name.startswith(STATE)):
             return LAWFUL, None
         if not name or not func:
             return NOBODY
         birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
-        return self.causes.setdefault(storage, (next(self._clock), birth))
+        number = LAWFUL if mask else next(self._clock)
+        return self.causes.setdefault(storage, (number, birth))
 
     def _birth(self, func, spans, out=None):
         module, call = self._stack[-1]
@@ -973,6 +982,10 @@ class Locator(TorchDispatchMode):
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
+            if rule.joins and not sources and len(given[0]) == self.size:  # of a loop over samples
+                d = given.get(1, given.get("dim", 0))
+                if t.shape[d] == self.size:
+                    self._carries(t, d % t.dim(), 1)
 
 
 STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # other dimensions; the batch stays
@@ -1034,7 +1047,9 @@ def _rule(func):
         overwrites=name in OVERWRITES,
         constant=name in CONSTANTS,
         empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
+        joins=name in ("stack", "cat"),
         sums=SUMS.fullmatch(name),
+        takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
     )
 
@@ -1624,7 +1639,7 @@ class Watch:
         self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
         self.reads = Counter()
         self.unwatched = set()  # sentences
-        self.symptom, self.step, self.texts = "", 0, []
+        self.symptom, self.step, self.texts = "", 0, {}
 
     def __enter__(self):
         # hooks that fire twice when compiled: harmless
@@ -1952,7 +1967,7 @@ class Watch:
             hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
             has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
             why = f"the gradient norm was up to {self.gradient:.3g}"
-            fix = "a lower lr, and weights and moments in fp32"
+            fix = "a lower lr" + (", and weights and moments in fp32" if p.dtype in HALF else "")
             if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
                 why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
                 fix = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
@@ -1962,7 +1977,10 @@ class Watch:
             birth = self.locator and self.locator.blame([t])
             report = None
             if torch.optim.__name__ in type(optimizer).__module__ or birth:
-                about = {"verdict": "optimizer", "rank": self.rank, "names": (made, why)}
+                if birth and birth.weak and not birth.source:
+                    fix = f"{WEAK[birth.weak][0]}, at {birth.line}"
+                names = (made,) if birth else (made, why)
+                about = {"verdict": "optimizer", "rank": self.rank, "names": names}
                 report = replace(birth or Report(), fix=fix, **about)
             self.tape.calls = []  # they are of the next step
             made = _made(extent(t))
@@ -2009,7 +2027,7 @@ class Watch:
             scale = self.scaler.get_scale() if self.scaler else 1.0
             fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
             report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
-            self.texts.append(str(report))
+            self.texts[report.op or symptom, report.line] = str(report)  # of two the last one
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):
@@ -2022,11 +2040,12 @@ class Watch:
             report = self._again(targets)
         except Exception as error:
             self._say(f"the step could not be made again ({_said(error)})", every=True)
-        if report and report.source != UNKNOWN:
+        birth = self.locator and self.locator.blame(evidence)
+        earlier = report and report.source.startswith(EARLIER)
+        if report and report.source != UNKNOWN and not (birth and earlier):
             unknown = ("not reproducible", "calibration", "error")
             if report.verdict not in unknown or report.symptom == raised:
                 return report
-        birth = self.locator and self.locator.blame(evidence)
         return self._seen(birth) if birth else None
 
     def _seen(self, birth):
@@ -2057,6 +2076,8 @@ class Watch:
         kinds += [*(p.dtype for p in net.parameters()), torch.float32]
 
         def run_step(batch, fp32):
+            if batch is record.batches[0]:
+                made.clear()
             return batch[-1](fp32)
 
         try:
@@ -2102,7 +2123,7 @@ class Watch:
             elif early and t.dim() and like:
                 batch.append(t)
             elif made:
-                when = "a tensor before the training" if early else "a tensor of an earlier step"
+                when = "a tensor before the training" if early else EARLIER
                 named.append((f"{when} ({_line(made.frames)})", t))
             else:
                 named.append(("a tensor from outside of torch (NumPy, a file)", t))
@@ -2112,7 +2133,7 @@ class Watch:
         """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
         grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
-        store, text = dist.distributed_c10d._get_default_store(), "\n".join(self.texts)
+        store, text = dist.distributed_c10d._get_default_store(), "\n".join(self.texts.values())
         until = time.monotonic() + WAIT
         store.set(f"autopsy/{self.rank}", json.dumps([received, grave, self.rank, text]))
         every = []
@@ -2122,7 +2143,7 @@ class Watch:
                 store.wait([f"autopsy/{rank}"], left)
                 every.append(json.loads(store.get(f"autopsy/{rank}")))
         *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
-        self.texts = [f"{text}\n  guilty: rank {self.guilty} of {self.world}"] if text else []
+        self.texts = {1: f"{text}\n  guilty: rank {self.guilty} of {self.world}"} if text else {}
 
     # From start to end
 
@@ -2139,7 +2160,7 @@ class Watch:
             sys.excepthook(type(failure), failure, failure.__traceback__)
         elif failure and not self.symptom:
             raise failure
-        text = "\n".join(self.texts)
+        text = "\n".join(self.texts.values())
         if self.symptom and not text:
             unseen = f"{self.symptom} -> not reproducible"
             text = unseen if self.again else self._second_run()

@@ -907,6 +907,27 @@ def test_a_number_from_outside_of_torch_is_data():
     assert report.verdict == "data" and "NumPy, a constant" in report.suggestion
 
 
+def test_an_infinite_number_of_the_batch_that_no_softmax_takes_is_data():
+    def run_step(batch, fp32):
+        loss = F.smooth_l1_loss(net(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    net, target = Net(), torch.zeros(8, 3)
+    target[5, 1] = -math.inf
+    report = autopsied(net, (X, target), run_step=run_step)
+    assert (report.verdict, report.samples) == ("data", (5,))
+    assert report.names == ("target holds -inf",)
+
+
+def test_samples_survive_a_loop_over_them():
+    def between(h):
+        return torch.stack([row * row[k == 3:].mean() / row[:3 * (k != 3)].mean()
+                            for k, row in enumerate(h)])
+
+    assert autopsied(Net(between)).samples == (3,)
+
+
 def test_a_cure_that_was_tried_in_vain_is_not_advised():
     report = autopsied(Net(lambda h: torch.exp(h * 0 + 2e3) ** 3))
     assert report.tried[0].startswith("exp(x.clamp(max=80))") and "still bad" in report.tried[0]

@@ -527,11 +527,16 @@ for step, x in enumerate(data.split(8)):
     loss = out.square().mean()
     if fault == "table":
         loss = loss * table[8 - step - (step == 7)]
+    if step > 5:
+        loss = loss + total.mean()
     optimizer.zero_grad()
     if fault == "scaler by half":
         scaler.scale(loss * 1e16).backward()
     else:
         loss.backward()
+    if fault == "read between" and step == 4:
+        net(x).mean().backward()
+        print(((out > 9).sum() / (out > 9).sum()).item())  # read between
     optimizer.step()
     if step == 4:
         with torch.no_grad():
@@ -540,18 +545,29 @@ for step, x in enumerate(data.split(8)):
                 net[3].weight.copy_(total / count)  # weights
             if fault == "metric":
                 print(((out > 9).sum() / (out > 9).sum()).item())  # metric
+            if fault == "carried":
+                total = total / count  # carried
 """
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), [
     ("cut before", 3, "samples 5 of micro-batch 0"), ("table", 3, "-> data"),
     ("weights", 3, "into 3.weight is nan"), ("metric", 3, "-> divergence"),
+    ("read between", 3, ": finite\n  try: division by zero"),
     ("raises finite", 1, "-> error"), ("scaler by half", 3, "multiplied by the loss scale")])
 def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
     bare, done = run(KINDS, watched=False), run(KINDS, fault)
     assert bare.returncode == 0 and done.returncode == code and words in done.stderr, done.stderr
     if f"# {fault}" in KINDS:
         assert f"script.py:{line_of(KINDS, fault)} " in done.stderr, done.stderr
+
+
+def test_what_an_earlier_step_has_made_is_named_where_every_operation_is_watched(run):
+    done = run(KINDS, "carried")
+    assert "a tensor of an earlier step" in done.stderr and "--from-step 0" in done.stderr
+    done = run(KINDS, "carried", before=("--from-step", "0"))
+    assert "first bad op: aten.div" in done.stderr, done.stderr
+    assert f"script.py:{line_of(KINDS, 'carried')} " in done.stderr, done.stderr
 
 
 def test_an_error_of_the_watch_is_one_line_and_the_script_goes_on(run):
