@@ -1629,7 +1629,7 @@ class Watch:
         self.pending = []
         self.losses = []
         self.roots = WeakKeyDictionary()  # hidden states
-        self.statistics = []  # buffer, copy from the last good step
+        self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
         self.weights = WeakKeyDictionary()
         self.call = self.trained = self.stepping = self.locator = None
         self.first = 0  # the number of calls at the first backward
@@ -1754,9 +1754,9 @@ class Watch:
     def _begins(self, module, args):
         if module not in self.roots:
             self.roots[module] = []
-            self.statistics += [(b, b.clone()) for b in _statistics(module).values()]
+            self.statistics[module] = [(b, b.clone()) for b in _statistics(module).values()]
             self.weights.update({_storage(p): True for p in module.parameters()})
-        if self.tape.bytes > ROOM:
+        if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
         bare = isinstance(module, nn.parallel.DistributedDataParallel)
@@ -1781,6 +1781,8 @@ class Watch:
                 name = type(module).__name__
                 judge = partial(self._bad_output, name, call.number, self.passes)
                 self.pending.append((largest, judge))
+            if len(self.pending) > 999:  # a script that trains nothing
+                self._transfer(calm=True)
 
     @property
     def steps(self):
@@ -1867,9 +1869,9 @@ class Watch:
         self.pending += [(norm, judge) for norm in _norms(held)]
         if self.locator:
             self._transfer()
-        if self.statistics:
-            now, copies = zip(*self.statistics, strict=True)
-            torch._foreach_copy_(copies, now)
+        pairs = [pair for own in self.statistics.values() for pair in own]
+        if pairs:
+            torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
 
     def _by_hand(self, p, values):
         """The script writes these values into a weight: an update, an average, a copy."""
@@ -2059,8 +2061,9 @@ class Watch:
 
     @torch.no_grad()
     def _put_back(self):
-        for statistic, copy in self.statistics:
-            statistic.copy_(copy)
+        for own in self.statistics.values():
+            for statistic, copy in own:
+                statistic.copy_(copy)
 
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
@@ -2201,8 +2204,13 @@ class Watch:
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
         rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
-        still = [kind for (_, kind), x in self.norms.items() if len(x) > 2 and len({*x}) == 1]
-        for kind, n in Counter(still).items():
+        read = {(p, kind): {*x} for (p, kind), x in self.norms.items() if len(x) > 2}
+        every = Counter(kind for _, kind in read)
+        still = Counter(kind for (_, kind), norms in read.items() if len(norms) == 1)
+        for kind, n in still.items():
+            # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
+            if kind not in HALF and n < every[kind] and 0 not in self.rates:
+                continue
             self._say(
                 f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
                 f"read and never changed (lr {rates})"
