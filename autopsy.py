@@ -102,7 +102,6 @@ FLOATS = tuple(
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 EPS = 1e-6
-
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
@@ -982,7 +981,8 @@ class Locator(TorchDispatchMode):
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
-            if rule.joins and not sources and len(given[0]) == self.size:  # of a loop over samples
+            # What a loop over the samples has made is put together.
+            if rule.joins and not sources and len(given.get(0, ())) == self.size:
                 d = given.get(1, given.get("dim", 0))
                 if t.shape[d] == self.size:
                     self._carries(t, d % t.dim(), 1)
@@ -1732,9 +1732,10 @@ class Watch:
     def _enter(self, module, args):
         if torch.compiler.is_compiling():
             return
-        in_backward = torch._C._current_autograd_node() is not None  # a GPU's runs in a thread
-        if threading.get_ident() != self.thread and not in_backward:
-            self.unwatched.add("modules ran in another thread, which is not watched")
+        if threading.get_ident() != self.thread:
+            if torch._C._current_autograd_node() is None:  # a GPU's backward is a thread too
+                self.unwatched.add("modules ran in another thread, which is not watched")
+            return
         if not self._mine():
             return
         self.depth += 1
@@ -2146,7 +2147,7 @@ class Watch:
                 store.wait([f"autopsy/{rank}"], left)
                 every.append(json.loads(store.get(f"autopsy/{rank}")))
         *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
-        self.texts = {1: f"{text}\n  guilty: rank {self.guilty} of {self.world}"} if text else {}
+        self.texts = {"": f"{text}\n  guilty: rank {self.guilty} of {self.world}"} if text else {}
 
     # From start to end
 
@@ -2372,6 +2373,8 @@ def main() -> int:
     if not args.m and not args.script:
         print(USAGE, end="\n\n")
         return demo() or 0
+    if not args.m and not os.path.isfile(args.script[0]):
+        sys.exit(f"autopsy: {args.script[0]} is no file")
     begin, path = args.from_step, args.report
     folder = os.environ.pop(RERUN, "")
     if folder:

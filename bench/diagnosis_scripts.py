@@ -540,6 +540,8 @@ def answer(name, folder):
     command = [sys.executable, record.ROOT / "autopsy.py", "script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     said = done.stderr
+    for path in (folder, record.ROOT, sys.prefix):  # of this machine
+        said = said.replace(f"{path}/", "")
     guilty = [n for n, line in enumerate(text.splitlines(), 1) if "<- guilty" in line]
     lines = [int(n) for n in re.findall(r"script\.py:(\d+) ", said)]
     right = {"code": done.returncode == code, "words": bool(re.search(words, said)),

@@ -69,7 +69,7 @@ class Operations(TorchDispatchMode):
 
 
 SERVER = """
-import json, os, runpy, sys, traceback
+import json, os, runpy, signal, sys, traceback
 import matplotlib.pyplot, torch, torch._dynamo, torchvision.transforms.v2, tqdm
 for line in sys.stdin:
     children = []
@@ -77,6 +77,7 @@ for line in sys.stdin:
         children.append(os.fork())
         if children[-1]:
             continue
+        signal.alarm(1800)  # one that hangs does not outlive the tests for long
         for descriptor, path in enumerate([os.devnull, printed + ".out", printed + ".err"]):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY
             os.dup2(os.open(path, flags), descriptor)

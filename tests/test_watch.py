@@ -292,6 +292,12 @@ def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_pa
     assert "autopsy.py" not in watched.stderr, "a frame of the watch in the script's traceback"
 
 
+def test_a_script_that_is_not_there_is_named_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["autopsy.py", "nowhere.py"])
+    with pytest.raises(SystemExit, match=r"autopsy: nowhere\.py is no file"):
+        autopsy.main()
+
+
 def test_a_module_runs_by_its_name(tmp_path):
     done = process(tmp_path, CLASSIFIER, "division", name="package/train.py")
     at = f"train.py:{line_of(CLASSIFIER, 'division')} "
