@@ -227,15 +227,12 @@ def precision(run: Run, saved: dict | None) -> float | None:
         seconds_of(run, dtype, count)  # the first one warms up
         return seconds_of(run, dtype, count) * images / count
 
-    def stopwatch(_: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
-        return tuple(map(step, dtypes))
-
     norms = [m for m in run.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     policy = seconds = None
     if run.rank == 0:
         gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
-        watch = None if gains or resumes else stopwatch
-        policy = amp_policy.choose_policy(wanted, caps, stopwatch=watch)
+        own_step = None if gains or resumes else lambda _, dtypes: tuple(map(step, dtypes))
+        policy = amp_policy.choose_policy(wanted, caps, stopwatch=own_step)
         if norms and gains and (wanted, policy.name) == ("auto", "bf16"):
             # cuDNN has a BatchNorm for float16 and none for bfloat16.
             other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
@@ -244,14 +241,15 @@ def precision(run: Run, saved: dict | None) -> float | None:
                 why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
                 policy = dataclasses.replace(other, reason=why)
         seconds = None if gains else step(policy.dtype)
-    run.policy, seconds = agreed((policy, seconds))
+    policy, seconds = agreed((policy, seconds))
+    run.policy = policy
     with refusing(ValueError):
         fp32.keep_fp32(run.net, args.keep_fp32)
-        run.net = run.policy.prepare(run.net)
+        run.net = policy.prepare(run.net)
         faults = inject.parse_inject(args.inject)
-        run.injector = inject.Injector(run.net, faults, run.rank, scales=run.policy.scales)
+        run.injector = inject.Injector(run.net, faults, run.rank, scales=policy.scales)
     # Adam's state has the dtype of the weights, or of their fp32 masters.
-    state = torch.float32 if run.policy.masters else run.policy.param_dtype
+    state = torch.float32 if policy.masters else policy.param_dtype
     if why := optim.refusal(state, args.adam_eps, args.betas[1]):
         refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
     run.injector.attach(run.model)
@@ -303,8 +301,9 @@ def training(run: Run) -> None:
     )
     run.optimizers = [adamw]
     if matrices:
-        options = recipe["muon_options"]
-        run.optimizers.append(muon.Muon(matrices, args.lr, masters=masters, **options))
+        run.optimizers.append(
+            muon.Muon(matrices, args.lr, masters=masters, **recipe["muon_options"])
+        )
     rates = optim.warmup_cosine(run.total_steps, args.warmup_updates, kind=recipe["schedule"])
     run.schedule = optim.Schedule(run.optimizers, rates)
     run.clip = args.clip_grad or None
@@ -325,14 +324,8 @@ def folder(run: Run, saved: dict | None) -> str:
     """Go on from the checkpoint; the folder and its files. Returns what to say about a resume."""
     args = run.args
     run.identity = resume.identity(run)
-    must_agree(run.identity)
-    run.identity["hardware"] = amp_policy.capabilities(run.device).name
-    note = ""
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
-        if saved:
-            changes = checkpoint.describe_changes(saved["identity"], run.identity)
-            resume.load_whole_state(run, saved)
-            note = "; ".join([f", resumed from {saved['path']} after step {run.step}", *changes])
+        note = resume.load_whole_state(run, saved) if saved else ""
         if run.rank == 0:
             run.folder = resume.make_folder(run, new=saved is None)
             checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives

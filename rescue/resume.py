@@ -25,7 +25,7 @@ import optim
 import report
 from data import fingerprint
 from fp32 import keep_fp32, pinned
-from ranks import agreed, all_values, parallel, refuse, refusing
+from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 from record import Healing, Run, Trend
 
 NEEDED = (
@@ -36,8 +36,8 @@ IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "
 
 
 def identity(run: Run) -> dict:
-    """What makes a run this run: a checkpoint of another one is refused by it."""
-    return {
+    """What makes a run this run, on all ranks: a checkpoint of another one is refused by it."""
+    own = {
         **{name: getattr(run.args, name) for name in IDENTIFYING},
         **fingerprint(*run.data.train),
         "dataset": run.data.name,
@@ -47,6 +47,8 @@ def identity(run: Run) -> dict:
         "total_steps": run.total_steps,
         "torch": str(torch.__version__),
     }
+    must_agree(own)
+    return own | {"hardware": amp_policy.capabilities(run.device).name}
 
 
 def read_checkpoint(run: Run) -> dict | None:
@@ -140,8 +142,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
     return {"param_groups": groups, "state": tree_map_only(Tensor, Tensor.float, state["state"])}
 
 
-def load_whole_state(run: Run, state: dict) -> None:
-    """Go on where a whole_state() ends."""
+def load_whole_state(run: Run, state: dict) -> str:
+    """Go on where a whole_state() ends. Returns where, and what is different now."""
+    changes = checkpoint.describe_changes(state["identity"], run.identity)
     healing = state["healing"]
     run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
     run.total_steps += run.healing.extra_steps
@@ -162,6 +165,7 @@ def load_whole_state(run: Run, state: dict) -> None:
     run.best = state["best"]
     if run.rank < len(state["rng"]):
         checkpoint.set_rng_state(state["rng"][run.rank], run.device)
+    return "; ".join([f", resumed from {state['path']} after step {run.step}", *changes])
 
 
 def restore(run: Run, state: dict) -> None:
