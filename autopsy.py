@@ -78,7 +78,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
 TORCH = os.path.dirname(torch.__file__)
 LIBRARY = os.path.dirname(os.__file__)
+# Of torch's own files, those whose arithmetic is no operation that the script has called.
+NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = tuple(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
@@ -163,6 +165,7 @@ ONE = (
     lambda *a, **k: (a, k | {"correction": 0}),
 )
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
+BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 UNWRITTEN = (
     "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
     "or an opaque kernel (Triton, C++) wrote this: look into it"
@@ -185,13 +188,18 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         lambda x, y, *a, **k: ((x, y + EPS, *a), k),
     ),
     "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
-    "exp": ("exp beyond 88 is inf: exp(x.clamp(max=80))", _first(lambda x: x.clamp(max=80))),
+    "exp": (
+        "exp beyond 88 is inf, and beyond 44 its square; bound what it is given: "
+        "exp(x.clamp(max=40))",
+        _first(lambda x: x.clamp(max=40)),
+    ),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "softmax": UNMASK,
     "log_softmax": UNMASK,
     "logsumexp": UNMASK,
+    "logaddexp": UNMASK,
     "layer_norm": (
         "a row of equal numbers, and an eps too small for it: eps=1e-5",
         lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k),
@@ -217,7 +225,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "angle": ANGLE,
     "atan2": ANGLE,
     "weight_norm_interface": (
-        "a weight of norm 0 has no direction (g * v / |v|): initialise v away from 0",
+        "a weight of norm 0 has no direction (v / |v|): initialise this weight away from 0",
         None,
     ),
     "empty": (UNWRITTEN, None),
@@ -366,6 +374,8 @@ class Report:
             other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
             name = re.sub(other, "", name.lower())
             harmless = name in ("mul", "mean") and self.made != "nan"
+            if ".parametrizations." in f".{self.module}" and name in ("div", "reciprocal"):
+                return "weight_norm_interface"
             if name in plain and not harmless and not (name == "pow" and self.grown):
                 return plain[name]
         return ""
@@ -384,7 +394,7 @@ class Report:
             island = "with torch.autocast(x.device.type, enabled=False)"
             return f"{name} in fp32: {island}: y = {name}(x.float()){back}"
         if kind == "line":
-            return f"x.float() before {line}, with autocast off there"
+            return f"x.float() before {name}, with autocast off there"
         if kind == "precision":
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             if self.weak == "to_copy":
@@ -626,7 +636,7 @@ class Rerun:
     def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
-        clean = [name for name, b in _statistics(self.net).items() if not is_bad(extent(b))]
+        clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
         plain = PLAIN_ATTENTION() if fp32 else nullcontext()
         try:
             with warnings.catch_warnings(), context or nullcontext(), plain:
@@ -640,9 +650,12 @@ class Rerun:
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
                     results = {"loss": torch.as_tensor(out[0]).detach()}
                     results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
-                    after = _statistics(self.net)
-                    self.results = results | {name: after[name] for name in clean}
-                    for name, t in self.results.items():
+                    after = dict(self.net.named_buffers())
+                    for name in clean:
+                        if STATISTIC.search(name) or not is_mask(extent(after[name])):
+                            results[f"buffer {name}"] = after[name]
+                    self.results = results
+                    for name, t in results.items():
                         if is_bad(span := extent(t)):
                             return f"{name} is {_made(span)}"
         except Exception as error:
@@ -699,6 +712,9 @@ class Locator(TorchDispatchMode):
         self.functions = Calls()
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
         self.failed = None  # the operation that raised
+        self.step = 0  # of what is named; set it where many steps are watched
+        self.numbers = ()  # among the arguments of the operation under way
+        self.births = []  # "file:line in function" of all that made a bad number
         self.wrong = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
         self._stack = [("", 0)]  # modules under way: name, which call
@@ -707,12 +723,16 @@ class Locator(TorchDispatchMode):
         # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
         # time and the birth); bytes from sample to sample.
         self._known, self.causes = WeakKeyDictionary(), WeakKeyDictionary()
-        self._rows = WeakKeyDictionary()
+        self._rows, self.size = WeakKeyDictionary(), 0
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
         """These tensors are the batch: by them samples are named. `size`: how many, if known."""
+        self.calls.clear()
+        self.ignored = None  # the ignore_index of a loss that ignores every label here
         leaves = dict(inner_tensors(batch))
+        if not leaves:
+            return  # an earlier micro-batch brought all
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
             plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
@@ -722,9 +742,7 @@ class Locator(TorchDispatchMode):
         counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
         firsts = [shape[0] for shape in shapes if shape]
         self.size = size or max(counts, key=lambda n: (counts[n], n in firsts), default=0)
-        self.calls.clear()
         self._rows.clear()
-        self.ignored = None  # the ignore_index of a loss that ignores every label here
         self.follow(leaves.values())
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
@@ -772,6 +790,8 @@ class Locator(TorchDispatchMode):
         if module in self.names and not repeated:
             self.calls[name] += 1
         if len(self._stack) == 1:
+            if not self.size and args and isinstance(args[0], Tensor) and args[0].dim():
+                self.size = len(args[0])  # the batch was cut out by operations that were watched
             self.follow(_flat(args))
         self._stack.append((name, self.calls[name]))
         self._mark()
@@ -795,6 +815,7 @@ class Locator(TorchDispatchMode):
             return func(*args, **kwargs)
         rule = _rule(func)
         given = dict(enumerate(args)) | kwargs
+        self.numbers = [a for a in args if type(a) in (int, float)] if rule.pointwise else ()
         inputs = _flat((args, kwargs))
         written = _flat([given.get(k) for k in rule.writes])
         kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
@@ -858,6 +879,7 @@ class Locator(TorchDispatchMode):
             if WRITERS.search(by) or birth.phase == "backward":
                 return next(self._clock), replace(birth, source=WRITTEN)
             return next(self._clock), replace(birth, op=f"torch.{by}")
+        self.births.append(birth.line)
         return next(self._clock), replace(birth, again=again())
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
@@ -912,7 +934,12 @@ class Locator(TorchDispatchMode):
             line=line or _line(stack),
             call=call,
             largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
-            inputs=tuple(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
+            inputs=(
+                *(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
+                *(f"the number {a:.3g}" for a in self.numbers),
+            ),
+            step=self.step,
+            fix=BY_ZERO if "aten.div" in str(func) and 0 in self.numbers[:1] else "",
         )
         if out is None:
             return birth
@@ -1042,6 +1069,7 @@ def _rule(func):
 
     return SimpleNamespace(
         writes=writes,
+        pointwise=pointwise,
         follow=follow,
         index=INDEX.get(name),
         overwrites=name in OVERWRITES,
@@ -1115,11 +1143,12 @@ def _try(rerun, report):
         name = name.rpartition(".")[0]
     weak = report.weak
     advice, mend = WEAK.get(weak, ("", None))
-    if mend and not precision:
+    if mend and not precision and not report.fix:
         what = f"{advice.rpartition(': ')[2]} at {line}"
-        cures.append((what, Calls(weak=weak, line=line), ("eps", weak)))
+        cures.append((what, Calls(weak=weak, line=(line,)), ("eps", weak)))
     if precision and line:
-        cures.append((f"x.float() at {line}", Calls(line=line), ("line", line)))
+        where, calls = _lines_in_fp32(rerun, line)
+        cures.append((f"x.float() at {where}", calls, ("line", where)))
     if precision and report.result.startswith("float16"):
         bf16 = InDtype(torch.bfloat16, (torch.float16,))
         cures.append(("the whole step in bf16", bf16, ("precision", "bf16")))
@@ -1136,6 +1165,21 @@ def _try(rerun, report):
         if went == "finite":
             return replace(report, cure=cure)
     return report
+
+
+def _lines_in_fp32(rerun, line):
+    """This line, and others that would still make a bad number and might hide it (1 / inf is 0): as
+    text, and the context that puts them in fp32. What is bad in fp32 too is meant so."""
+    rerun.watch(fp32=True)
+    meant, lines = rerun.locator.births, [line]
+    while len(lines) < 4:
+        with Locator(rerun.net) as where:
+            rerun(Calls(line=lines))
+        more = [birth for birth in where.births if birth not in meant and birth not in lines]
+        if not more:
+            break
+        lines.append(more[0])
+    return " and ".join(lines), Calls(line=lines)
 
 
 def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
@@ -1158,10 +1202,10 @@ def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContex
 
 class Calls(TorchFunctionMode):
     """Sees torch's functions as the step calls them. It reads the number of which the backward is
-    taken, divides its gradient by `factor`, and at one line changes the arguments: of the weak
+    taken, divides its gradient by `factor`, and at some lines changes the arguments: of the weak
     operation as WEAK says, or, where none is named, of every operation to fp32."""
 
-    def __init__(self, factor=1.0, weak="", line=""):
+    def __init__(self, factor=1.0, weak="", line=()):
         super().__init__()
         self.factor, self.weak, self.line = factor, weak, line
         self.hits, self.root, self.name = 0, 0.0, ""
@@ -1185,7 +1229,7 @@ class Calls(TorchFunctionMode):
                     accumulate_grad=True,
                 )
         meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
-        if not self.line or not meant or _line(_frames()) != self.line:
+        if not self.line or not meant or _line(_frames()) not in self.line:
             return func(*args, **kwargs)
         if self.weak:
             self.hits += 1
@@ -1226,6 +1270,8 @@ def _stance(stance):
 
 def _values(t):
     """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):  # within torch.func's vmap or grad
+        t = torch._C._functorch.get_unwrapped(t)
     t = t.to_local() if hasattr(t, "to_local") else t
     if t.layout is torch.strided and not t.is_nested:
         return t
@@ -1255,6 +1301,10 @@ def extent(t: Tensor) -> tuple[float, float]:
     low, high = torch.aminmax(t)
     number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
     return float(number(low)), float(number(high))
+
+
+def _is_real(x):
+    return isinstance(x, int | float) and abs(x) <= LIMIT
 
 
 def is_bad(span: tuple[float, float]) -> bool:
@@ -1290,7 +1340,7 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
     if isinstance(tree, list | tuple):
         tree = dict(enumerate(tree))
     elif not isinstance(tree, Mapping):
-        closed = isinstance(tree, nn.Module | type | ModuleType) or callable(tree) or depth < 6
+        closed = isinstance(tree, nn.Module | type | ModuleType) or depth < 6
         tree = {} if closed else getattr(tree, "__dict__", {})
     for key, value in tree.items() if depth else ():
         # optimizer.state is keyed by the parameters themselves
@@ -1355,9 +1405,9 @@ def _script(frames):
     for frame in frames:
         file, _, name = frame
         ours = file == __file__ and name != "demo"
-        if not ours and not file.startswith((TORCH, "<")):
+        if NAMED.match(file) or (not ours and not file.startswith((TORCH, "<"))):
             found.append(frame)
-            if not file.startswith(LIBRARY) and "-packages" not in file:
+            if not file.startswith((LIBRARY, TORCH)) and "-packages" not in file:
                 break
     return found
 
@@ -1417,6 +1467,7 @@ class Made:
     number: int
     k: int
     frames: tuple = ()
+    data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
 
 
 @dataclass(eq=False)
@@ -1433,9 +1484,10 @@ class Call:
     rng: dict | None = None
     carried: list = field(default_factory=list)  # hidden states: (module, name, value)
     training: bool = False
+    shape: tuple[int, ...] = ()  # of a module's first input
 
     def given(self):
-        return _flat((self.args, self.kwargs))
+        return [t for _, t in inner_tensors((self.args, self.kwargs))]
 
     def again(self, made):
         """Make this call once more, from the same line."""
@@ -1467,7 +1519,11 @@ class Call:
 
     def made(self, out):
         tensors = enumerate(inner_tensors(out))
-        return {Made(self.number, k, self.frames): t for k, (_, t) in tensors}
+        sources = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor | Made)]
+        data = not isinstance(self.function, nn.Module) and all(
+            x.data if isinstance(x, Made) else not x.requires_grad for x in sources
+        )
+        return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
 
 
 def _device(tree):
@@ -1542,7 +1598,14 @@ class Tape(TorchFunctionMode):
 
     def _writes(self, t, *values):
         """Before an operation in place. False: it is not written down."""
-        if isinstance(self.symbol(t), Made):
+        made = self.symbol(t)
+        if isinstance(made, Made):
+            # a part of what is held, which changes with it
+            part = t._base is not None and not isinstance(self.symbol(t._base), Made)
+            for call in self.calls if part else ():
+                name = getattr(call.function, "__name__", "")
+                if call.number == made.number and not WRITES.fullmatch(name):
+                    call.function, call.args, call.kwargs = Tensor.clone, (t.detach().clone(),), {}
             return True
         if _storage(t) in self.watch.weights or t.requires_grad:
             self.watch._safely(self.watch._by_hand, t, values)
@@ -1621,6 +1684,8 @@ class Watch:
         self.home, self.environment = os.getcwd(), dict(os.environ)
         self.started, self.rng = time.monotonic(), rng_states("cpu")
         self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
+        self.inside = 0  # of torch.func's vmap or grad
+        self.optimizers = False
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
@@ -1630,8 +1695,8 @@ class Watch:
         self.losses = []
         self.roots = WeakKeyDictionary()  # hidden states
         self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
-        self.weights = WeakKeyDictionary()
-        self.call = self.trained = self.stepping = self.locator = None
+        self.weights, self.writers = WeakKeyDictionary(), WeakSet()
+        self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = 0  # the number of calls at the first backward
         self.gradient = 0.0  # the largest
         self.norms = {}  # of a parameter, in some steps
@@ -1646,12 +1711,15 @@ class Watch:
         warnings.filterwarnings("ignore", message=".*there are global hooks")
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.optim.Optimizer, "__init__", self._optimizer)
+        self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
+        self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
         for name in ("scale", "unscale_", "step"):
             around = {"step": self._scaler_step}.get(name, partial(self._scaled, name == "scale"))
             self._wrap(torch.amp.GradScaler, name, around)
@@ -1674,9 +1742,11 @@ class Watch:
         due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due:
             self.locator = self.undo.enter_context(Locator())
+            self.locator.step = self.steps
 
     def _mine(self):
-        return self.on and not self.busy and threading.get_ident() == self.thread
+        idle = self.on and not (self.busy or self.inside)
+        return idle and threading.get_ident() == self.thread
 
     def _wrap(self, owner, name, around):
         original = getattr(owner, name)
@@ -1723,6 +1793,21 @@ class Watch:
         finally:
             self.tape.turn(was and self.on)
 
+    def _optimizer(self, original, *args, **kwargs):
+        self.optimizers = True
+        return original(*args, **kwargs)
+
+    def _transformed(self, original, *args, **kwargs):
+        """torch.func.vmap or grad: one call."""
+        call = self.tape.write(original, args, kwargs)
+        self.inside += 1
+        try:
+            out = self._unseen(original, *args, **kwargs)
+        finally:
+            self.inside -= 1
+        self.tape.done(call, out)
+        return out
+
     def _children(self, original, process):
         if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
             self.unwatched.add("the script started processes, which are not watched (those that "
@@ -1741,36 +1826,56 @@ class Watch:
         self.depth += 1
         if self.depth == 1:
             self.was = self.tape.turn(False)
-            self._safely(self._begins, module, args)
+            kwargs = sys._getframe(1).f_locals.get("kwargs", {})  # a hook for all gets args alone
+            self._safely(self._begins, module, args, kwargs)
 
-    def _leave(self, module, args, *rest):
+    def _leave(self, module, args, out):
         if torch.compiler.is_compiling() or not self._mine():
             return
-        kwargs, out = rest if len(rest) == 2 else ({}, None)  # raised: no kwargs
         self.depth -= 1
         if not self.depth:
-            self._safely(self._ends, module, kwargs, out)
+            self._safely(self._ends, module, out)
             self.tape.turn(self.was and self.on)
 
-    def _begins(self, module, args):
-        if module not in self.roots:
+    def _begins(self, module, args, kwargs):
+        self.fresh = module not in self.roots
+        if self.fresh:
             self.roots[module] = []
-            self.statistics[module] = [(b, b.clone()) for b in _statistics(module).values()]
+            floats = [b for b in module.buffers() if b.is_floating_point()]
+            self.statistics[module] = [(b, b.clone()) for b in floats]
             self.weights.update({_storage(p): True for p in module.parameters()})
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
         bare = isinstance(module, nn.parallel.DistributedDataParallel)
-        call = self.call = self.tape.write(module.module if bare else module, args, {})
-        call.rng, call.training = rng_states(_device(args)), module.training
+        given = [t for _, t in inner_tensors((args, kwargs))]
+        for t in given if self.fresh or module in self.writers else ():
+            if not t.requires_grad:
+                self.tape._writes(t)
+        call = self.call = self.tape.write(module.module if bare else module, args, kwargs)
+        self.versions = [(t, t._version) for t in given if not t.is_inference()]
+        call.rng, call.training = rng_states(_device(given)), module.training
+        call.shape = next((t.shape for t in given if t.dim()), ())
         call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module]]
         if self.locator:
-            self.locator.take(args)
+            self.locator.take((*args, kwargs) if kwargs else args)
 
-    def _ends(self, module, kwargs, out):
+    def _ends(self, module, out):
         call = self.call
-        call.kwargs = tree_map(self.tape.symbol, kwargs)
         self.tape.done(call, out)
+        if self.fresh:  # what this module writes
+            lasting = {id(b) for b in _statistics(module).values()}
+            self.statistics[module] = [
+                (b, copy)
+                for b, copy in self.statistics[module]
+                if id(b) in lasting or not torch.equal(b, copy)
+            ]
+        pairs = self.statistics[module]
+        if pairs and self.training:
+            total = sum(_norms(b for b, _ in pairs))
+            self.pending.append((total, partial(self._bad_buffer, pairs, call.number)))
+        if any(t._version != before for t, before in self.versions):
+            self.writers.add(module)  # it writes into its inputs: the next ones are copied
         if self.sampled:
             self.roots[module] = [(m, n) for m in module.modules() for n, _ in _attributes(m)]
         if self.training:
@@ -1787,7 +1892,7 @@ class Watch:
 
     @property
     def steps(self):
-        return max(self.last.values(), default=self.passes)
+        return max(self.last.values(), default=0 if self.optimizers else self.passes)
 
     @property
     def sampled(self):
@@ -1817,6 +1922,7 @@ class Watch:
     def _before_step(self, optimizer, args, kwargs):
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
+        self.optimizer = optimizer
         self._safely(self._check, optimizer)
         if self._mine() and not self.stepping:
             self.tape.turn(False)
@@ -1856,7 +1962,7 @@ class Watch:
 
     def _stepped(self, optimizer):
         """Its weights and moments are read now, and judged with the next gradients."""
-        self.stepping = None
+        self.stepping = self.optimizer = None
         if self.sampled:
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
             for p in _moved(optimizer):
@@ -1886,6 +1992,8 @@ class Watch:
 
     def _count(self, optimizer):
         self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
+        if self.locator:
+            self.locator.step = self.steps
         self.tape.stepped(id(optimizer))
         self._watch_operations()
 
@@ -1914,6 +2022,8 @@ class Watch:
         if why or (self.locator and self.again):
             self._bad_gradients(optimizer, why)
         self.reads = Counter()  # what was read of this step was the loss scale's
+        if self.step == self.steps and self.symptom.startswith("the script read"):
+            self.texts, self.symptom = {}, ""
         self._count(optimizer)
 
     # What is bad
@@ -1940,6 +2050,15 @@ class Watch:
             self._later(symptom, number)
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
+
+    def _bad_buffer(self, pairs, number, value):
+        """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
+        for b, before in pairs:
+            span = extent(b)
+            if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
+                symptom = f"buffer {self._called(b)} is {_made(span)}"
+                self._later(symptom, number, [b])
+                return
 
     def _bad_write(self, p, made, t, value):
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
@@ -1974,20 +2093,35 @@ class Watch:
             if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
                 why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
                 fix = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
-            if not abs(float(rates[k] or 0)) <= LIMIT:
+            if not _is_real(float(rates[k] or 0)):
                 fix = "look at the schedule"
             made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}"
             birth = self.locator and self.locator.blame([t])
             report = None
             if torch.optim.__name__ in type(optimizer).__module__ or birth:
                 if birth and birth.weak and not birth.source:
-                    fix = f"{WEAK[birth.weak][0]}, at {birth.line}"
+                    fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
                 names = (made,) if birth else (made, why)
                 about = {"verdict": "optimizer", "rank": self.rank, "names": names}
                 report = replace(birth or Report(), fix=fix, **about)
             self.tape.calls = []  # they are of the next step
             made = _made(extent(t))
-            self._stop(f"{self._called(p, key)} is {made} after good gradients", report)
+            symptom = f"{self._called(p, key)} is {made} after good gradients"
+            self._stop(symptom, report, max(0, self.steps - 1))  # that step has been counted
+
+    def _raised(self, optimizer, error):
+        """An exception in optimizer.step()."""
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        lawful = all(isinstance(rate, Tensor) or _is_real(rate) for rate in rates)
+        return Report(
+            "error",
+            rank=self.rank,
+            op=type(error).__name__,
+            phase="optimizer",
+            line=_line(_frames_in(traceback.format_tb(error.__traceback__))),
+            names=(f"raised by {type(optimizer).__name__}.step() (lr={_few(rates, 1)})",),
+            fix="" if lawful else "this learning rate is no number: look at the schedule",
+        )
 
     def _reads(self, t, name):
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
@@ -1998,11 +2132,13 @@ class Watch:
         read = f"{_made(span)} at {_line(_frames())}"
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
         made = self.tape.maker(t)
-        if made and (loss or (read.startswith("nan") and t.numel() == 1)):
+        single = t.numel() == 1 or not self.passes  # torch.func: a loss for each network
+        if made and (loss or (read.startswith("nan") and single)):
             self._later(f"the script read {read}", made.number, [t.detach()] if loss else ())
 
     def _called(self, p, key=""):
-        named = (pair for root in list(self.roots) for pair in root.named_parameters())
+        roots = list(self.roots)
+        named = (pair for r in roots for pair in (*r.named_parameters(), *r.named_buffers()))
         name = next((n for n, other in named if other is p), f"a parameter {_type(p)}")
         return f"{key} of {name}" if key else name
 
@@ -2015,18 +2151,21 @@ class Watch:
             if report or evidence:
                 self._finding(symptom, report)
 
-    def _stop(self, symptom, report):
+    def _stop(self, symptom, report, step=None):
         """It would reach the weights: the report, and the end."""
-        self._finding(symptom, report)
+        self._finding(symptom, report, step)
         if self.world > 1:
             self._agree(report)
         self._put_back()
         self.__exit__()
         raise SystemExit(3)
 
-    def _finding(self, symptom, report):
-        self.step = self.steps
+    def _finding(self, symptom, report, step=None):
+        self.step = self.steps if step is None else step
         if report:
+            if report.op and report.step < self.step:
+                names = (*report.names, f"it was made at step {report.step}")
+                report = replace(report, names=names)
             scale = self.scaler.get_scale() if self.scaler else 1.0
             fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
             report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
@@ -2044,7 +2183,7 @@ class Watch:
         except Exception as error:
             self._say(f"the step could not be made again ({_said(error)})", every=True)
         birth = self.locator and self.locator.blame(evidence)
-        earlier = report and report.source.startswith(EARLIER)
+        earlier = report and report.source.startswith(STATE) and not (birth and birth.source)
         if report and report.source != UNKNOWN and not (birth and earlier):
             unknown = ("not reproducible", "calibration", "error")
             if report.verdict not in unknown or report.symptom == raised:
@@ -2069,7 +2208,12 @@ class Watch:
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
-        calls = self.tape.calls
+        calls, needed = [], set(targets)
+        for call in reversed(self.tape.calls):  # without a validation that came before
+            if call.grad or call.number in needed:
+                calls.insert(0, call)
+                made = tree_leaves((call.args, call.kwargs))
+                needed.update(m.number for m in made if isinstance(m, Made))
         net = _together([c.function for c in calls if isinstance(c.function, nn.Module)])
         now = StepRecord(self.steps, net)
         modes = [(m, m.training) for m in net.modules()]
@@ -2116,18 +2260,19 @@ class Watch:
         first = sorted(calls, key=lambda call: not isinstance(call.function, nn.Module))
         given = {id(t): t for call in first for t in call.given()}
         given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
-        shape = next((t.shape for t in given if t.dim()), ())
+        shapes = sorted((not call.grad, call.number, call.shape) for call in calls if call.shape)
+        shape = shapes[0][2] if shapes else ()
         batch, named = [], []
         for t in given:
-            like = t.shape[:1] == shape[:1] or t.shape[1:2] == shape[1:2]
+            like = t.shape[:1] == shape[:1] or (t.dim() > 2 and t.shape[1:2] == shape[1:2])
             made = self.tape.maker(t)
-            early = not made or made.number <= self.first
+            early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:
                 named.append((UNKNOWN, t))
             elif early and t.dim() and like:
                 batch.append(t)
             elif made:
-                when = "a tensor before the training" if early else EARLIER
+                when = "a tensor before the training" if made.number <= self.first else EARLIER
                 named.append((f"{when} ({_line(made.frames)})", t))
             else:
                 named.append(("a tensor from outside of torch (NumPy, a file)", t))
@@ -2185,9 +2330,13 @@ class Watch:
         self._transfer()
         if isinstance(failure, Exception):  # whatever the step has made is judged
             raised = _said(failure)
-            report = self._explain([call.number for call in self.tape.calls], raised=raised)
+            if self.optimizer:
+                report = self._raised(self.optimizer, failure)
+            else:
+                report = self._explain([call.number for call in self.tape.calls], raised=raised)
             if report and report.verdict == "error":
-                self._say(str(report), every=True)
+                about = {"symptom": raised, "step": self.steps}
+                self._say(str(replace(report, **about)), every=True)
             elif report:
                 self._finding(raised, report)
         for root in list(self.roots) if not getattr(failure, "code", failure) else ():
@@ -2356,7 +2505,7 @@ def without_our_frames(original, kind, error, tb):
         if tb.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
             frames.append(tb)
         tb = tb.tb_next
-    for frame, following in zip(frames, [*frames[1:], None], strict=True):
+    for frame, following in zip(frames, [*frames[1:], None], strict=False):
         frame.tb_next = following
     tb = frames[0] if frames else None
     original(kind, error.with_traceback(tb), tb)
