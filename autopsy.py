@@ -1695,6 +1695,7 @@ class Watch:
         self.losses = []
         self.roots = WeakKeyDictionary()  # hidden states
         self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
+        self.buffers = []  # the same of those that the module under way may write
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = 0  # the number of calls at the first backward
@@ -1841,9 +1842,12 @@ class Watch:
         self.fresh = module not in self.roots
         if self.fresh:
             self.roots[module] = []
-            floats = [b for b in module.buffers() if b.is_floating_point()]
-            self.statistics[module] = [(b, b.clone()) for b in floats]
+            self.statistics[module] = []
             self.weights.update({_storage(p): True for p in module.parameters()})
+        if self.sampled or self.fresh:
+            known = {id(b) for b, _ in self.statistics[module]}
+            floats = [b for b in module.buffers() if b.is_floating_point() and id(b) not in known]
+            self.buffers = [(b, b.clone()) for b in floats]
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
@@ -1863,14 +1867,15 @@ class Watch:
     def _ends(self, module, out):
         call = self.call
         self.tape.done(call, out)
-        if self.fresh:  # what this module writes
+        pairs = self.statistics[module]
+        if self.buffers:  # which of them does this module write?
             lasting = {id(b) for b in _statistics(module).values()}
-            self.statistics[module] = [
+            pairs += [
                 (b, copy)
-                for b, copy in self.statistics[module]
+                for b, copy in self.buffers
                 if id(b) in lasting or not torch.equal(b, copy)
             ]
-        pairs = self.statistics[module]
+            self.buffers = []
         if pairs and self.training:
             total = sum(_norms(b for b, _ in pairs))
             self.pending.append((total, partial(self._bad_buffer, pairs, call.number)))
@@ -2146,6 +2151,9 @@ class Watch:
 
     def _later(self, symptom, number, evidence=()):
         """Explain it now, and say it at the end. Only a loss is worth a second run."""
+        losses, self.losses = self.losses, []
+        self._transfer()  # weights that were bad before are the cause
+        self.losses = losses
         if not self.texts and self.reads.total() < 4:
             report = self._explain([number], evidence)
             if report or evidence:

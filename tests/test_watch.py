@@ -568,6 +568,88 @@ def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
         assert f"script.py:{line_of(KINDS, fault)} " in done.stderr, done.stderr
 
 
+EDGES = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 6), nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x, index=None):
+        if fault == "module writes":
+            x.div_(x.std(1, keepdim=True))  # module writes
+        out = self.last(x + self.table(index) + self.mean)
+        if fault == "forward spoils" and step > 1:
+            self.mean.data.copy_(x.detach().sum(0) / (x > 3 * step - 9).sum(0))  # forward spoils
+        return out
+
+class Own(torch.optim.Optimizer):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 1e-3 * p.grad / (1 - 0.9 ** (step % 5))  # number
+            if fault == "raises" and step == 4:
+                p.data.add_(p.grad, alpha=1j)  # raises
+
+def fetched_ahead(batches):
+    ready = None
+    for x, index in batches:
+        following = x.double().float(), index
+        if ready:
+            yield ready
+        ready = following
+    yield ready
+
+net = Net()
+own = fault in ("number", "raises")
+optimizer = Own(net.parameters(), {"lr": 1e-2}) if own else torch.optim.SGD(net.parameters(), 1e-2)
+data, index = torch.randn(64, 6), torch.arange(64) % 9
+if "writes" in fault:
+    data[29] = 2.0
+if fault == "fetched ahead":
+    data[29, 2] = torch.nan
+if fault == "keyword":
+    index[29] = 9
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=fault == "norm")
+half = torch.autocast("cpu", torch.float16, enabled=fault == "norm")
+batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data, index), 8)
+if fault == "fetched ahead":
+    batches = fetched_ahead(batches)
+if fault == "script writes":
+    batches = ((data[i:i + 8], index[i:i + 8]) for i in range(0, 64, 8))
+for step, (x, i) in enumerate(batches, start=1):
+    if fault == "script writes":
+        x /= x.std(1, keepdim=True)  # script writes
+    with half:
+        loss = net(x, index=i).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    print(torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+if fault == "torch.func":
+    def loss_of(p, x):
+        return (torch.func.functional_call(net.last, p, (x,)) * 0).log().mul(0).sum()  # torch.func
+    losses = torch.func.vmap(torch.func.grad_and_value(loss_of), (None, 0))
+    print(losses(dict(net.last.named_parameters()), x)[1].sum().item())
+"""
+
+
+@pytest.mark.parametrize(("fault", "code", "words"), [
+    ("", 0, "8 steps, nothing non-finite"),
+    ("module writes", 3, "samples 5 of"), ("script writes", 3, "samples 5 of"),
+    ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
+    ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
+    ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
+    ("number", 3, "it divides by the number 0")])
+def test_kinds_at_the_edges_of_what_is_written_down(run, fault, code, words):
+    bare, done = run(EDGES, fault, watched=False), run(EDGES, fault)
+    assert done.returncode == code and words in done.stderr, done.stderr
+    assert bare.stdout.startswith(done.stdout)  # up to the fault
+    if f"# {fault}\n" in EDGES:
+        assert f"script.py:{line_of(EDGES, fault)} " in done.stderr, done.stderr
+
+
 def test_what_an_earlier_step_has_made_is_named_where_every_operation_is_watched(run):
     done = run(KINDS, "carried")
     assert "a tensor of an earlier step" in done.stderr and "--from-step 0" in done.stderr
