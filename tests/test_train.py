@@ -171,24 +171,20 @@ def test_two_ranks_equal_one_process_on_the_same_global_batch(run, mlp, tmp_path
 
 REFUSED = [
     ("--model resnet9000", ["--model", "resnet9000", "cifarnet"]),
-    ("--dataset mnist", ["--dataset", "mnist", "cifar10"]),
-    ("--precision fp8", ["fp8", "bf16"]),
     ("--precision bf16 --disable-amp", ["--disable-amp", "not allowed with"]),
     ("--data-dir /nowhere/at/all", ["/nowhere/at/all", "not a folder"]),
     ("--num-classes 1000", ["--num-classes 1000", "10 classes"]),
     ("--batch-size 40 --accum-steps 3", ["--batch-size 40", "multiple of 3"]),
     ("--batch-size 4000", ["4000", "400", "--batch-size"]),
     ("--batch-size 0", ["--batch-size", "0 is not at least 1"]),
-    ("--lr -1", ["--lr", "-1 is not above 0"]),
+    ("--lr 0", ["--lr", "0 is not above 0"]),
     ("--lr nan", ["--lr", "nan"]),
     ("--betas 0.9 1", ["--betas", "1 is not", "below 1"]),
     ("--ema 1.5", ["--ema", "below"]),
     ("--seed 100000000000000000000", ["--seed", "below"]),
-    ("--max-steps -5", ["--max-steps", "at least 1"]),
     ("--max-steps 100000000000000000000", ["--max-steps", "below"]),
     ("--epochs 1 --max-steps 5", ["--max-steps", "not allowed with"]),
     ("--no-such-flag", ["--no-such-flag", "--help"]),
-    ("--device tpu", ["--device", "tpu", "cuda"]),
     pytest.param("--device cuda", ["sees no GPU"], marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="this machine has a GPU: asking is right")),
     ("--precision O3", ["eps=1e-08 is exactly 0 in torch.float16"]),
@@ -276,7 +272,7 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
 
 
 LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])),
-          ("cifarnet-tiny", "O3"), ("dit-test", "O1"), ("vlm-test", "O2")]
+          ("cifarnet-tiny", "O3"), ("dit-test", "O1")]
 
 
 @pytest.mark.parametrize(("model", "precision"), LEVELS)
