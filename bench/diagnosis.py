@@ -93,9 +93,9 @@ def score(case, report):
 
 
 def on_line(case, line):
-    """`line` as the autopsy writes it: "file.py:123 in function"."""
-    file, _, number = line.partition(" ")[0].rpartition(":")
-    return file == "diagnosis_cases.py" and int(number) in case.lines
+    """`line`: "a.py:123 in step", or "library.py:4 in forward, called from a.py:123 in step"."""
+    numbers = re.findall(r"diagnosis_cases\.py:(\d+)", line)
+    return any(int(number) in case.lines for number in numbers)
 
 
 def islands(suggestion):

@@ -479,6 +479,19 @@ def test_a_cure_that_was_tried_in_vain_is_not_advised():
     assert "learning rate" in report.suggestion
 
 
+def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
+    def loss_of(logits, labels):
+        masks = torch.ones(300, 300) @ torch.eye(300)  # half
+        shared = masks.sum()
+        total = masks.sum() + 1
+        return logits.square().mean() + shared / total  # inf / inf, then a finite number / inf
+
+    shared, total = (loss_of.__code__.co_firstlineno + k for k in (2, 3))
+    report = autopsied(Net(), half=True, loss_of=loss_of)
+    assert report.verdict == "precision" and report.cure[0] == "line", report
+    assert all(f"test_autopsy.py:{n} in loss_of" in report.suggestion for n in (shared, total)), report
+
+
 # --- The locator alone, for many steps
 
 
