@@ -44,7 +44,7 @@ class Net(nn.Module):
         x = self.ln(x + self.words(torch.arange(16, device=x.device)))
         k = F.linear(x, self.words.weight[:8])
         x = F.scaled_dot_product_attention(k * self.table, k, k)  # fp32 and half meet
-        x = self.attention(query=x, key=x, value=x, need_weights=False)[0]
+        x = self.attention(query=x, key=x.float(), value=x.float(), need_weights=False)[0]
         return F.cross_entropy(self.fc(x.mean(1)).float(), labels)
 
 
@@ -191,6 +191,7 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
         seen[net.conv], TABLE[name][4] and seen[net.ln], net.bn.running_mean.dtype,
     )
     assert (loss.dtype, net.label_dtype) == (F32, F32)
+    assert policy.scales is (name in ("fp16", "O2"))
     assert all(p.grad.isfinite().all() for p in net.parameters())
     torch.testing.assert_close(loss, want, rtol=2e-2, atol=0)
 
