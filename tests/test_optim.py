@@ -262,7 +262,7 @@ def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant
     for i in range(6):
         scaler.scale(torch.ones(()))
         for some in (params, others):
-            set_grads(some, i, scale / 100)
+            set_grads(some, i, scale / (100 if i % 2 else 10))  # every other step is clipped
             if i == 3:
                 some[1].grad[0] = math.inf
         if i > 3 and variant == "fp32":
