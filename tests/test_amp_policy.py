@@ -3,7 +3,6 @@
 import copy
 import math
 import warnings
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +12,7 @@ from helpers import both_devices, needs_cuda, policy_for
 from torch import nn
 
 import amp_policy
-from amp_policy import (
-    Capabilities,
-    LossScaler,
-    capabilities,
-    choose_policy,
-    self_test,
-    set_tf32,
-)
+from amp_policy import Capabilities, LossScaler, capabilities, choose_policy, self_test, set_tf32
 from fp32 import fp32_eval
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -35,89 +27,86 @@ pytestmark = pytest.mark.usefixtures("clean_switches")
 
 
 class Net(nn.Module):
-    """conv, BatchNorm, LayerNorm, softmax, linear; a root that owns a parameter, as a ViT does."""
+    """As other projects write them: a root that owns a parameter, a weight that is used without its
+    module, an fp32 table, torch's own attention, labels that are numbers."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.bn, self.ln = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LayerNorm(8)
-        self.fc, self.pos = nn.Linear(8, 4), nn.Parameter(torch.zeros(1))
+        self.scale, self.words = nn.Parameter(torch.full((1,), 0.7)), nn.Embedding(16, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("table", torch.rand(8))
+        self.fc = nn.Linear(8, 4)
 
-    def forward(self, images, labels):
+    def forward(self, images=None, labels=None):
         self.label_dtype = labels.dtype
-        x = F.relu(self.bn(self.conv(images))).flatten(2).mean(-1) + self.pos
-        logits = self.fc(F.softmax(self.ln(x).float(), -1))
-        return F.cross_entropy(logits.float(), labels)
-
-
-def batch(device="cpu"):
-    """Images and soft labels, which nobody may cast."""
-    return torch.randn(6, 3, 6, 6, device=device), torch.full((6, 4), 0.2501, device=device)
+        x = self.bn(self.conv(images * self.scale)).flatten(2).mT
+        x = self.ln(x + self.words(torch.arange(16, device=x.device)))
+        k = F.linear(x, self.words.weight[:8])
+        x = F.scaled_dot_product_attention(k * self.table, k, k)  # fp32 and half meet
+        x = self.attention(query=x, key=x.float(), value=x.float(), need_weights=False)[0]
+        return F.cross_entropy(self.fc(x.mean(1)).float(), labels)
 
 
 # --- choosing
 
-def never(*args):
-    raise AssertionError("this was not needed here")
+def choose(name, caps, fault="", half_seconds=0.5):
+    """With what the trial of half precision says, and its time beside a second of fp32."""
 
+    def trial(device, dtype):
+        assert dtype is not F32
+        return fault
 
-def takes(half):
-    """A stopwatch that finds these seconds for half precision, and one for fp32."""
-    return lambda device, dtypes: tuple(1.0 if dtype is F32 else half for dtype in dtypes)
+    def stopwatch(device, dtypes):
+        assert dtypes[0] is F32 and dtypes[1] is not F32
+        return 1.0, half_seconds
 
-
-def sound(device, dtype):
-    return ""
+    return choose_policy(name, caps, trial, stopwatch)
 
 
 A100, T4 = Capabilities("cuda", "A100", (8, 0)), Capabilities("cuda", "Tesla T4", (7, 5))
-V100 = Capabilities("cuda", "V100", (7, 0))
-OLD_CPU, NEW_CPU = Capabilities("cpu", "x86_64"), Capabilities("cpu", "x86_64", cpu_bf16=True)
+NEW_CPU = Capabilities("cpu", "x86_64", cpu_bf16=True)
 
 
 @pytest.mark.parametrize(
-    ("caps", "trial", "half_seconds", "name", "words"),
+    ("caps", "fault", "half_seconds", "name", "words"),
     [
-        (A100, sound, 0.3, "bf16", "needs no loss scaling; it takes 0.3 times as long as fp32"),
-        (A100, sound, 0.91, "fp32", "bf16 is left out: it takes 0.91 times as long as fp32"),
-        (A100, sound, math.nan, "fp32", "it takes nan times"),
-        (T4, sound, 0.25, "fp16", "needs loss scaling; it takes 0.25 times"),
-        (V100, sound, 1.2, "fp32", "fp16 is left out"),
-        (T4, lambda *a: "off by nan", None, "fp32", "failed the self-test: off by nan"),  # GTX 1660
-        (Capabilities("cuda", "GTX 1080", (6, 1)), never, None, "fp32", "sm_61"),
-        (Capabilities("cuda", "gfx942"), sound, 0.2, "bf16", "gfx942 runs bfloat16 natively"),
-        (Capabilities("cuda", "gfx1030"), never, None, "fp32", "gfx1030"),
-        (NEW_CPU, sound, 0.4, "bf16", "natively"),  # AMX
-        (NEW_CPU, sound, 1.73, "fp32", "1.7 times as long"),  # AVX512-BF16 without AMX
-        (OLD_CPU, never, None, "fp32", "cpu"),
+        (A100, "", 0.3, "bf16", "needs no loss scaling; it takes 0.3 times as long as fp32"),
+        (A100, "", 0.91, "fp32", "bf16 is left out: it takes 0.91 times as long as fp32"),
+        (A100, "", math.nan, "fp32", "it takes nan times"),
+        (T4, "", 0.25, "fp16", "needs loss scaling; it takes 0.25 times"),
+        (Capabilities("cuda", "V100", (7, 0)), "", 1.2, "fp32", "fp16 is left out"),
+        (T4, "off by nan", 0.25, "fp32", "failed the self-test: off by nan"),  # GTX 1660
+        (Capabilities("cuda", "GTX 1080", (6, 1)), "", 0.2, "fp32", "sm_61"),
+        (Capabilities("cuda", "gfx942"), "", 0.2, "bf16", "gfx942 runs bfloat16 natively"),
+        (Capabilities("cuda", "gfx1030"), "", 0.2, "fp32", "gfx1030"),
+        (NEW_CPU, "", 0.4, "bf16", "natively"),  # AMX
+        (NEW_CPU, "", 1.73, "fp32", "1.7 times as long"),  # AVX512-BF16 without AMX
+        (Capabilities("cpu", "x86_64"), "", 0.2, "fp32", "cpu"),
     ],
     ids=lambda v: v.name if isinstance(v, Capabilities) else None,
 )
-def test_auto_takes_the_fastest_of_what_is_safe(
-    monkeypatch, caps, trial, half_seconds, name, words
-):
-    # The trap: with emulation this says True on a T4 and a V100.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", never)
-    stopwatch = never if half_seconds is None else takes(half_seconds)
-    policy = choose_policy("auto", caps, trial, stopwatch)
+def test_auto_takes_the_fastest_of_what_is_safe(caps, fault, half_seconds, name, words):
+    policy = choose("auto", caps, fault, half_seconds)
     assert (policy.name, policy.device, policy.warnings) == (name, caps.device, ())
     assert words in str(policy)
     assert str(policy).startswith(f"{name}: ")
 
 
 def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
-    for name, caps, trial, seconds, note in (
-        ("bf16", T4, sound, 3.0, "sm_75 only emulates bfloat16: slow"),
-        ("bf16", NEW_CPU, sound, 1.73, "it takes 1.7 times as long as fp32 on this cpu"),
-        ("fp16", T4, lambda *a: "off by nan", 0.5, "sm_75 failed the self-test: off by nan"),
-        ("tf32", T4, never, 1.0, "sm_75 has no TF32: this is fp32"),
+    for name, caps, fault, half_seconds, note in (
+        ("bf16", T4, "", 3.0, "sm_75 only emulates bfloat16: slow"),
+        ("bf16", NEW_CPU, "", 1.73, "it takes 1.7 times as long as fp32 on this cpu"),
+        ("fp16", T4, "off by nan", 0.5, "sm_75 failed the self-test: off by nan"),
+        ("tf32", T4, "", 1.0, "sm_75 has no TF32: this is fp32"),
     ):
-        policy = choose_policy(name, caps, trial, takes(seconds))
+        policy = choose(name, caps, fault, half_seconds)
         assert policy.name == name
         assert f"{name}: {note}" in policy.warnings
         assert note in str(policy)
-    assert choose_policy("bf16", A100, sound, takes(0.5)).warnings == ()
+    assert choose("bf16", A100).warnings == ()
     with pytest.raises(ValueError, match=r"unknown precision 'fp8': choose from auto, fp32, tf32"):
-        choose_policy("fp8", T4)
+        choose("fp8", T4)
 
 
 def test_a_policy_goes_by_its_usual_names_and_finds_its_device():
@@ -169,38 +158,42 @@ def test_the_self_test_catches_a_chip_whose_half_convolutions_are_wrong(monkeypa
 # --- the levels, measured
 
 TABLE = {
-    # level  conv   norm   grad   conv   linear norm   stats
-    #        weight weight        out    out    math
-    "fp32": (F32, F32, F32, F32, F32, F32, F32),
-    "tf32": (F32, F32, F32, F32, F32, F32, F32),
-    "bf16": (F32, F32, F32, BF16, BF16, None, F32),  # None: half on a CPU, fp32 on CUDA
-    "fp16": (F32, F32, F32, F16, F16, None, F32),
-    "O2": (F16, F32, F16, F16, F16, F32, F32),
-    "O3": (F16, F16, F16, F16, F16, F16, F16),
+    # level  conv   norm   grad   conv   norm   stats
+    #        weight weight        out    out
+    "fp32": (F32, F32, F32, F32, F32, F32),
+    "tf32": (F32, F32, F32, F32, F32, F32),
+    "bf16": (F32, F32, F32, BF16, None, F32),  # None: half on a CPU, fp32 on CUDA
+    "fp16": (F32, F32, F32, F16, None, F32),
+    "O2": (F16, F32, F16, F16, F32, F32),
+    "O3": (F16, F16, F16, F16, F16, F16),
 }
 
 
 @both_devices
 @pytest.mark.parametrize("name", TABLE)
-def test_every_level_has_in_a_real_step_the_dtypes_it_promises(monkeypatch, device, name):
+def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
     policy, seen = policy_for(name, device), {}
     skip_emulated(device, policy.dtype)
-    net = policy.prepare(Net().to(device))
-    net.conv.register_forward_hook(lambda module, args, out: seen.update(conv=out.dtype))
-    net.fc.register_forward_hook(lambda module, args, out: seen.update(fc=out.dtype))
-    layer_norm = F.layer_norm
-    monkeypatch.setattr(
-        F, "layer_norm", lambda x, *a: seen.update(ln=x.dtype) or layer_norm(x, *a))
+    net = Net().to(device)
+    batch = {"images": torch.randn(6, 3, 6, 6, device=device),
+             "labels": torch.full((6, 4), 0.2501, device=device)}  # fmt: skip
+    want = copy.deepcopy(net)(**batch)
+    policy.prepare(net)
+    for module in (net.conv, net.ln):
+        module.register_forward_hook(lambda module, args, out: seen.update({module: out.dtype}))
     scaler = LossScaler(device, init_scale=128.0, enabled=policy.scales)
     with policy.autocast():
-        loss = net(*batch(device))
+        loss = net(*batch.values())
+        assert torch.equal(loss, net(**batch))
     scaler.scale(loss).backward()
-    measured = (
+    assert TABLE[name] == (
         net.conv.weight.dtype, net.ln.weight.dtype, net.conv.weight.grad.dtype,
-        seen["conv"], seen["fc"], TABLE[name][5] and seen["ln"], net.bn.running_mean.dtype,
+        seen[net.conv], TABLE[name][4] and seen[net.ln], net.bn.running_mean.dtype,
     )
-    assert measured == TABLE[name]
     assert (loss.dtype, net.label_dtype) == (F32, F32)
+    assert policy.scales is (name in ("fp16", "O2"))
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+    torch.testing.assert_close(loss, want, rtol=2e-2, atol=0)
 
 
 def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone():
@@ -223,87 +216,35 @@ def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone
 @pytest.mark.parametrize(("name", "on"), [("fp32", False), ("tf32", True), ("O2", False)])
 def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name, on):
     set_tf32(not on)
+    torch.backends.fp32_precision = "tf32"  # a global switch
     policy_for(name).prepare(nn.Linear(1, 1))
     assert torch.backends.cuda.matmul.allow_tf32 is on and torch.backends.cudnn.allow_tf32 is on
     switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    assert all((switch.fp32_precision == "tf32") is on for switch in switches)
-    torch.backends.fp32_precision = "tf32"  # a global switch
-    policy_for(name).prepare(nn.Linear(1, 1))
-    assert on or {switch.fp32_precision for switch in switches} == {"ieee"}
+    assert {switch.fp32_precision for switch in switches} == {"tf32" if on else "ieee"}
     torch.backends.fp32_precision = "none"
-
-
-# --- O2 on networks as other projects write them
-
-class Foreign(nn.Module):
-    """Weights used without calling their module, tied ones, fp32 tables, torch's own attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.qkv = nn.Embedding(4096, 8), nn.Linear(8, 24)
-        self.norm, self.rnn = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.register_buffer("cos", torch.rand(3, 8))
-        self.position, self.scale = torch.rand(3, 8), nn.Parameter(torch.ones(8))
-
-    def forward(self, images=None, ids=None, labels=None):
-        self.seen = ids.dtype, labels.dtype
-        x = self.norm(self.words(ids) + images * self.scale + self.position)
-        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
-        q, k = q * self.cos, k * self.cos  # fp32, while v is half
-        x = x + F.scaled_dot_product_attention(q, k, v)
-        x = x + self.attention(query=x, key=x, value=x, need_weights=False)[0]
-        logits = F.linear(self.rnn(x)[0][:, -1], self.words.weight)  # tied
-        return F.cross_entropy(logits.float(), labels)
-
-
-@both_devices
-@pytest.mark.parametrize("keywords", [False, True])
-def test_o2_trains_a_foreign_network_with_functional_weights_and_fp32_tables(device, keywords):
-    torch.set_default_device(device)
-    policy, net = policy_for("O2", device), Foreign()
-    reference = copy.deepcopy(net)
-    policy.prepare(net)
-    ids, labels = torch.tensor([[1, 2049, 3]] * 2), torch.tensor([2049, 7])
-    batch = dict(images=torch.randn(2, 3, 8), ids=ids, labels=labels)
-    with policy.autocast():
-        loss = net(**batch) if keywords else net(*batch.values())
-    loss.backward()
-    assert net.seen == (torch.int64, torch.int64)
-    assert {p.dtype for p in net.parameters()} == {F16, F32} and net.norm.weight.dtype is F32
-    assert all(p.grad.isfinite().all() for p in net.parameters())
-    torch.testing.assert_close(loss, reference(**batch), rtol=2e-2, atol=0)
 
 
 # --- loss scaling
 
 @both_devices
-@pytest.mark.parametrize("how", ["step", "unscale", "on the device"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)])
-def test_between_its_limits_it_is_torchs_scaler_bit_for_bit(device, optimizer, how):
-    runs = []
-    flags = [float(bad) for bad in (torch.rand(120) < 0.2)]
-    for scaler in (torch.amp.GradScaler(device, 2.0**40, growth_interval=3),
-                   LossScaler(device, 2.0**40, growth_interval=3, ceiling=2.0**100)):
-        weight = torch.arange(1.0, 4.0, device=device).requires_grad_()
-        steps, trail = optimizer([weight], lr=0.1), []
-        for flag in flags:
-            steps.zero_grad()
-            scaler.scale((weight * weight / (1 - flag)).sum()).backward()
-            if how == "unscale":
-                scaler.unscale_(steps)
-                torch.nn.utils.clip_grad_norm_([weight], 1.0)
-            scaler.step(steps)
-            ours = how == "on the device" and isinstance(scaler, LossScaler)
-            scaler.update(**{"found_inf": torch.tensor(flag, device=device)} if ours else {})
-            trail.append((scaler.get_scale(), weight.tolist()))
-        runs.append((trail, scaler.state_dict()))
-    assert runs[0] == runs[1]
-    scales = {scale for scale, _ in runs[0][0]}
+def test_between_its_limits_it_is_torchs_scaler_bit_for_bit(device):
+    options = {"init_scale": 2.0**40, "growth_interval": 3}
+    plain = torch.amp.GradScaler(device, **options)
+    ours, on_device = (LossScaler(device, ceiling=2.0**100, **options) for _ in range(2))
+    scales = set()
+    for bad in (torch.rand(120) < 0.2).float().to(device):
+        for scaler in (plain, ours, on_device):
+            weight = torch.ones(3, device=device, requires_grad=True)
+            scaler.scale((weight / (1 - bad)).sum()).backward()
+            scaler.step(torch.optim.SGD([weight]))
+            flag = {"found_inf": bad} if scaler is on_device else {}
+            scaler.update(**flag)
+        assert plain.state_dict() == ours.state_dict() == on_device.state_dict()
+        scales.add(plain.get_scale())
     assert len(scales) > 3 and max(scales) < 2.0**100
 
 
-def test_floor_and_ceiling_table():
+def test_floor_and_ceiling_table_and_the_way_back_of_a_corrupted_scale():
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=2, floor=2.0, ceiling=16.0)
     for bad, want in [(1, 4), (1, 2), (1, 2), (0, 2), (0, 4), (0, 4), (0, 8), (0, 8), (0, 16),
                       (0, 16), (0, 16), (math.nan, 8)]:  # a flag that is NaN is a skipped step
@@ -311,17 +252,13 @@ def test_floor_and_ceiling_table():
         assert scaler.get_scale() == want
     scaler.update(0.25)  # torch's positional argument is a new scale
     assert scaler.get_scale() == 2.0
+    for corrupted in (math.nan, math.inf, 0.0, 1e30):
+        scaler.scale_tensor.fill_(corrupted)
+        scaler.update(found_inf=torch.tensor(1.0))
+        assert scaler.get_scale() == 4.0
     for limits in ({"floor": 0.5}, {"floor": 2.0**20}, {"ceiling": math.inf}):
         with pytest.raises(ValueError, match="needs 1 <= floor"):
             LossScaler("cpu", **limits)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e30])
-def test_a_corrupted_scale_is_back_within_its_limits_at_the_next_update(value):
-    scaler = LossScaler("cpu")
-    scaler.scale_tensor.fill_(value)
-    scaler.update(found_inf=torch.tensor(0.0))
-    assert scaler.get_scale() == 2.0**16
 
 
 def test_a_disabled_scaler_changes_nothing_and_answers_one_on_its_device():
@@ -331,20 +268,19 @@ def test_a_disabled_scaler_changes_nothing_and_answers_one_on_its_device():
     assert LossScaler("meta", enabled=False).scale_tensor.device.type == "meta"
 
 
-def test_each_loads_the_others_checkpoint_and_a_copy_goes_on_alike():
+def test_each_loads_the_others_checkpoint():
     first = LossScaler("cpu", growth_interval=4)
     for bad in (0, 0, 0, 0, 1, 1, 0):
         first.update(found_inf=torch.tensor(float(bad)))
     plain, second = torch.amp.GradScaler("cpu"), LossScaler("cpu")
-    third = copy.deepcopy(first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain.load_state_dict(first.state_dict())
         second.load_state_dict(plain.state_dict())
     for bad in (1, 1, 0, 0, 0, 0, 1):
-        for scaler in (first, second, third):
+        for scaler in (first, second):
             scaler.update(found_inf=torch.tensor(float(bad)))
-        assert first.state_dict() == second.state_dict() == third.state_dict()
+        assert first.state_dict() == second.state_dict()
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": 0.0}, {"scale": math.nan}])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import same, snapshot
 from torch import nn
-from torch.nn import functional as F
 
 import guards
 from guards import Guard
@@ -14,31 +13,11 @@ from optim import ClippedAdamW
 from rescue.inject import Injector, parse_inject
 
 
-def network(seed=0):
-    torch.manual_seed(seed)
+def network():
+    torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
     )
-
-
-def data(count=1, size=8):
-    g = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(size, 3, 8, 8, generator=g), torch.randint(0, 10, (size,), generator=g))
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("dtype", guards.CHECKED)
-def test_a_magnitude_is_beyond_the_limit_where_a_number_is_not_finite(dtype):
-    x = torch.linspace(-3, 3, 1000).to(dtype)
-    assert guards.magnitude(x) == x.double().abs().max()
-    assert guards.magnitude(torch.full((3,), 65504.0, dtype=dtype)) <= guards.LIMIT
-    for position in (0, 517, 999):
-        for value in (math.nan, math.inf, -math.inf):
-            y = x.clone()
-            y[position] = value
-            assert not guards.magnitude(y) <= guards.LIMIT
 
 
 @pytest.mark.parametrize("factor, flag", [(0.999, 0), (1.001, 1), (-1.001, 1), (math.nan, 1)])
@@ -46,7 +25,7 @@ def test_a_flag_goes_up_at_the_limit_in_any_micro_batch(factor, flag):
     guard = Guard(network())
     for order in (1, -1):
         guard.open()
-        for loss in [factor * guards.LIMIT, 1.0][::order]:
+        for loss in [factor * 1.8e19, 1.0][::order]:
             guard.see_loss(torch.tensor(loss))
         assert guard.decide() == flag
 
@@ -136,27 +115,27 @@ def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
 
 
 def test_bad_weights_and_moments_are_seen_before_they_spread():
-    net = network()
+    net = nn.Linear(3, 2)
     optimizer, guard = ClippedAdamW(net.parameters()), Guard(net, lag=False)
-    for where in ("param", "optstate"):
-        net[4](torch.ones(2, 144)).sum().backward()
-        guard.step(optimizer)
-        assert guard.verdict().accepted
-        tensor = net[4].bias if where == "param" else optimizer.state[net[4].bias]["exp_avg_sq"]
+    net(torch.ones(4, 3)).sum().backward()
+    guard.step(optimizer)
+    assert guard.verdict().accepted
+    moment = optimizer.state[net.bias]["exp_avg_sq"]
+    for where, tensor in (("param", net.bias.data), ("optstate", moment)):
+        good = tensor.clone()
+        tensor[1] = math.inf
         guard.open()
-        net[4](torch.ones(2, 144)).sum().backward()
-        good = tensor.data[1].clone()
-        tensor.data[1] = math.inf
         guard.see_state(param=dict(net.named_parameters()), optstate=optimizer.state)
         before = snapshot(net)
         guard.step(optimizer)
-        assert where in guard.verdict().reasons and same(before, snapshot(net))
-        tensor.data[1] = good
+        assert guard.verdict().reasons == (where,) and same(before, snapshot(net))
+        tensor.copy_(good)
 
 
 def test_restart_takes_the_step_from_its_beginning():
     net = network()
     guard = Guard(net, lag=False)
+    net[1].running_mean.fill_(3)  # by a checkpoint that was loaded, say
     guard.open(7)
     before = snapshot(net)
     net(torch.full((2, 3, 8, 8), math.inf))
@@ -167,26 +146,18 @@ def test_restart_takes_the_step_from_its_beginning():
     assert guard.decide() == 0
 
 
-class Masked(nn.Module):
-    """Buffers of every dtype and layout; those that are infinite from the start are masks."""
-
-    def __init__(self):
-        super().__init__()
-        whole = torch.arange(64.0).view(8, 8)
-        buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(
-            (*guards.CHECKED, torch.complex64, torch.int64, torch.int8, torch.bool))}
-        buffers |= {
-            "number": torch.tensor(3.0), "empty": whole[:0], "every_other": whole[:, ::2],
-            "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-            "mask": torch.full((4, 4), -math.inf).triu(1), "one": torch.ones(1).expand(5),
-        }  # fmt: skip
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-        self.head = nn.Linear(2, 2)
-
-
 def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_flag():
-    net = Masked()
+    dtypes = (*guards.CHECKED, torch.complex64, torch.int64, torch.int8, torch.bool)
+    buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(dtypes)}
+    whole = torch.arange(64.0).view(8, 8)
+    buffers |= {
+        "number": torch.tensor(3.0), "empty": whole[:0], "every_other": whole[:, ::2],
+        "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "mask": torch.full((4, 4), -math.inf).triu(1), "one": torch.ones(1).expand(5),
+    }  # fmt: skip
+    net = nn.Linear(2, 2)
+    for name, buffer in buffers.items():
+        net.register_buffer(name, buffer)
     guard, before = Guard(net), snapshot(net)
     changing = {n: b for n, b in net.named_buffers() if n not in ("one", "empty")}
 
@@ -209,42 +180,16 @@ def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_fla
     assert not net.every_other.any()
 
 
-def test_a_single_buffer_goes_back_and_raises_its_flag():
+def test_a_single_buffer_goes_back_and_infinite_running_statistics_are_no_mask():
     net = nn.Linear(2, 2)
-    net.register_buffer("mean", torch.zeros(3))
+    net.register_buffer("running_mean", torch.zeros(3))
     guard = Guard(net)
     guard.open()
-    net.mean[1] = math.nan
+    net.running_mean[1] = math.inf
+    assert Guard(net).decide() == 1
     bad = guard.decide()
     guard.close(bad)
-    assert bad == 1 and not net.mean.any()
-
-
-def test_infinite_running_statistics_are_no_mask():
-    net = network()
-    net[1].running_var[0] = math.inf
-    guard = Guard(net)
-    guard.open()
-    assert guard.decide() == 1
-
-
-@pytest.mark.filterwarnings("ignore:step .* was skipped")
-def test_an_overflow_outside_of_a_step_goes_back_with_the_next_step():
-    net = network()
-    optimizer, guard = torch.optim.AdamW(net.parameters()), Guard(net, lag=False)
-
-    def advance():
-        optimizer.zero_grad()
-        F.cross_entropy(net(data()[0][0]), data()[0][1]).backward()
-        guard.step(optimizer)
-        return guard.verdict()
-
-    assert advance().accepted
-    before = snapshot(net)
-    net(torch.full((2, 3, 8, 8), math.inf))  # a forward in train mode
-    assert advance().reasons == ("buffer",)
-    assert same(before, snapshot(net))
-    assert advance().accepted
+    assert bad == 1 and not net.running_mean.any()
 
 
 def test_a_backward_that_began_before_the_buffers_went_back_still_works():
@@ -289,19 +234,10 @@ def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
 @pytest.mark.parametrize(
     "spec",
     ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
-     "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1"],
+     "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1",
+     "nan:grad:of.nothing@step=1"],
 )  # fmt: skip
 def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
     with pytest.raises(ValueError, match="--inject") as caught:
-        parse_inject(spec)
+        Injector(network(), parse_inject(spec))
     assert "\n" not in str(caught.value)
-
-
-def test_inject_specs_mean_what_they_say():
-    a, b = parse_inject("nan:grad:head.weight@step=5,rank=1; inf:act:stages.2@step=5..8")
-    assert a == ("nan", "grad", "head.weight", 5, 5, 1)
-    assert b == ("inf", "act", "stages.2", 5, 8, None)
-    assert parse_inject("") == ()
-    assert Injector(network(), (a,), rank=0).faults == []
-    with pytest.raises(ValueError, match="no grad is named"):
-        Injector(network(), (a,), rank=1)
