@@ -489,7 +489,7 @@ def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
     shared, total = (loss_of.__code__.co_firstlineno + k for k in (2, 3))
     report = autopsied(Net(), half=True, loss_of=loss_of)
     assert report.verdict == "precision" and report.cure[0] == "line", report
-    assert all(f"test_autopsy.py:{n} in loss_of" in report.suggestion for n in (shared, total)), report
+    assert all(f"test_autopsy.py:{n} in loss_of" in report.suggestion for n in (shared, total))
 
 
 # --- The locator alone, for many steps
