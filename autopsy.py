@@ -46,7 +46,7 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
     report = examine(run_step, record, net)   after a rejected step; the weights are still those
 
 `python autopsy.py YOUR_SCRIPT.py` needs no change of the script (class Watch). This file changes no
-weights. To copy it: it needs torch, nothing else. `python autopsy.py` shows one fault named.
+weights. To copy it: it needs torch, nothing else.
 """
 
 from __future__ import annotations
@@ -1403,9 +1403,8 @@ def _script(frames):
     """The script's line, and before it the lines of libraries that it has called, without torch."""
     found = []
     for frame in frames:
-        file, _, name = frame
-        ours = file == __file__ and name != "demo"
-        if NAMED.match(file) or (not ours and not file.startswith((TORCH, "<"))):
+        file = frame[0]
+        if NAMED.match(file) or not (file == __file__ or file.startswith((TORCH, "<"))):
             found.append(frame)
             if not file.startswith((LIBRARY, TORCH)) and "-packages" not in file:
                 break
@@ -1416,19 +1415,6 @@ def _line(frames):
     """file:line in function, of a library and of the script that has called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in _script(frames)]
     return ", called from ".join([*at[:1], *at[1:][-1:]])
-
-
-# --- python autopsy.py
-
-
-def demo() -> None:
-    """The logarithm of a negative number between two modules: named, with its line and a cure."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with Locator(net) as where:
-        hidden = net[0](torch.zeros(8, 4)) - 99
-        loss = net[1](hidden.log()).mean()
-    print(report := where.blame([loss]))
-    print("try:", WEAK[report.weak][0])
 
 
 # --- python autopsy.py YOUR_SCRIPT.py
@@ -2528,8 +2514,7 @@ def main() -> int:
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.m and not args.script:
-        print(USAGE, end="\n\n")
-        return demo() or 0
+        parser.error("name a script")
     if not args.m and not os.path.isfile(args.script[0]):
         sys.exit(f"autopsy: {args.script[0]} is no file")
     begin, path = args.from_step, args.report

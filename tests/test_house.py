@@ -75,14 +75,14 @@ def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_
         assert len(block.splitlines()) <= 12, path.name
         (folder / "paste.py").write_text(block)
         command = [path.name]
-        if path.name == "report.py":  # no demonstration: it draws what a run has written
+        if path.name == "report.py":  # it draws what a run has written
             (folder / "drawn").mkdir()
             (folder / "drawn" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
             command.append("drawn")
-        code, out, err = run_script(command, folder)
-        assert code == 0, (path.name, err)
-        lines = 1 if path.name == "report.py" else 2  # the fault, and the answer to it
-        assert "__main__" not in path.read_text() or out.count("\n") >= lines, path.name
+        if path.name == "autopsy.py":
+            command.append("paste.py")
+        code, _, err = run_script(command, folder)
+        assert code == (3 if path.name == "autopsy.py" else 0), (path.name, err)
         code, _, err = run_script(["paste.py"], folder)
         assert code == 0, (path.name, "paste block", err)
 
@@ -98,7 +98,7 @@ def test_what_stands_in_several_copied_files_is_the_same_in_all():
     first = {}
     for path in (path for path in COPIED if path.parent.name != "models"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name not in ("main", "demo"):
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
                 name = node.name
                 node.body = node.body[ast.get_docstring(node) is not None :]
             elif isinstance(node, ast.Assign):
