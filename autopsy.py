@@ -2241,7 +2241,12 @@ class Watch:
                 birth = Rerun(run_step, record, net, {}).watch()
                 return self._seen(birth) if birth.op else None
             precision = str(kinds[0]).removeprefix("torch.")
-            return examine(run_step, record, net, precision=precision)
+            report = examine(run_step, record, net, precision=precision)
+            made = self.tape.maker(dict(net.named_buffers()).get(report.source[len("buffer ") :]))
+            if made:
+                names = (*report.names, f"it was made at {_line(made.frames)}")
+                report = replace(report, names=names, fix="mend this number where it is made")
+            return report
         finally:
             now.restore()
             for p, g in grads:

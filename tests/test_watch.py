@@ -573,7 +573,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.last = nn.Embedding(9, 6), nn.Linear(6, 2)
-        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("mean", torch.zeros(6) / float(fault != "made bad"))  # made bad
 
     def forward(self, x, index=None):
         if fault == "module writes":
@@ -636,7 +636,7 @@ if fault == "torch.func":
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), [
-    ("", 0, "8 steps, nothing non-finite"),
+    ("", 0, "8 steps, nothing non-finite"), ("made bad", 3, "-> weights"),
     ("module writes", 3, "samples 5 of"), ("script writes", 3, "samples 5 of"),
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
     ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
