@@ -166,6 +166,10 @@ ONE = (
 )
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+ALL_BAD = (
+    "every sample is bad: look at how they are made (a column without spread, a wrong file), "
+    "not at single ones"
+)
 UNWRITTEN = (
     "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
     "or an opaque kernel (Triton, C++) wrote this: look into it"
@@ -175,7 +179,11 @@ UNWRITTEN = (
 WEAK: dict[str, tuple[str, Callable | None]] = {
     "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
-    "log": ("log of 0 or less: log(x.clamp(min=1e-6))", CLAMP),
+    "log": (
+        "log of 0 or less (after a sigmoid or softmax take logsigmoid or log_softmax): "
+        "log(x.clamp(min=1e-6))",
+        CLAMP,
+    ),
     "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
     "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
     "log1p": (
@@ -409,6 +417,8 @@ class Report:
             )
         if self.verdict == "data" and self.source.startswith("a "):
             return "mend this number where it is made: NumPy, a constant, a table"
+        if self.verdict == "weights" and not (flags or self.step or self.names[1:]):
+            return "it was bad before the first step: initialise it, or load another checkpoint"
         if self.source.startswith(EARLIER):
             return "that line made it or passed it on: --from-step 0 names the operation"
         if self.entered and self.verdict != "data":
@@ -533,6 +543,10 @@ def examine(
     finally:
         record.restore()
         set_rng_states(outside, record.device)
+    everything = report.samples and len(report.samples) == rerun.locator.size
+    in_batch = report.verdict == "data" and not report.source.startswith("a ")
+    if everything and in_batch and not report.fix:
+        report = replace(report, fix=ALL_BAD)
     known = record.indices[report.micro_batch]
     return replace(report, indices=tuple(known[i] for i in report.samples) if known else ())
 
@@ -790,8 +804,8 @@ class Locator(TorchDispatchMode):
         if module in self.names and not repeated:
             self.calls[name] += 1
         if len(self._stack) == 1:
-            if not self.size and args and isinstance(args[0], Tensor) and args[0].dim():
-                self.size = len(args[0])  # the batch was cut out by operations that were watched
+            if not self.size:  # the batch was cut out by operations that were watched
+                self.size = next(map(len, _batched(_flat(args))), 0)
             self.follow(_flat(args))
         self._stack.append((name, self.calls[name]))
         self._mark()
@@ -837,6 +851,10 @@ class Locator(TorchDispatchMode):
                 self._carry(rule, given, inputs, outs, before)
             except Exception:  # following samples is a service: it never raises into the step
                 self._rows.clear()
+        copied = _storage(inputs[0]) if func is torch.ops.aten.clone.default else None
+        if copied in self._known and copied not in self.causes:  # a copy is no use of it
+            self._known[_storage(out)] = self._known[copied]
+            return out
         for t in outs:
             storage = _storage(t)
             if storage in before and not written:
@@ -1144,10 +1162,10 @@ def _try(rerun, report):
     weak = report.weak
     advice, mend = WEAK.get(weak, ("", None))
     if mend and not precision and not report.fix:
-        what = f"{advice.rpartition(': ')[2]} at {line}"
-        cures.append((what, Calls(weak=weak, line=(line,)), ("eps", weak)))
+        where, calls = _lines(rerun, line, weak)
+        cures.append((f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak)))
     if precision and line:
-        where, calls = _lines_in_fp32(rerun, line)
+        where, calls = _lines(rerun, line)
         cures.append((f"x.float() at {where}", calls, ("line", where)))
     if precision and report.result.startswith("float16"):
         bf16 = InDtype(torch.bfloat16, (torch.float16,))
@@ -1167,19 +1185,25 @@ def _try(rerun, report):
     return report
 
 
-def _lines_in_fp32(rerun, line):
-    """This line, and others that would still make a bad number and might hide it (1 / inf is 0): as
-    text, and the context that puts them in fp32. What is bad in fp32 too is meant so."""
-    rerun.watch(fp32=True)
-    meant, lines = rerun.locator.births, [line]
+def _lines(rerun, line, weak=""):
+    """The context of a cure at this line, and at those that make the next bad number: the same weak
+    operation once more, or for fp32 another that might hide it (1 / inf is 0). As text, too."""
+    meant, lines = [], [line]
+    if not weak:
+        rerun.watch(fp32=True)
+        meant = rerun.locator.births  # bad in fp32 too: meant so
     while len(lines) < 4:
         with Locator(rerun.net) as where:
-            rerun(Calls(line=lines))
-        more = [birth for birth in where.births if birth not in meant and birth not in lines]
+            symptom = rerun(Calls(weak=weak, line=lines))
+        birth = where.blame(rerun.results.values()) if symptom else None
+        more = [] if weak or symptom else where.births
+        if birth and (not weak or birth.weak == weak):
+            more = [birth.line]
+        more = [found for found in more if found not in (*meant, *lines)]
         if not more:
             break
         lines.append(more[0])
-    return " and ".join(lines), Calls(line=lines)
+    return " and ".join(lines), Calls(weak=weak, line=lines)
 
 
 def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
@@ -1351,6 +1375,11 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
 def _flat(tree):
     """The tensors among an operation's arguments or results."""
     return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
+
+
+def _batched(tensors):
+    """Those with a batch dimension: a row of real numbers may be one observation."""
+    return (t for t in tensors if t.dim() > (t.is_floating_point()))
 
 
 def _exchange(tree, to, of):
@@ -1845,7 +1874,7 @@ class Watch:
         call = self.call = self.tape.write(module.module if bare else module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng, call.training = rng_states(_device(given)), module.training
-        call.shape = next((t.shape for t in given if t.dim()), ())
+        call.shape = next((t.shape for t in _batched(given)), ())
         call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module]]
         if self.locator:
             self.locator.take((*args, kwargs) if kwargs else args)

@@ -485,6 +485,23 @@ def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
     assert all(f"test_autopsy.py:{n} in loss_of" in report.suggestion for n in (shared, total))
 
 
+def test_a_cure_is_tried_at_every_line_that_has_the_same_weak_operation():
+    def loss_of(logits, labels):
+        first = (logits * 0 + 99).exp()
+        return first.mean() + (logits * 0 + 99).exp().mean()
+
+    report = autopsied(Net(), loss_of=loss_of)
+    line = loss_of.__code__.co_firstlineno
+    assert report.cure[0] == "eps", report
+    assert all(f"test_autopsy.py:{line + k} in loss_of" in report.tried[0] for k in (1, 2)), report
+
+
+def test_a_batch_that_is_wholly_bad_is_no_matter_of_samples():
+    report = autopsied(Net(), (X / 0, Y))
+    assert report.verdict == "data" and len(report.samples) == 8
+    assert "every sample is bad" in report.suggestion
+
+
 # --- The locator alone, for many steps
 
 
