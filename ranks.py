@@ -31,6 +31,7 @@ Paste::
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -155,6 +156,17 @@ def first_on_each_machine(local_rank: int) -> Iterator[None]:
     finally:  # after an error too: the others are waiting
         if dist.is_initialized() and not local_rank:
             dist.barrier()
+
+
+def leave() -> None:
+    """Give up the group, when rank 0 has printed: torchrun ends all processes when one leaves.
+
+    Forget your DDP before (`ddp = None`). Where it is the last to hold the group, its end waits for
+    a thread of gloo, and that thread may wait for the interpreter: a hang after the last line.
+    """
+    dist.barrier()
+    gc.collect()  # a DDP that is forgotten may stand in a circle
+    dist.destroy_process_group()
 
 
 def all_values(value: Any) -> list[Any]:

@@ -382,10 +382,10 @@ def finish(run, end):
             explain(error)
     if ranks.is_main_process():
         report.print_line(report.strict_json(summary))
-    together = run.bar and end.status != "failed"  # not where one rank was stopped during set-up
-    if dist.is_initialized() and together:
-        dist.barrier()  # torchrun ends all processes when one leaves: rank 0 has to have printed
-        dist.destroy_process_group()
+    # Together: not where one rank was stopped during set-up.
+    if dist.is_initialized() and run.bar and end.status != "failed":
+        run.ddp = run.compiled = None  # before its group
+        ranks.leave()
     return end.code
 
 

@@ -8,11 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import ROOT, run_ranks, same
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+from record import End, Run
 
 LINE = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 40 --log-every 1 "
         "--ckpt-every 4 --precision fp32 --device cpu --resume auto")
@@ -68,3 +75,16 @@ def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_fo
     ends = [torch.load(tmp_path / folder / "last.pt", weights_only=True)["model"]
             for folder in ("shared", "whole")]
     assert same(*ends)
+
+
+def test_at_the_end_ddp_is_freed_before_its_group(tmp_path, monkeypatch):
+    """Freed after it, its end has been seen to wait for ever."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    args = SimpleNamespace(model="own", dataset="own", precision="fp32")
+    run, order = Run(args=args, bar=True), []
+    run.ddp = run.compiled = DistributedDataParallel(torch.nn.Linear(2, 2))
+    weakref.finalize(run.ddp, order.append, "DDP")
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (order.append("group"), destroy()))
+    train.finish(run, End("done", 0))
+    assert order == ["DDP", "group"] and not dist.is_initialized()
