@@ -237,7 +237,11 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         None,
     ),
     "empty": (UNWRITTEN, None),
-    "to_copy": ("this number does not fit into half: do not convert it, or scale it first", None),
+    "to_copy": (
+        "this number does not fit into half: do not convert it, or make it smaller before (a "
+        "smaller loss scale)",
+        None,
+    ),
     "logdet": ("a determinant of 0 or less: torch.slogdet, or x = L @ U with a known sign", None),
 }
 SAME = {
@@ -565,6 +569,8 @@ def _judge(rerun, report):
             fix = larger if "index" in str(where.wrong) else ""
             return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
+        if "more than 1 value per channel" in report.symptom:
+            report = replace(report, fix="a batch of one has no spread: drop_last=True")
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
@@ -689,7 +695,11 @@ class Rerun:
             raise self.error
         if self.error:
             line = _line(_frames_in(traceback.format_tb(self.error.__traceback__)))
-            raised = Report(op=type(self.error).__name__, phase="forward", line=line)
+            frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
+            modules = [frame.f_locals.get("self") for frame in reversed(frames)]
+            named = (where.names[m] for m in modules if isinstance(m, nn.Module))
+            module = next(filter(None, named), "")
+            raised = Report(op=type(self.error).__name__, module=module, phase="forward", line=line)
             birth = where.failed or where.blame(_bad_locals(self.error)) or raised
         elif symptom:
             if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
@@ -1033,6 +1043,11 @@ class Locator(TorchDispatchMode):
                     self._carries(t, d % t.dim(), 1)
 
 
+def _in_order(index, size):
+    """x[:, i] or x[torch.arange(len(x)), i]: the rows stay where they are."""
+    return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
+
+
 STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # other dimensions; the batch stays
 DROPS = re.compile(
     "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
@@ -1069,6 +1084,8 @@ def _rule(func):
         elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
             if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
+        elif name == "index" and d == 0 and _in_order(given[1][0], size):
+            pass
         elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
         elif over:
@@ -1667,10 +1684,13 @@ class Tape(TorchFunctionMode):
         return made if who and who() is t else None
 
     def stepped(self, optimizer):
-        """Forget what was computed before the last step of every optimizer."""
+        """Forget what was computed before the last step of every optimizer. One that steps twice
+        in a row does not take turns with another: then that one's is forgotten."""
+        last = next(reversed(self.steps), None)
+        if last == optimizer or self.bytes > ROOM or len(self.calls) > 9999:
+            self.steps = {}
+        self.steps.pop(optimizer, None)
         self.steps[optimizer] = self.number
-        if self.bytes > ROOM or len(self.calls) > 9999:
-            self.steps = {optimizer: self.number}
         self.start = min(self.steps.values())
         self.calls = [call for call in self.calls if call.number > self.start]
         self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
@@ -2113,6 +2133,8 @@ class Watch:
             if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
                 why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
                 fix = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+            if group.get("centered"):  # E[g^2] - E[g]^2
+                fix = "centered=False: rounding makes the variance negative, and its root NaN"
             if not _is_real(float(rates[k] or 0)):
                 fix = "look at the schedule"
             made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}"
@@ -2292,7 +2314,10 @@ class Watch:
         shape = shapes[0][2] if shapes else ()
         batch, named = [], []
         for t in given:
-            like = t.shape[:1] == shape[:1] or (t.dim() > 2 and t.shape[1:2] == shape[1:2])
+            # in time-major data the batch comes second; what differs in the first dimension alone
+            # is the data set that the batch was cut from
+            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
+            like = t.shape[:1] == shape[:1] or second
             made = self.tape.maker(t)
             early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:

@@ -502,6 +502,16 @@ def test_a_batch_that_is_wholly_bad_is_no_matter_of_samples():
     assert "every sample is bad" in report.suggestion
 
 
+def test_a_column_of_each_sample_is_taken_and_the_samples_are_still_known():
+    x = torch.cat([X[:5], X[5:6] * 0, X[6:]])
+
+    def loss_of(logits, labels):
+        own = logits[torch.arange(8), labels]
+        return (own / own.detach()).mean() + (own / x[:, [2, 0]].sum(1)).mean()
+
+    assert autopsied(Net(), (x, Y), loss_of=loss_of).samples == (5,)
+
+
 # --- The locator alone, for many steps
 
 

@@ -616,6 +616,10 @@ if fault == "fetched ahead":
     batches = fetched_ahead(batches)
 if fault == "script writes":
     batches = ((data[i:i + 8], index[i:i + 8]) for i in range(0, 64, 8))
+step = 0
+net.last(torch.randn(4, 6)).square().mean().backward()
+torch.optim.SGD(net.parameters(), 1e-3).step()  # once, before the training
+optimizer.zero_grad()
 for step, (x, i) in enumerate(batches, start=1):
     if fault == "script writes":
         x /= x.std(1, keepdim=True)  # script writes
@@ -636,8 +640,9 @@ if fault == "torch.func":
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), [
-    ("", 0, "8 steps, nothing non-finite"), ("made bad", 3, "-> weights"),
-    ("module writes", 3, "samples 5 of"), ("script writes", 3, "samples 5 of"),
+    ("", 0, "nothing non-finite"), ("made bad", 3, "-> weights"),
+    ("module writes", 3, "samples 5 of micro-batch 0"),
+    ("script writes", 3, "samples 5 of micro-batch 0"),
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
     ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
