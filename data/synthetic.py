@@ -124,7 +124,12 @@ def load(train_size: int = 20_000, val_size: int = 2_000, seed: int = 0):
         images, labels = zip(*chunks, strict=True)
         return torch.cat(images), torch.cat(labels)
 
-    return split(0, train_size), split(train_size, val_size), CLASSES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small operations: beside other work two threads wait for each other
+    try:
+        return split(0, train_size), split(train_size, val_size), CLASSES
+    finally:
+        torch.set_num_threads(threads)
 
 
 def checksum(images: Tensor, labels: Tensor) -> str:
