@@ -73,7 +73,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import count, takewhile
-from math import inf
+from math import frexp, inf
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -132,7 +132,7 @@ VERDICTS = {
     ),
     "calibration": (
         "nothing: the loss scale falls by itself",
-        "skip the step and halve the loss scale",
+        "skip the step and halve the loss scale, as torch.amp.GradScaler does",
     ),
     "not reproducible": (
         "the same step once more with --deterministic; if it recurs, suspect this machine's "
@@ -421,10 +421,10 @@ class Report:
             )
         if self.verdict == "data" and self.source.startswith("a "):
             return "mend this number where it is made: NumPy, a constant, a table"
-        if self.verdict == "weights" and not (flags or self.step or self.names[1:]):
-            return "it was bad before the first step: initialise it, or load another checkpoint"
         if self.source.startswith(EARLIER):
             return "that line made it or passed it on: --from-step 0 names the operation"
+        if self.verdict == "weights" and not (flags or self.step):
+            return "it was bad before the first step: initialise it, or load another checkpoint"
         if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
@@ -670,13 +670,13 @@ class Rerun:
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
                     results = {"loss": torch.as_tensor(out[0]).detach()}
                     results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
-                    after = dict(self.net.named_buffers())
-                    for name in clean:
-                        if STATISTIC.search(name) or not is_mask(extent(after[name])):
-                            results[f"buffer {name}"] = after[name]
+                    buffers = dict(self.net.named_buffers())
+                    results |= {f"buffer {name}": buffers[name] for name in clean}
                     self.results = results
                     for name, t in results.items():
-                        if is_bad(span := extent(t)):
+                        span = extent(t)
+                        mask = name.startswith("buffer ") and is_mask(span)
+                        if is_bad(span) and not (mask and not STATISTIC.search(name)):
                             return f"{name} is {_made(span)}"
         except Exception as error:
             self.error = error
@@ -714,7 +714,7 @@ class Rerun:
 CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
-UNKNOWN = "what a custom autograd.Function or compiled code made"
+UNKNOWN = "what compiled code or another library made"
 EARLIER = "a tensor of an earlier step"
 STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", EARLIER)
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
@@ -737,8 +737,8 @@ class Locator(TorchDispatchMode):
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
         self.failed = None  # the operation that raised
         self.step = 0  # of what is named; set it where many steps are watched
-        self.numbers = ()  # among the arguments of the operation under way
-        self.births = []  # "file:line in function" of all that made a bad number
+        self.numbers = []  # among the arguments of the operation under way
+        self.births = {}  # "file:line in function" of all that made a bad number, in order
         self.wrong = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
         self._stack = [("", 0)]  # modules under way: name, which call
@@ -761,12 +761,8 @@ class Locator(TorchDispatchMode):
             first, _, rest = name.partition(".")
             plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
             self._known.setdefault(_storage(t), rest or plain)
-        shapes = [t.shape for t in leaves.values()]
-        # Most tensors have the batch first, or after time.
-        counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
-        firsts = [shape[0] for shape in shapes if shape]
-        self.size = size or max(counts, key=lambda n: (counts[n], n in firsts), default=0)
         self._rows.clear()
+        self.size = size or _batch_size(leaves.values())
         self.follow(leaves.values())
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
@@ -813,10 +809,17 @@ class Locator(TorchDispatchMode):
         repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
         if module in self.names and not repeated:
             self.calls[name] += 1
+        given = _flat(args)
         if len(self._stack) == 1:
-            if not self.size:  # the batch was cut out by operations that were watched
-                self.size = next(map(len, _batched(_flat(args))), 0)
-            self.follow(_flat(args))
+            # 0: the batch was cut out by operations that were watched
+            self.size = self.size or _batch_size(_batched(given))
+            self.follow(given)
+        if getattr(module, "batch_first", True) is False and given[0].dim() == 3:
+            time, samples = given[0].shape[:2]
+            if time == self.size != samples:  # time was taken for the batch
+                self.size = samples
+                self._rows.clear()
+                self.follow(given)
         self._stack.append((name, self.calls[name]))
         self._mark()
 
@@ -839,7 +842,7 @@ class Locator(TorchDispatchMode):
             return func(*args, **kwargs)
         rule = _rule(func)
         given = dict(enumerate(args)) | kwargs
-        self.numbers = [a for a in args if type(a) in (int, float)] if rule.pointwise else ()
+        self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
         inputs = _flat((args, kwargs))
         written = _flat([given.get(k) for k in rule.writes])
         kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
@@ -907,7 +910,7 @@ class Locator(TorchDispatchMode):
             if WRITERS.search(by) or birth.phase == "backward":
                 return next(self._clock), replace(birth, source=WRITTEN)
             return next(self._clock), replace(birth, op=f"torch.{by}")
-        self.births.append(birth.line)
+        self.births[birth.line] = True
         return next(self._clock), replace(birth, again=again())
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
@@ -967,7 +970,7 @@ class Locator(TorchDispatchMode):
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
-            fix=BY_ZERO if "aten.div" in str(func) and 0 in self.numbers[:1] else "",
+            fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )
         if out is None:
             return birth
@@ -989,6 +992,8 @@ class Locator(TorchDispatchMode):
                 self.ignored = ignore[0]
             self.wrong, wrong = _outside_of(what, index, low, high, ignore)
             if self.wrong:
+                if what == "label" and _storage(index) not in self._rows:  # cut from all labels
+                    self.follow([index])
                 birth = self._birth(func, _spans(inputs))
                 self.failed = replace(birth, samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
@@ -1162,35 +1167,8 @@ def _again(func, args, kwargs):
 def _try(rerun, report):
     """The report with the cures that were tried, up to the first that was finite: the guilty module
     in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
-    precision = report.verdict == "precision"
-    if not precision and report.verdict != "divergence":
-        return report
-    cures, line = [], report.line
-    modules = dict(rerun.net.named_modules())
-    # a loss around the network is not part of it
-    name = report.module if precision and report.module in modules else ""
-    kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
-    half = getattr(torch, report.result.partition("[")[0], None)
-    while name:
-        for kind in kinds:
-            context = island(modules[name], None if "result" in kind else half)
-            cures.append((f"{name} in fp32{kind.removeprefix('module')}", context, (kind, name)))
-        name = name.rpartition(".")[0]
-    weak = report.weak
-    advice, mend = WEAK.get(weak, ("", None))
-    if mend and not precision and not report.fix:
-        where, calls = _lines(rerun, line, weak)
-        cures.append((f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak)))
-    if precision and line:
-        where, calls = _lines(rerun, line)
-        cures.append((f"x.float() at {where}", calls, ("line", where)))
-    if precision and report.result.startswith("float16"):
-        bf16 = InDtype(torch.bfloat16, (torch.float16,))
-        cures.append(("the whole step in bf16", bf16, ("precision", "bf16")))
-    if precision:
-        cures.append(("the whole step in fp32", None, ("precision", "fp32")))
     tried = []
-    for what, context, cure in cures:
+    for what, context, cure in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
         if isinstance(context, Calls) and not context.hits:
@@ -1202,6 +1180,34 @@ def _try(rerun, report):
     return report
 
 
+def _cures(rerun, report):
+    """(as text, the context of a run, Report.cure), one after the other."""
+    precision, line = report.verdict == "precision", report.line
+    modules = dict(rerun.net.named_modules())
+    # a loss around the network is not part of it
+    name = report.module if precision and report.module in modules else ""
+    kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
+    half = getattr(torch, report.result.partition("[")[0], None)
+    while name:
+        for kind in kinds:
+            context = island(modules[name], None if "result" in kind else half)
+            yield f"{name} in fp32{kind.removeprefix('module')}", context, (kind, name)
+        name = name.rpartition(".")[0]
+    weak = report.weak
+    advice, mend = WEAK.get(weak, ("", None))
+    if mend and report.verdict == "divergence" and not report.fix:
+        where, calls = _lines(rerun, line, weak)
+        yield f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak)
+    if precision and line:
+        where, calls = _lines(rerun, line)
+        yield f"x.float() at {where}", calls, ("line", where)
+    if precision and report.result.startswith("float16"):
+        bf16 = InDtype(torch.bfloat16, (torch.float16,))
+        yield "the whole step in bf16", bf16, ("precision", "bf16")
+    if precision:
+        yield "the whole step in fp32", None, ("precision", "fp32")
+
+
 def _lines(rerun, line, weak=""):
     """The context of a cure at this line, and at those that make the next bad number: the same weak
     operation once more, or for fp32 another that might hide it (1 / inf is 0). As text, too."""
@@ -1211,7 +1217,7 @@ def _lines(rerun, line, weak=""):
         meant = rerun.locator.births  # bad in fp32 too: meant so
     while len(lines) < 4:
         with Locator(rerun.net) as where:
-            symptom = rerun(Calls(weak=weak, line=lines))
+            symptom = rerun(Calls(weak=weak, lines=lines))
         birth = where.blame(rerun.results.values()) if symptom else None
         more = [] if weak or symptom else where.births
         if birth and (not weak or birth.weak == weak):
@@ -1220,7 +1226,7 @@ def _lines(rerun, line, weak=""):
         if not more:
             break
         lines.append(more[0])
-    return " and ".join(lines), Calls(weak=weak, line=lines)
+    return " and ".join(lines), Calls(weak=weak, lines=lines)
 
 
 def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
@@ -1246,9 +1252,9 @@ class Calls(TorchFunctionMode):
     taken, divides its gradient by `factor`, and at some lines changes the arguments: of the weak
     operation as WEAK says, or, where none is named, of every operation to fp32."""
 
-    def __init__(self, factor=1.0, weak="", line=()):
+    def __init__(self, factor=1.0, weak="", lines=()):
         super().__init__()
-        self.factor, self.weak, self.line = factor, weak, line
+        self.factor, self.weak, self.lines = factor, weak, lines
         self.hits, self.root, self.name = 0, 0.0, ""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -1270,7 +1276,7 @@ class Calls(TorchFunctionMode):
                     accumulate_grad=True,
                 )
         meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
-        if not self.line or not meant or _line(_frames()) not in self.line:
+        if not self.lines or not meant or _line(_frames()) not in self.lines:
             return func(*args, **kwargs)
         if self.weak:
             self.hits += 1
@@ -1396,7 +1402,15 @@ def _flat(tree):
 
 def _batched(tensors):
     """Those with a batch dimension: a row of real numbers may be one observation."""
-    return (t for t in tensors if t.dim() > (t.is_floating_point()))
+    return (t for t in tensors if t.dim() > 1 or (t.dim() and not t.is_floating_point()))
+
+
+def _batch_size(tensors):
+    """Most tensors have the batch first, or after time; 0: there are none."""
+    shapes = [t.shape for t in tensors]
+    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
+    firsts = [shape[0] for shape in shapes if shape]
+    return max(counts, key=lambda n: (counts[n], n in firsts), default=0)
 
 
 def _exchange(tree, to, of):
@@ -1471,9 +1485,9 @@ Runs the script as it is and reads losses, gradients, weights, evaluation output
 that the script reads. It draws no random number. What a step computes is written down: the calls of
 modules, and of torch's functions outside of modules. At the first bad step they are made again,
 here and now, with every operation watched, then in fp32: the report names the operation, and the
-script ends. Only what cannot be made again (an optimizer of your own, a custom autograd.Function
-outside of modules) needs a second, quiet run of the script (files that it writes are written
-again); --one-run refuses that. --from-step N watches every operation from optimizer step N on. Exit
+script ends. Only what cannot be made again (an optimizer of your own, a module that counts its
+calls) needs a second, quiet run of the script (files that it writes are written again); --one-run
+refuses that. --from-step N watches every operation from optimizer step N on. Exit
 code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
 Any other exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
@@ -1490,6 +1504,7 @@ FORGOTTEN = (
 )
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
+APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
 
 
 @dataclass(frozen=True)
@@ -1534,6 +1549,8 @@ class Call:
         except KeyError:
             return  # made before the last step of another optimizer
         function = self.function
+        if function is BACKWARD and len(args) == 4:  # as Tensor.backward calls it
+            function = Tensor.backward  # which class Calls sees
         for frame in self.frames:
             function = partial(_from(frame), function)
         for module, name, value in self.carried:
@@ -1720,7 +1737,7 @@ class Watch:
         self.started, self.rng = time.monotonic(), rng_states("cpu")
         self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
         self.inside = 0  # of torch.func's vmap or grad
-        self.optimizers = False
+        self.has_optimizer = False
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
@@ -1734,7 +1751,8 @@ class Watch:
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = 0  # the number of calls at the first backward
-        self.gradient = 0.0  # the largest
+        self.gradient = 0.0  # the largest norm
+        self.recent = deque(maxlen=5)  # the last norms
         self.norms = {}  # of a parameter, in some steps
         self.rates = set()
         self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
@@ -1754,6 +1772,8 @@ class Watch:
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.optim.Optimizer, "__init__", self._optimizer)
+        self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
+        self._wrap(torch.autograd.Function, "apply", self._transformed, _apply, classmethod)
         self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
         self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
         for name in ("scale", "unscale_", "step"):
@@ -1784,8 +1804,8 @@ class Watch:
         idle = self.on and not (self.busy or self.inside)
         return idle and threading.get_ident() == self.thread
 
-    def _wrap(self, owner, name, around):
-        original = getattr(owner, name)
+    def _wrap(self, owner, name, around, original=None, kind=lambda function: function):
+        original = original or getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args, **kwargs):
@@ -1793,7 +1813,7 @@ class Watch:
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
+        self.undo.enter_context(mock.patch.object(owner, name, kind(wrapper)))
 
     def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
@@ -1830,12 +1850,15 @@ class Watch:
             self.tape.turn(was and self.on)
 
     def _optimizer(self, original, *args, **kwargs):
-        self.optimizers = True
+        self.has_optimizer = True
         return original(*args, **kwargs)
 
     def _transformed(self, original, *args, **kwargs):
-        """torch.func.vmap or grad: one call."""
+        """torch.func's vmap, grad or functional_call, a custom autograd.Function: one call."""
+        if self.depth:
+            return original(*args, **kwargs)
         call = self.tape.write(original, args, kwargs)
+        call.rng = rng_states(_device((args, kwargs)))
         self.inside += 1
         try:
             out = self._unseen(original, *args, **kwargs)
@@ -1874,13 +1897,14 @@ class Watch:
             self.tape.turn(self.was and self.on)
 
     def _begins(self, module, args, kwargs):
+        self.optimizer = None  # what raises from here on is not its step
         self.fresh = module not in self.roots
         if self.fresh:
             self.roots[module] = []
-            self.statistics[module] = []
             self.weights.update({_storage(p): True for p in module.parameters()})
-        if self.sampled or self.fresh:
-            known = {id(b) for b, _ in self.statistics[module]}
+        trains = self.training and module.training  # then some write into their buffers
+        if trains and (self.sampled or module not in self.statistics):
+            known = {id(b) for b, _ in self.statistics.setdefault(module, [])}
             floats = [b for b in module.buffers() if b.is_floating_point() and id(b) not in known]
             self.buffers = [(b, b.clone()) for b in floats]
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
@@ -1902,7 +1926,7 @@ class Watch:
     def _ends(self, module, out):
         call = self.call
         self.tape.done(call, out)
-        pairs = self.statistics[module]
+        pairs = self.statistics.get(module, [])
         if self.buffers:  # which of them does this module write?
             lasting = {id(b) for b in _statistics(module).values()}
             pairs += [
@@ -1911,9 +1935,9 @@ class Watch:
                 if id(b) in lasting or not torch.equal(b, copy)
             ]
             self.buffers = []
-        if pairs and self.training:
-            total = sum(_norms(b for b, _ in pairs))
-            self.pending.append((total, partial(self._bad_buffer, pairs, call.number)))
+        written = pairs if self.training else []
+        for (b, before), norm in zip(written, _norms(b for b, _ in written), strict=True):
+            self.pending.append((norm, partial(self._bad_buffer, b, before, call.number)))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
         if self.sampled:
@@ -1932,7 +1956,7 @@ class Watch:
 
     @property
     def steps(self):
-        return max(self.last.values(), default=0 if self.optimizers else self.passes)
+        return max(self.last.values(), default=0 if self.has_optimizer else self.passes)
 
     @property
     def sampled(self):
@@ -1990,6 +2014,7 @@ class Watch:
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
+            self.recent.append(norm)
         elif scales:
             self._skip(optimizer, scale, 0.5)
         else:
@@ -2026,7 +2051,9 @@ class Watch:
         makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
         for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
             self.pending.append((norm, partial(self._bad_write, p, made, t)))
-        if any(call.function is BACKWARD for call in self.tape.calls):  # it ends the step
+        ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
+        if ends:  # it ends the step
+            self.passes += ends[-1].function is not BACKWARD
             self._transfer(calm=True)
             self.tape.stepped(0)
 
@@ -2047,13 +2074,19 @@ class Watch:
 
     def _scaled(self, now, original, scaler, *args):
         """scale() multiplies the loss, unscale_() divides the gradients."""
-        self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
+        if scaler.is_enabled():
+            self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
         return original(scaler, *args)
 
     def _skip(self, optimizer, scale, backoff):
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
+        bad = [t for t in self.losses if is_bad(extent(t))]
         self._transfer(calm=True)
+        if bad:  # it is not its scale that made it so; the scaler hides it
+            self._later(f"loss is {_made(extent(bad[0]))}", [], bad)
+            self._count(optimizer)
+            return
         why = ""
         if self.skips > 20:
             why = f", {self.skips} skipped steps in a row"
@@ -2087,18 +2120,15 @@ class Watch:
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
         symptom = f"the output of {name} under no_grad is {value:.3g}"
         if passes:
-            self._later(symptom, number)
+            self._later(symptom, [number])
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
-    def _bad_buffer(self, pairs, number, value):
+    def _bad_buffer(self, b, before, number, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
-        for b, before in pairs:
-            span = extent(b)
-            if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
-                symptom = f"buffer {self._called(b)} is {_made(span)}"
-                self._later(symptom, number, [b])
-                return
+        span = extent(b)
+        if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
+            self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
 
     def _bad_write(self, p, made, t, value):
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
@@ -2176,7 +2206,7 @@ class Watch:
         made = self.tape.maker(t)
         single = t.numel() == 1 or not self.passes  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
-            self._later(f"the script read {read}", made.number, [t.detach()] if loss else ())
+            self._later(f"the script read {read}", [made.number], [t.detach()] if loss else ())
 
     def _called(self, p, key=""):
         roots = list(self.roots)
@@ -2186,13 +2216,13 @@ class Watch:
 
     # What made it
 
-    def _later(self, symptom, number, evidence=()):
+    def _later(self, symptom, targets, evidence=()):
         """Explain it now, and say it at the end. Only a loss is worth a second run."""
         losses, self.losses = self.losses, []
         self._transfer()  # weights that were bad before are the cause
         self.losses = losses
         if not self.texts and self.reads.total() < 4:
-            report = self._explain([number], evidence)
+            report = self._explain(targets, evidence)
             if report or evidence:
                 self._finding(symptom, report)
 
@@ -2211,7 +2241,13 @@ class Watch:
             if report.op and report.step < self.step:
                 names = (*report.names, f"it was made at step {report.step}")
                 report = replace(report, names=names)
-            scale = self.scaler.get_scale() if self.scaler else 1.0
+            norms = [*self.recent] or [0.0]
+            grew = 0 < 10 * norms[0] < norms[-1]
+            if grew and report.verdict == "divergence":
+                listed = ", ".join(f"{norm:.3g}" for norm in norms)
+                sentence = f"the gradient norm has grown: {listed} (a lower lr may be the cure)"
+                report = replace(report, names=(*report.names, sentence))
+            scale = self.scaler.get_scale() if self.scaler else report.scale
             fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
             report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
             self.texts[report.op or symptom, report.line] = str(report)  # of two the last one
@@ -2231,7 +2267,7 @@ class Watch:
         earlier = report and report.source.startswith(STATE) and not (birth and birth.source)
         if report and report.source != UNKNOWN and not (birth and earlier):
             unknown = ("not reproducible", "calibration", "error")
-            if report.verdict not in unknown or report.symptom == raised:
+            if report.verdict not in unknown or report.tried or report.symptom == raised:
                 return report
         return self._seen(birth) if birth else None
 
@@ -2256,14 +2292,24 @@ class Watch:
         calls, needed = [], set(targets)
         for call in reversed(self.tape.calls):  # without a validation that came before
             if call.grad or call.number in needed:
-                calls.insert(0, call)
+                calls.append(call)
                 made = tree_leaves((call.args, call.kwargs))
                 needed.update(m.number for m in made if isinstance(m, Made))
-        net = _together([c.function for c in calls if isinstance(c.function, nn.Module)])
+        calls.reverse()
+        called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
+        net = _together([x for x in called if isinstance(x, nn.Module)])
         now = StepRecord(self.steps, net)
         modes = [(m, m.training) for m in net.modules()]
-        leaves = [t for call in calls for t in call.given() if t.is_leaf]
-        grads = [(p, p.grad) for p in (*net.parameters(), *leaves)]
+        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
+        params = dict(net.named_parameters())
+        within = {id(p) for p in params.values()}
+        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
+        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+        grads = [(p, p.grad) for p in (*params.values(), *leaves.values())]
+        if any(g is not None and is_bad(extent(g)) for _, g in grads):
+            # what was made of them, like their norm, is no cause
+            backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
+            targets = [number for number in targets if number < backward]
         sharded = any(hasattr(p, "to_local") for p in net.parameters())
         kinds = [dtype for call in calls for _, dtype in call.autocast]
         kinds += [*(p.dtype for p in net.parameters()), torch.float32]
@@ -2271,6 +2317,8 @@ class Watch:
         def run_step(batch, fp32):
             if batch is record.batches[0]:
                 made.clear()
+                for t in free:
+                    t.grad = None
             return batch[-1](fp32)
 
         try:
@@ -2278,13 +2326,14 @@ class Watch:
             record = StepRecord(self.steps, net, rank=self.rank)
             record.rng = next((call.rng for call in calls if call.rng), record.rng)
             batch, record.named = self._batch(calls)
-            part, made = [], {}
+            record.named += [(f"parameter {name}", p) for name, p in params.items()]
+            part, made, scale = [], {}, _loss_scale(calls)
             for call in calls:
                 part.append(call)
                 if call.function is BACKWARD or (targets and call is calls[-1]):
                     given = {id(t) for c in part for t in c.given()}
                     own = [t for t in batch if id(t) in given]
-                    record.keep(*own, partial(_play, part, made, net, targets))
+                    record.keep(*own, partial(_play, part, made, net, params, targets, scale))
                     part = []
             if not record.batches or (sharded and targets):  # one rank alone has read it
                 return None
@@ -2292,10 +2341,14 @@ class Watch:
                 birth = Rerun(run_step, record, net, {}).watch()
                 return self._seen(birth) if birth.op else None
             precision = str(kinds[0]).removeprefix("torch.")
-            report = examine(run_step, record, net, precision=precision)
-            made = self.tape.maker(dict(net.named_buffers()).get(report.source[len("buffer ") :]))
-            if made:
-                names = (*report.names, f"it was made at {_line(made.frames)}")
+            report = examine(run_step, record, net, precision=precision, scale=scale)
+            stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
+            over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
+            report = replace(report, micro_batch=max(0, report.micro_batch - over))
+            buffers = dict(net.named_buffers())
+            maker = self.tape.maker(buffers.get(report.source.removeprefix("buffer ")))
+            if maker:
+                names = (*report.names, f"it was made at {_line(maker.frames)}")
                 report = replace(report, names=names, fix="mend this number where it is made")
             return report
         finally:
@@ -2319,6 +2372,7 @@ class Watch:
             second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
             like = t.shape[:1] == shape[:1] or second
             made = self.tape.maker(t)
+            like = like or not shape  # no module was called
             early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:
                 named.append((UNKNOWN, t))
@@ -2486,7 +2540,7 @@ def _together(modules):
     return net
 
 
-def _play(calls, made, net, targets, fp32):
+def _play(calls, made, net, params, targets, scale, fp32):
     """For examine(): these calls once more; what is judged, and the gradients."""
     half = [t for t in (*net.parameters(), *net.buffers()) if fp32 and t.dtype in HALF]
     was = [t.data for t in half]
@@ -2502,11 +2556,26 @@ def _play(calls, made, net, targets, fp32):
     judged = [t for m, t in made.items() if m.number in targets]
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]
-    if calls[-1].function is BACKWARD:
-        judged += [made[m] for m in tree_leaves(calls[-1].args) if m in made]
-    bad = [t for t in judged if is_bad(extent(t))]
-    loss = (bad or judged or [torch.zeros(())])[0].detach()
-    return loss, {n: p.grad for n, p in net.named_parameters()}
+    backward = calls[-1].function is BACKWARD
+    roots = [made[m] for m in tree_leaves(calls[-1].args) if m in made] if backward else []
+    bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
+    loss = (bad or roots or judged or [torch.zeros(())])[0].detach()
+    return loss / scale, {name: p.grad for name, p in params.items()}
+
+
+def _loss_scale(calls):
+    """The power of two by which the script multiplies its loss before the backward, or 1."""
+    roots = [m for call in calls if call.function is BACKWARD for m in tree_leaves(call.args)]
+    numbers = {m.number for m in roots if isinstance(m, Made)}
+    losses = [call for call in calls if call.number in numbers]
+    products = [call for call in losses if "mul" in getattr(call.function, "__name__", "")]
+    factors = [x for call in products for x in call.args if type(x) in (int, float)]
+    return max([1.0, *(x for x in factors if x >= 8 and frexp(x)[0] == 0.5)])
+
+
+def _apply(cls, *args, **kwargs):
+    """torch.autograd.Function.apply of this class."""
+    return APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _moved(optimizer):

@@ -183,34 +183,31 @@ def test_so_is_a_fault_outside_of_modules(run, fault, verdict):
         assert "the same batch in fp32: finite" in done.stderr
 
 
-CUSTOM = PREAMBLE.replace("torch.manual_seed(0)", "") + """
+COUNTS = PREAMBLE.replace("torch.manual_seed(0)", "") + """
 import random
-class Inverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 1
-    @staticmethod
-    def backward(ctx, slope):
-        x, = ctx.saved_tensors
-        return slope / (x - x if step == bad else 1)  # unseeded
+class Counts(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        return x / (x - x if self.calls == bad else 1)  # unseeded
 
-net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net = Counts(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
 bad = random.randrange(2, 9)
 for step in range(9):
-    loss = Inverse.apply(net(torch.randn(9, 4))).square().mean()
+    loss = net(torch.randn(9, 4)).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
 
 
-def test_a_custom_function_outside_of_modules_needs_a_second_run_with_the_same_random_numbers(run):
-    named(run(CUSTOM), CUSTOM, "unseeded", "divergence", runs=2)
+def test_a_module_that_counts_its_calls_needs_a_second_run_with_the_same_random_numbers(run):
+    named(run(COUNTS), COUNTS, "unseeded", "divergence", runs=2)
 
 
 def test_the_second_run_can_be_refused_and_from_step_needs_none(run):
-    done = run(CUSTOM, before=("--one-run",))
+    done = run(COUNTS, before=("--one-run",))
     assert done.returncode == 3 and "without --one-run" in done.stderr
-    named(run(CUSTOM, before=("--from-step", "0", "--report", "it.txt")), CUSTOM, "unseeded",
+    named(run(COUNTS, before=("--from-step", "0", "--report", "it.txt")), COUNTS, "unseeded",
           "divergence")
 
 
@@ -610,7 +607,7 @@ if fault == "fetched ahead":
 if fault == "keyword":
     index[29] = 9
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=fault == "norm")
-half = torch.autocast("cpu", torch.float16, enabled=fault == "norm")
+half = torch.autocast("cpu", torch.float16, enabled=fault in ("norm", "own scale"))
 batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data, index), 8)
 if fault == "fetched ahead":
     batches = fetched_ahead(batches)
@@ -624,10 +621,15 @@ for step, (x, i) in enumerate(batches, start=1):
     if fault == "script writes":
         x /= x.std(1, keepdim=True)  # script writes
     with half:
-        loss = net(x, index=i).float().square().mean()
+        loss = net(x, index=i).float().square().mean()  # own scale
+    if fault == "own scale":
+        loss = loss * 2.0 ** 24
+    if fault == "grows":
+        loss = loss * 10.0 ** step if step < 5 else (loss * 0).log()  # grows
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    print(torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
+    limit = 1e9 if fault == "grows" else 1.0
+    print(torch.nn.utils.clip_grad_norm_(net.parameters(), limit).item())
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -646,13 +648,84 @@ if fault == "torch.func":
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
     ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
-    ("number", 3, "it divides by the number 0")])
+    ("number", 3, "it divides by the number 0"),
+    ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
+    ("grows", 3, "the gradient norm has grown: ")])
 def test_kinds_at_the_edges_of_what_is_written_down(run, fault, code, words):
     bare, done = run(EDGES, fault, watched=False), run(EDGES, fault)
     assert done.returncode == code and words in done.stderr, done.stderr
     assert bare.stdout.startswith(done.stdout)  # up to the fault
     if f"# {fault}\n" in EDGES:
         assert f"script.py:{line_of(EDGES, fault)} " in done.stderr, done.stderr
+
+
+FORMS = PREAMBLE + """
+def spoilt(out, bad):
+    return out + 0.01 * (out.abs() * bad + 1e-3 * bad).log()  # guilty
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-3, 3)
+    @staticmethod
+    def backward(ctx, slope):
+        return slope
+
+net, other, lstm = nn.Linear(6, 3), nn.Linear(3, 1), nn.LSTM(6, 3)
+weight = nn.Parameter(torch.randn(6, 3))
+params = [*net.parameters(), *other.parameters(), *lstm.parameters(), weight]
+optimizer, second = torch.optim.SGD(params, 1e-2), torch.optim.SGD(other.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaler")
+labels, state = torch.arange(96) % 3, None
+if fault == "labels":
+    labels[8 * 5 + 3] = 7
+for step in range(9):
+    x, bad = torch.randn(8, 6), torch.ones(8, 1)
+    bad[3] = 0 if step == 5 else 1
+    if fault == "no module":
+        loss = spoilt(x @ weight, bad).square().mean()
+    elif fault == "functional_call":
+        fast = dict(net.named_parameters())
+        inner = torch.func.functional_call(net, fast, (x,)).square().mean()
+        slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), slopes)}
+        loss = spoilt(torch.func.functional_call(net, fast, (x,)), bad).square().mean()
+    elif fault == "time first":
+        out, state = lstm(torch.randn(4, 8, 6), state)
+        state = tuple(t.detach() for t in state)
+        loss = spoilt(out, bad).square().mean()
+    elif fault == "labels":
+        loss = F.cross_entropy(net(x), labels[8 * step:8 * step + 8])  # labels
+    elif fault == "in turns":
+        second.zero_grad(); other(net(x)).mean().backward(); second.step()
+        loss = spoilt(net(x), bad).square().mean()
+    elif fault == "half":
+        with torch.autocast("cpu", torch.float16):
+            out = net(x)
+        loss = (out.float() * torch.where(bad == 0, 1e7, 1.0)).sin().sum()  # half
+    else:
+        loss = spoilt(Clip.apply(net(x)), bad).square().mean()
+    if fault == "by hand":
+        slopes = torch.autograd.grad(loss, list(net.parameters()))
+        with torch.no_grad():
+            for p, slope in zip(net.parameters(), slopes):
+                p.sub_(slope, alpha=1e-2)
+        continue
+    optimizer.zero_grad(); scaler.scale(loss).backward()
+    if fault == "half":
+        print(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
+    scaler.step(optimizer); scaler.update()
+"""
+
+
+@pytest.mark.parametrize("form", ["custom function", "no module", "functional_call", "time first",
+                                  "labels", "in turns", "half", "by hand", "scaler"])
+def test_a_step_of_any_form_is_made_again(run, form):
+    done = run(FORMS, form)
+    verdict = {"labels": "data", "half": "precision"}.get(form, "divergence")
+    named(done, FORMS, form if form in ("labels", "half") else "guilty", verdict)
+    assert "samples 3 of micro-batch 0" in done.stderr, done.stderr
+    assert len(re.findall("-> ", done.stderr)) == 1, done.stderr
 
 
 def test_what_an_earlier_step_has_made_is_named_where_every_operation_is_watched(run):
