@@ -76,7 +76,7 @@ from itertools import count, takewhile
 from math import frexp, inf
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -84,6 +84,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -1517,6 +1518,19 @@ class Made:
     data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
 
 
+class Packed(NamedTuple):
+    """Stands for a PackedSequence, which takes tensors only."""
+
+    data: Any
+    batch_sizes: Any
+    sorted_indices: Any
+    unsorted_indices: Any
+
+
+def _is_packed(x):
+    return isinstance(x, Packed | PackedSequence)
+
+
 @dataclass(eq=False)
 class Call:
     """A call of an outermost module, of a function of torch outside of modules, or a backward."""
@@ -1542,10 +1556,12 @@ class Call:
         def stand_in(x):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 return x.detach().requires_grad_()  # nothing is known of its history
+            if isinstance(x, Packed):
+                return PackedSequence(*map(stand_in, x))
             return made[x] if isinstance(x, Made) else x
 
         try:
-            args, kwargs = tree_map(stand_in, (self.args, self.kwargs))
+            args, kwargs = tree_map(stand_in, (self.args, self.kwargs), is_leaf=_is_packed)
         except KeyError:
             return  # made before the last step of another optimizer
         function = self.function
@@ -1625,7 +1641,8 @@ class Tape(TorchFunctionMode):
             name = func.__self__.__name__
             skipped = name not in ("T", "mT", "H", "real", "imag")
         else:
-            skipped = name in (*READS, "backward", "__set__") or re.match("_[^_]", name)
+            own = re.match("_[^_]", name) and "pack" not in name  # torch's
+            skipped = name in (*READS, "backward", "__set__") or own
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
         if skipped or drawn:
@@ -1675,7 +1692,7 @@ class Tape(TorchFunctionMode):
             for d in ("cpu", "cuda")
             if torch.is_autocast_enabled(d)
         ]
-        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs))
+        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
         grad = self.watch.training if self.watch.busy else torch.is_grad_enabled()
         frames = tuple(_script(_frames()))
         self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
@@ -1686,6 +1703,8 @@ class Tape(TorchFunctionMode):
 
     def symbol(self, t):
         """What stands for this tensor in a call."""
+        if isinstance(t, PackedSequence):
+            return Packed(*map(self.symbol, t))
         if not isinstance(t, Tensor):
             return t
         made = self.maker(t)
@@ -1794,14 +1813,14 @@ class Watch:
         self.undo.close()
 
     def _watch_operations(self):
-        """Begin to watch every operation, if the time has come."""
+        """Begin to watch every operation, if the time has come; not in the middle of a backward."""
         due = self.begin is not None and self.steps >= self.begin
-        if self.on and not self.locator and due:
+        if self.on and not self.locator and due and not self.depth:
             self.locator = self.undo.enter_context(Locator())
             self.locator.step = self.steps
 
     def _mine(self):
-        idle = self.on and not (self.busy or self.inside)
+        idle = self.on and not (self.busy or self.inside or torch.jit.is_tracing())
         return idle and threading.get_ident() == self.thread
 
     def _wrap(self, owner, name, around, original=None, kind=lambda function: function):
@@ -1965,8 +1984,10 @@ class Watch:
     def _backward(self, original, *args, **kwargs):
         self._safely(self._before_backward, args, kwargs)
         self.depth += 1  # a checkpoint calls its modules in there
-        self._unseen(original, *args, **kwargs)
-        self.depth -= 1
+        try:
+            self._unseen(original, *args, **kwargs)
+        finally:
+            self.depth -= 1
         self._safely(self._after_backward)
 
     def _before_backward(self, args, kwargs):
@@ -2258,10 +2279,11 @@ class Watch:
 
     def _explain(self, targets=(), evidence=(), raised="no error"):
         """The cause, here and now: the step is made again. Or by what was watched."""
-        report = None
         try:
-            report = self._again(targets)
+            # An optimizer that steps within the backward would step again.
+            report = None if self.depth else self._again(targets)
         except Exception as error:
+            report = None
             self._say(f"the step could not be made again ({_said(error)})", every=True)
         birth = self.locator and self.locator.blame(evidence)
         earlier = report and report.source.startswith(STATE) and not (birth and birth.source)

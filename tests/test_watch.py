@@ -677,6 +677,8 @@ params = [*net.parameters(), *other.parameters(), *lstm.parameters(), weight]
 optimizer, second = torch.optim.SGD(params, 1e-2), torch.optim.SGD(other.parameters(), 1e-2)
 scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaler")
 labels, state = torch.arange(96) % 3, None
+if fault == "traced":
+    net = torch.jit.trace(net, torch.randn(8, 6))
 if fault == "labels":
     labels[8 * 5 + 3] = 7
 for step in range(9):
@@ -694,6 +696,9 @@ for step in range(9):
         out, state = lstm(torch.randn(4, 8, 6), state)
         state = tuple(t.detach() for t in state)
         loss = spoilt(out, bad).square().mean()
+    elif fault == "packed":
+        out, _ = lstm(nn.utils.rnn.pack_sequence(list(x[:, None].unbind(0))))
+        loss = spoilt(nn.utils.rnn.pad_packed_sequence(out)[0][0], bad).square().mean()
     elif fault == "labels":
         loss = F.cross_entropy(net(x), labels[8 * step:8 * step + 8])  # labels
     elif fault == "in turns":
@@ -719,7 +724,8 @@ for step in range(9):
 
 
 @pytest.mark.parametrize("form", ["custom function", "no module", "functional_call", "time first",
-                                  "labels", "in turns", "half", "by hand", "scaler"])
+                                  "packed", "labels", "in turns", "half", "by hand", "scaler",
+                                  "traced"])
 def test_a_step_of_any_form_is_made_again(run, form):
     done = run(FORMS, form)
     verdict = {"labels": "data", "half": "precision"}.get(form, "divergence")
