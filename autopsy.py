@@ -251,6 +251,7 @@ SAME = {
     "true_divide": "div",
     "rdiv": "reciprocal",
     "rtruediv": "reciprocal",
+    "itruediv": "div",
 }
 
 
@@ -935,6 +936,7 @@ class Locator(TorchDispatchMode):
             return LAWFUL, None
         if not name or not func:
             return NOBODY
+        self._cut(t)
         birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
         number = LAWFUL if mask else next(self._clock)
         return self.causes.setdefault(storage, (number, birth))
@@ -993,8 +995,7 @@ class Locator(TorchDispatchMode):
                 self.ignored = ignore[0]
             self.wrong, wrong = _outside_of(what, index, low, high, ignore)
             if self.wrong:
-                if what == "label" and _storage(index) not in self._rows:  # cut from all labels
-                    self.follow([index])
+                self._cut(index)
                 birth = self._birth(func, _spans(inputs))
                 self.failed = replace(birth, samples=self._samples(index, wrong))
                 raise IndexError(self.wrong[0])
@@ -1006,6 +1007,11 @@ class Locator(TorchDispatchMode):
     def _carries(self, t, d, inner):
         if t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
+
+    def _cut(self, t):
+        """A piece of a table that is as long as the batch holds its samples, too."""
+        if _storage(t) not in self._rows and _values(t).nbytes < _storage(t).nbytes():
+            self.follow([t])
 
     def _dim(self, t):
         """(the dimension of `t` that is the batch, its elements a sample), or None."""
@@ -1647,9 +1653,12 @@ class Tape(TorchFunctionMode):
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
         if skipped or drawn:
             return func(*args, **kwargs)
-        writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
-        if writes and not self._writes(*args):
-            return func(*args, **kwargs)
+        given = (*args, *kwargs.values())  # nn.init gives its tensor by name
+        writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        if writes and not self._writes(*given):
+            out = func(*args, **kwargs)
+            self.watch._safely(self.watch._written, name, given[0])
+            return out
         call = self.write(func, args, kwargs)
         if random:
             call.rng = rng_states(_device(args))
@@ -2078,6 +2087,12 @@ class Watch:
             self._transfer(calm=True)
             self.tape.stepped(0)
 
+    def _written(self, name, p):
+        """What the script has written into a weight: good values may still give a bad one."""
+        if p.is_floating_point() and (_storage(p) in self.weights or p.requires_grad):
+            judge = partial(self._bad_result, name, p, self.steps, tuple(_script(_frames())))
+            self.pending += [(norm, judge) for norm in _norms([p])]
+
     def _count(self, optimizer):
         self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
         if self.locator:
@@ -2155,6 +2170,16 @@ class Watch:
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
         self._stop(symptom, self._explain([made.number], [t]))
 
+    def _bad_result(self, name, p, step, frames, value):
+        made, line = _made(extent(p)), _line(frames)
+        about = {"rank": self.rank, "phase": "forward", "repeated": False, "step": step}
+        plain = name.strip("_")
+        filled = plain in (*OVERWRITES, "constant")  # loaded, or initialised so
+        verdict = "weights" if filled else "divergence"
+        op = f"aten.{SAME.get(plain, name)}"
+        report = Report(verdict, op=op, line=line, made=made, **about)
+        self._stop(f"what the script writes into {self._called(p)} is {made}", report)
+
     def _bad_gradients(self, optimizer, why=""):
         params = _moved(optimizer)
         norms = _host(_norms(p.grad for p in params))
@@ -2183,7 +2208,8 @@ class Watch:
             fix = "a lower lr" + (", and weights and moments in fp32" if p.dtype in HALF else "")
             if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
                 why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
-                fix = "weights and moments in fp32 (autocast for the forward), eps=1e-8"
+                half = p.dtype in HALF
+                fix = "eps=1e-8" + (", and weights and moments in fp32" if half else "")
             if group.get("centered"):  # E[g^2] - E[g]^2
                 fix = "centered=False: rounding makes the variance negative, and its root NaN"
             if not _is_real(float(rates[k] or 0)):
@@ -2344,7 +2370,8 @@ class Watch:
             return batch[-1](fp32)
 
         try:
-            self._put_back()
+            if any(call.training for call in calls):  # an evaluation took them as they are
+                self._put_back()
             record = StepRecord(self.steps, net, rank=self.rank)
             record.rng = next((call.rng for call in calls if call.rng), record.rng)
             batch, record.named = self._batch(calls)

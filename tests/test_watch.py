@@ -717,6 +717,11 @@ for step in range(9):
                 p.sub_(slope, alpha=1e-2)
         continue
     optimizer.zero_grad(); scaler.scale(loss).backward()
+    if fault == "renormed" and step == 5:
+        with torch.no_grad():
+            net.weight /= net.weight.norm() * 0  # renormed
+    if fault == "restored" and step == 5:
+        net.load_state_dict(torch.load("spoilt.pt"))
     if fault == "half":
         print(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
     scaler.step(optimizer); scaler.update()
@@ -733,6 +738,18 @@ def test_a_step_of_any_form_is_made_again(run, form):
     if form != "packed":  # torch 2.9 packs by an operation that is not followed
         assert "samples 3 of micro-batch 0" in done.stderr, done.stderr
     assert len(re.findall("-> ", done.stderr)) == 1, done.stderr
+
+
+def test_good_numbers_that_spoil_a_weight_and_a_bad_checkpoint_are_not_the_optimizers_work(
+        run, tmp_path):
+    done = run(FORMS, "renormed")
+    named(done, FORMS, "renormed", "divergence")
+    assert "x / (y + eps)" in done.stderr, done.stderr
+    torch.save({"weight": torch.full((3, 6), torch.nan), "bias": torch.zeros(3)},
+               tmp_path / "spoilt.pt")
+    done = run(FORMS, "restored")
+    assert "what the script writes into weight is nan at step 5" in done.stderr, done.stderr
+    assert "-> weights" in done.stderr, done.stderr
 
 
 def test_what_an_earlier_step_has_made_is_named_where_every_operation_is_watched(run):
