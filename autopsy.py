@@ -1728,6 +1728,16 @@ class Tape(TorchFunctionMode):
         who, made = self.known.get(id(t), (None, None))
         return made if who and who() is t else None
 
+    def needed(self, targets):
+        """The calls that lead to losses and to these: without a validation that came before."""
+        calls, needed = [], set(targets)
+        for call in reversed(self.calls):
+            if call.grad or call.number in needed:
+                calls.append(call)
+                made = tree_leaves((call.args, call.kwargs))
+                needed.update(m.number for m in made if isinstance(m, Made))
+        return calls[::-1]
+
     def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer. One that steps twice
         in a row does not take turns with another: then that one's is forgotten."""
@@ -2337,75 +2347,73 @@ class Watch:
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
-        calls, needed = [], set(targets)
-        for call in reversed(self.tape.calls):  # without a validation that came before
-            if call.grad or call.number in needed:
-                calls.append(call)
-                made = tree_leaves((call.args, call.kwargs))
-                needed.update(m.number for m in made if isinstance(m, Made))
-        calls.reverse()
+        calls = self.tape.needed(targets)
         called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
         net = _together([x for x in called if isinstance(x, nn.Module)])
+        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
+        within = {id(p) for p in net.parameters()}
+        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
+        params = dict(net.named_parameters())
+        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         now = StepRecord(self.steps, net)
         modes = [(m, m.training) for m in net.modules()]
-        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
-        params = dict(net.named_parameters())
-        within = {id(p) for p in params.values()}
-        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
-        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         grads = [(p, p.grad) for p in (*params.values(), *leaves.values())]
         if any(g is not None and is_bad(extent(g)) for _, g in grads):
             # what was made of them, like their norm, is no cause
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
             targets = [number for number in targets if number < backward]
-        sharded = any(hasattr(p, "to_local") for p in net.parameters())
-        kinds = [dtype for call in calls for _, dtype in call.autocast]
-        kinds += [*(p.dtype for p in net.parameters()), torch.float32]
-
-        def run_step(batch, fp32):
-            if batch is record.batches[0]:
-                made.clear()
-                for t in free:
-                    t.grad = None
-            return batch[-1](fp32)
-
         try:
             if any(call.training for call in calls):  # an evaluation took them as they are
                 self._put_back()
-            record = StepRecord(self.steps, net, rank=self.rank)
-            record.rng = next((call.rng for call in calls if call.rng), record.rng)
-            batch, record.named = self._batch(calls)
-            record.named += [(f"parameter {name}", p) for name, p in params.items()]
-            part, made, scale = [], {}, _loss_scale(calls)
-            for call in calls:
-                part.append(call)
-                if call.function is BACKWARD or (targets and call is calls[-1]):
-                    given = {id(t) for c in part for t in c.given()}
-                    own = [t for t in batch if id(t) in given]
-                    record.keep(*own, partial(_play, part, made, net, params, targets, scale))
-                    part = []
-            if not record.batches or (sharded and targets):  # one rank alone has read it
-                return None
-            if sharded:  # all ranks do the same, once: its collectives then meet
-                birth = Rerun(run_step, record, net, {}).watch()
-                return self._seen(birth) if birth.op else None
-            precision = str(kinds[0]).removeprefix("torch.")
-            report = examine(run_step, record, net, precision=precision, scale=scale)
-            stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
-            over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
-            report = replace(report, micro_batch=max(0, report.micro_batch - over))
-            buffers = dict(net.named_buffers())
-            maker = self.tape.maker(buffers.get(report.source.removeprefix("buffer ")))
-            if maker:
-                names = (*report.names, f"it was made at {_line(maker.frames)}")
-                report = replace(report, names=names, fix="mend this number where it is made")
-            return report
+            return self._replayed(calls, targets, net, params)
         finally:
             now.restore()
             for p, g in grads:
                 p.grad = g
             for module, mode in modes:
                 module.training = mode
+
+    def _replayed(self, calls, targets, net, params):
+        """The report on these calls, or None: there is nothing to judge."""
+        record = StepRecord(self.steps, net, rank=self.rank)
+        record.rng = next((call.rng for call in calls if call.rng), record.rng)
+        batch, record.named = self._batch(calls)
+        record.named += [(f"parameter {name}", p) for name, p in params.items()]
+        part, made, scale = [], {}, _loss_scale(calls)
+        for call in calls:
+            part.append(call)
+            if call.function is BACKWARD or (targets and call is calls[-1]):
+                given = {id(t) for c in part for t in c.given()}
+                own = [t for t in batch if id(t) in given]
+                record.keep(*own, partial(_play, part, made, net, params, targets, scale))
+                part = []
+
+        def run_step(batch, fp32):
+            if batch is record.batches[0]:
+                made.clear()
+                for p in params.values():
+                    p.grad = None
+            return batch[-1](fp32)
+
+        sharded = any(hasattr(p, "to_local") for p in net.parameters())
+        if not record.batches or (sharded and targets):  # one rank alone has read it
+            return None
+        if sharded:  # all ranks do the same, once: its collectives then meet
+            birth = Rerun(run_step, record, net, {}).watch()
+            return self._seen(birth) if birth.op else None
+        kinds = [dtype for call in calls for _, dtype in call.autocast]
+        kinds += [*(p.dtype for p in net.parameters()), torch.float32]
+        precision = str(kinds[0]).removeprefix("torch.")
+        report = examine(run_step, record, net, precision=precision, scale=scale)
+        stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
+        over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
+        report = replace(report, micro_batch=max(0, report.micro_batch - over))
+        buffers = dict(net.named_buffers())
+        maker = self.tape.maker(buffers.get(report.source.removeprefix("buffer ")))
+        if maker:
+            names = (*report.names, f"it was made at {_line(maker.frames)}")
+            report = replace(report, names=names, fix="mend this number where it is made")
+        return report
 
     def _batch(self, calls):
         """Of the tensors that the calls were given: the batch, and others by their names."""
@@ -2419,9 +2427,8 @@ class Watch:
             # in time-major data the batch comes second; what differs in the first dimension alone
             # is the data set that the batch was cut from
             second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
-            like = t.shape[:1] == shape[:1] or second
+            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
             made = self.tape.maker(t)
-            like = like or not shape  # no module was called
             early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:
                 named.append((UNKNOWN, t))
