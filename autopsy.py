@@ -816,9 +816,10 @@ class Locator(TorchDispatchMode):
             # 0: the batch was cut out by operations that were watched
             self.size = self.size or _batch_size(_batched(given))
             self.follow(given)
-        if getattr(module, "batch_first", True) is False and given[0].dim() == 3:
+        time_first = getattr(module, "batch_first", True) is False
+        if time_first and given and given[0].dim() == 3:
             time, samples = given[0].shape[:2]
-            if time == self.size != samples:  # time was taken for the batch
+            if time == self.size and samples != time:  # time was taken for the batch
                 self.size = samples
                 self._rows.clear()
                 self.follow(given)
@@ -2131,8 +2132,6 @@ class Watch:
         self._transfer(calm=True)
         if bad:  # it is not its scale that made it so; the scaler hides it
             self._later(f"loss is {_made(extent(bad[0]))}", [], bad)
-            self._count(optimizer)
-            return
         why = ""
         if self.skips > 20:
             why = f", {self.skips} skipped steps in a row"
@@ -2140,9 +2139,10 @@ class Watch:
             why = ", the loss scale falls under 1"
         if why or (self.locator and self.again):
             self._bad_gradients(optimizer, why)
-        self.reads = Counter()  # what was read of this step was the loss scale's
-        if self.step == self.steps and self.symptom.startswith("the script read"):
-            self.texts, self.symptom = {}, ""
+        if not bad:
+            self.reads = Counter()  # what was read of this step was the loss scale's
+            if self.step == self.steps and self.symptom.startswith("the script read"):
+                self.texts, self.symptom = {}, ""
         self._count(optimizer)
 
     # What is bad
