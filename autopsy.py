@@ -2184,7 +2184,7 @@ class Watch:
         made, line = _made(extent(p)), _line(frames)
         about = {"rank": self.rank, "phase": "forward", "repeated": False, "step": step}
         plain = name.strip("_")
-        filled = plain in (*OVERWRITES, "constant")  # loaded, or initialised so
+        filled = plain in (*OVERWRITES, "constant", "setitem")  # with a number that was bad
         verdict = "weights" if filled else "divergence"
         op = f"aten.{SAME.get(plain, name)}"
         report = Report(verdict, op=op, line=line, made=made, **about)

@@ -720,6 +720,9 @@ for step in range(9):
     if fault == "renormed" and step == 5:
         with torch.no_grad():
             net.weight /= net.weight.norm() * 0  # renormed
+    if fault == "set" and step == 5:
+        with torch.no_grad():
+            net.weight[0, 0] = torch.nan  # set
     if fault == "restored" and step == 5:
         net.load_state_dict(torch.load("spoilt.pt"))
     if fault == "half":
@@ -745,6 +748,7 @@ def test_good_numbers_that_spoil_a_weight_and_a_bad_checkpoint_are_not_the_optim
     done = run(FORMS, "renormed")
     named(done, FORMS, "renormed", "divergence")
     assert "x / (y + eps)" in done.stderr, done.stderr
+    named(run(FORMS, "set"), FORMS, "set", "weights")
     torch.save({"weight": torch.full((3, 6), torch.nan), "bias": torch.zeros(3)},
                tmp_path / "spoilt.pt")
     done = run(FORMS, "restored")
