@@ -1495,9 +1495,9 @@ modules, and of torch's functions outside of modules. At the first bad step they
 here and now, with every operation watched, then in fp32: the report names the operation, and the
 script ends. Only what cannot be made again (an optimizer of your own, a module that counts its
 calls) needs a second, quiet run of the script (files that it writes are written again); --one-run
-refuses that. --from-step N watches every operation from optimizer step N on. Exit
-code 3: the report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN.
-Any other exit code is the script's."""
+refuses that. --from-step N watches every operation from optimizer step N on. Exit code 3: the
+report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN. Any other
+exit code is the script's."""
 RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 WAIT = 60  # seconds for the reports of other ranks
@@ -1683,7 +1683,7 @@ class Tape(TorchFunctionMode):
                 if call.number == made.number and not WRITES.fullmatch(name):
                     call.function, call.args, call.kwargs = Tensor.clone, (t.detach().clone(),), {}
             return True
-        if _storage(t) in self.watch.weights or t.requires_grad:
+        if self.watch._is_weight(t):
             self.watch._safely(self.watch._by_hand, t, values)
         elif t.numel() < ROOM >> 6:
             before = t.detach().clone()
@@ -1788,10 +1788,11 @@ class Watch:
         self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
         self.buffers = []  # the same of those that the module under way may write
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
+        self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = 0  # the number of calls at the first backward
         self.gradient = 0.0  # the largest norm
-        self.recent = deque(maxlen=5)  # the last norms
+        self.recent = {}  # optimizer: its last norms
         self.norms = {}  # of a parameter, in some steps
         self.rates = set()
         self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
@@ -1812,7 +1813,8 @@ class Watch:
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.optim.Optimizer, "__init__", self._optimizer)
         self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
-        self._wrap(torch.autograd.Function, "apply", self._transformed, _apply, classmethod)
+        custom = classmethod(lambda function, *args, **kwargs: self._custom(function, args, kwargs))
+        self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", custom))
         self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
         self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
         for name in ("scale", "unscale_", "step"):
@@ -1843,8 +1845,8 @@ class Watch:
         idle = self.on and not (self.busy or self.inside or torch.jit.is_tracing())
         return idle and threading.get_ident() == self.thread
 
-    def _wrap(self, owner, name, around, original=None, kind=lambda function: function):
-        original = original or getattr(owner, name)
+    def _wrap(self, owner, name, around):
+        original = getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args, **kwargs):
@@ -1852,7 +1854,7 @@ class Watch:
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.undo.enter_context(mock.patch.object(owner, name, kind(wrapper)))
+        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
 
     def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
@@ -1905,6 +1907,13 @@ class Watch:
             self.inside -= 1
         self.tape.done(call, out)
         return out
+
+    def _custom(self, function, args, kwargs):
+        """apply() of a custom autograd.Function: a class method, which _wrap() cannot take."""
+        apply = APPLY.__get__(None, function)
+        if not torch.compiler.is_compiling() and self._mine():
+            return self._transformed(apply, *args, **kwargs)
+        return apply(*args, **kwargs)
 
     def _children(self, original, process):
         if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
@@ -2055,7 +2064,7 @@ class Watch:
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
-            self.recent.append(norm)
+            self.recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
         elif scales:
             self._skip(optimizer, scale, 0.5)
         else:
@@ -2098,11 +2107,15 @@ class Watch:
             self._transfer(calm=True)
             self.tape.stepped(0)
 
+    def _is_weight(self, t):
+        return _storage(t) in self.weights or t.requires_grad
+
     def _written(self, name, p):
-        """What the script has written into a weight: good values may still give a bad one."""
-        if p.is_floating_point() and (_storage(p) in self.weights or p.requires_grad):
-            judge = partial(self._bad_result, name, p, self.steps, tuple(_script(_frames())))
-            self.pending += [(norm, judge) for norm in _norms([p])]
+        """The script has written into a weight: good values may still give a bad one. All that were
+        written are read together, at the next transfer."""
+        if p.is_floating_point() and self._is_weight(p):
+            _, writes = self.written.setdefault(id(p), (p, []))
+            writes.append((name, self.steps, tuple(_script(_frames()))))
 
     def _count(self, optimizer):
         self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
@@ -2149,6 +2162,9 @@ class Watch:
 
     def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
+        written, self.written = [*self.written.values()], {}
+        judges = [partial(self._bad_result, p, writes) for p, writes in written]
+        self.pending += zip(_norms(p for p, _ in written), judges, strict=True)
         losses = [] if calm or self.world > 1 else self.losses  # all ranks decide by the gradients
         judged = [(t.abs().amax(), partial(self._bad_loss, t)) for t in losses]
         pending = self.pending + judged
@@ -2180,14 +2196,22 @@ class Watch:
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
         self._stop(symptom, self._explain([made.number], [t]))
 
-    def _bad_result(self, name, p, step, frames, value):
-        made, line = _made(extent(p)), _line(frames)
-        about = {"rank": self.rank, "phase": "forward", "repeated": False, "step": step}
-        plain = name.strip("_")
+    def _bad_result(self, p, writes, value):
+        """Which of several writes it was is not known: the last one is named, and all lines."""
+        name, step, _ = writes[-1]
+        plain, made = name.strip("_"), _made(extent(p))
         filled = plain in (*OVERWRITES, "constant", "setitem")  # with a number that was bad
-        verdict = "weights" if filled else "divergence"
-        op = f"aten.{SAME.get(plain, name)}"
-        report = Report(verdict, op=op, line=line, made=made, **about)
+        lines = dict.fromkeys(_line(frames) for *_, frames in writes)
+        report = Report(
+            verdict="weights" if filled else "divergence",
+            step=step,
+            rank=self.rank,
+            op=f"torch.{SAME.get(plain, plain)}",
+            phase="forward",
+            line=" or ".join(lines),
+            made=made,
+            repeated=False,
+        )
         self._stop(f"what the script writes into {self._called(p)} is {made}", report)
 
     def _bad_gradients(self, optimizer, why=""):
@@ -2298,12 +2322,11 @@ class Watch:
             if report.op and report.step < self.step:
                 names = (*report.names, f"it was made at step {report.step}")
                 report = replace(report, names=names)
-            norms = [*self.recent] or [0.0]
-            grew = 0 < 10 * norms[0] < norms[-1]
-            if grew and report.verdict == "divergence":
-                listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                sentence = f"the gradient norm has grown: {listed} (a lower lr may be the cure)"
-                report = replace(report, names=(*report.names, sentence))
+            for norms in self.recent.values() if report.verdict == "divergence" else ():
+                if 0 < 10 * norms[0] < norms[-1]:
+                    listed = ", ".join(f"{norm:.3g}" for norm in norms)
+                    grew = f"the gradient norm has grown: {listed} (a lower lr may be the cure)"
+                    report = replace(report, names=(*report.names, grew))
             scale = self.scaler.get_scale() if self.scaler else report.scale
             fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
             report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
@@ -2353,11 +2376,10 @@ class Watch:
         leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
         within = {id(p) for p in net.parameters()}
         free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
-        params = dict(net.named_parameters())
-        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+        free = {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         now = StepRecord(self.steps, net)
         modes = [(m, m.training) for m in net.modules()]
-        grads = [(p, p.grad) for p in (*params.values(), *leaves.values())]
+        grads = [(p, p.grad) for p in (*net.parameters(), *leaves.values())]
         if any(g is not None and is_bad(extent(g)) for _, g in grads):
             # what was made of them, like their norm, is no cause
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
@@ -2365,7 +2387,7 @@ class Watch:
         try:
             if any(call.training for call in calls):  # an evaluation took them as they are
                 self._put_back()
-            return self._replayed(calls, targets, net, params)
+            return self._replayed(calls, targets, net, free)
         finally:
             now.restore()
             for p, g in grads:
@@ -2373,12 +2395,14 @@ class Watch:
             for module, mode in modes:
                 module.training = mode
 
-    def _replayed(self, calls, targets, net, params):
-        """The report on these calls, or None: there is nothing to judge."""
+    def _replayed(self, calls, targets, net, free):
+        """The report on these calls, or None: there is nothing to judge. `free`: parameters that no
+        module holds, by names."""
+        params = dict(net.named_parameters()) | free
         record = StepRecord(self.steps, net, rank=self.rank)
         record.rng = next((call.rng for call in calls if call.rng), record.rng)
         batch, record.named = self._batch(calls)
-        record.named += [(f"parameter {name}", p) for name, p in params.items()]
+        record.named += [(f"parameter {name}", p) for name, p in free.items()]
         part, made, scale = [], {}, _loss_scale(calls)
         for call in calls:
             part.append(call)
@@ -2391,7 +2415,7 @@ class Watch:
         def run_step(batch, fp32):
             if batch is record.batches[0]:
                 made.clear()
-                for p in params.values():
+                for p in free.values():  # the record knows the others
                     p.grad = None
             return batch[-1](fp32)
 
@@ -2627,11 +2651,6 @@ def _loss_scale(calls):
     products = [call for call in losses if "mul" in getattr(call.function, "__name__", "")]
     factors = [x for call in products for x in call.args if type(x) in (int, float)]
     return max([1.0, *(x for x in factors if x >= 8 and frexp(x)[0] == 0.5)])
-
-
-def _apply(cls, *args, **kwargs):
-    """torch.autograd.Function.apply of this class."""
-    return APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _moved(optimizer):

@@ -374,11 +374,19 @@ elif kind == "loader":
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 elif kind == "compile":
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x / 2
+        @staticmethod
+        def backward(ctx, slope):
+            return slope / 2
     net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    half = torch.compile(lambda x: Half.apply(net(x)), backend="aot_eager", fullgraph=True)
     net = torch.compile(net, backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in ticks(4):
-        loss = bad(net(torch.randn(9, 4))).square().mean()
+        loss = bad(net(torch.randn(9, 4)) + half(torch.ones(9, 4))).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 """
@@ -642,7 +650,7 @@ if fault == "torch.func":
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), [
-    ("", 0, "nothing non-finite"), ("made bad", 3, "-> weights"),
+    ("", 0, "8 steps, nothing non-finite"), ("made bad", 3, "-> weights"),
     ("module writes", 3, "samples 5 of micro-batch 0"),
     ("script writes", 3, "samples 5 of micro-batch 0"),
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
@@ -669,6 +677,8 @@ class Clip(torch.autograd.Function):
         return x.clamp(-3, 3)
     @staticmethod
     def backward(ctx, slope):
+        if fault == "custom backward":
+            return slope / bad  # custom backward
         return slope
 
 net, other, lstm = nn.Linear(6, 3), nn.Linear(3, 1), nn.LSTM(6, 3)
@@ -708,6 +718,8 @@ for step in range(9):
         with torch.autocast("cpu", torch.float16):
             out = net(x)
         loss = (out.float() * torch.where(bad == 0, 1e7, 1.0)).sin().sum()  # half
+    elif fault == "custom backward":
+        loss = Clip.apply(net(x)).square().mean()
     else:
         loss = spoilt(Clip.apply(net(x)), bad).square().mean()
     if fault == "by hand":
@@ -731,13 +743,14 @@ for step in range(9):
 """
 
 
-@pytest.mark.parametrize("form", ["custom function", "no module", "functional_call", "time first",
-                                  "packed", "labels", "in turns", "half", "by hand", "scaler",
-                                  "traced"])
+@pytest.mark.parametrize("form", [
+    "custom function", "custom backward", "no module", "functional_call", "time first", "packed",
+    "labels", "in turns", "half", "by hand", "scaler", "traced"])
 def test_a_step_of_any_form_is_made_again(run, form):
     done = run(FORMS, form)
     verdict = {"labels": "data", "half": "precision"}.get(form, "divergence")
-    named(done, FORMS, form if form in ("labels", "half") else "guilty", verdict)
+    own_line = form in ("labels", "half", "custom backward")
+    named(done, FORMS, form if own_line else "guilty", verdict)
     if form != "packed":  # torch 2.9 packs by an operation that is not followed
         assert "samples 3 of micro-batch 0" in done.stderr, done.stderr
     assert len(re.findall("-> ", done.stderr)) == 1, done.stderr
