@@ -165,6 +165,11 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
+FITS = {  # what is out of range
+    "index": "mend these numbers, or make the table or layer larger",
+    "label": "mend these labels, or leave them out: ignore_index= where one means 'no label'; or "
+    "the last layer has too few classes",
+}
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 ALL_BAD = (
@@ -350,6 +355,7 @@ class Report:
     result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
     largest: float = 0.0  # the largest finite magnitude among the inputs
+    lowest: float = 0.0  # the lowest number of the first input
     source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
     again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
     entered: str = ""  # the sum or product which the -inf that was made here went into
@@ -379,6 +385,13 @@ class Report:
         """Finite inputs so large that their result overflows."""
         large = self.largest > (1e3 if self.failed else 1e6)
         return self.made != "nan" and large and not self.source
+
+    @property
+    def negative(self) -> bool:
+        """A number below 0, not 0 or its rounding: a clamp would hide what is wrong with it."""
+        roots = ("sqrt", "rsqrt", "log", "log2", "log10", "pow")
+        forward = self.phase == "forward" and self.weak in roots
+        return forward and self.lowest < -1e-3 * self.largest
 
     @property
     def weak(self) -> str:
@@ -413,9 +426,12 @@ class Report:
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             if self.weak == "to_copy":
                 return f"{WEAK['to_copy'][0]}, or {whole}"
-            if "x.float() at" in "".join(self.tried):
+            late = "".join(t for t in self.tried if t.startswith("x.float() at"))
+            if "bad (loss" in late:
                 return f"{whole}: its operands are rounded before {line}, float() there is too late"
-            return whole if self.module else f"x.float() before {line}, or {whole}"
+            if "bad" in late:
+                return f"{whole}: float() at {line} alone is not enough"
+            return whole if self.module else f"{whole}, or x.float() before {line} (not tried)"
         if self.source == WRITTEN:
             return (
                 f"the script writes this number itself, at {line}: "
@@ -433,6 +449,11 @@ class Report:
                 "(a row without entries), write 0 before the sum or product"
             )
         made_here = self.verdict in ("divergence", "precision") and not self.source
+        if made_here and self.negative:
+            return (
+                f"{self.weak} of a negative number ({self.lowest:.3g}): find out why it is "
+                "negative (a sign, a formula, a difference that was rounded); a clamp hides it"
+            )
         if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
@@ -470,7 +491,8 @@ class Report:
         if not self.verdict:
             yield from self.operation()
             return
-        about = f"{self.precision or 'precision not known'}, scale {self.scale:g}, rank {self.rank}"
+        precision = f"{self.precision}, " if self.precision else ""
+        about = f"{precision}scale {self.scale:g}, rank {self.rank}"
         symptom = self.symptom or "the step was bad"
         yield f"{symptom} at step {self.step} ({about}) -> {self.verdict}"
         yield from self.operation()
@@ -483,6 +505,8 @@ class Report:
                 known = f" (in the data set: {_few(self.indices)})"
             place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
             yield f"samples {_few(self.samples)} {place}{known}"
+        elif self.micro_batch:
+            yield f"in micro-batch {self.micro_batch}, rank {self.rank}"
         if self.verdict in ("precision", "divergence") and self.repeated:
             finite = "finite" if self.verdict == "precision" else "bad as well"
             yield "the same batch in fp32: " + finite
@@ -497,7 +521,7 @@ def agree(report: Report) -> Report:
     """The same report on every rank: the gravest verdict's, of the lowest rank that has it.
 
     A collective: every rank must call it."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (dist.is_available() and dist.is_initialized()):
         return report
     every = [None] * dist.get_world_size()
     grave = list(VERDICTS).index(report.verdict)
@@ -567,8 +591,7 @@ def _judge(rerun, report):
     if report.op and not report.made:  # the step raised, and not because of a bad number
         words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
         if where.wrong or re.search(words, report.symptom):
-            larger = "mend these numbers, or make the table or layer larger"
-            fix = larger if "index" in str(where.wrong) else ""
+            fix = next((FITS[what] for what in FITS if what in str(where.wrong)), "")
             return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
         if "more than 1 value per channel" in report.symptom:
@@ -579,6 +602,10 @@ def _judge(rerun, report):
     if where.ignored is not None and report.weak in means:
         names = (f"every label is ignored ({where.ignored}): their mean is 0/0",)
         return replace(report, verdict="data", names=names, fix=NO_LABEL)
+    negative = [n for n, b in _statistics(rerun.net).items() if "var" in n and extent(b)[0] < 0]
+    if negative and report.weak in ("batch_norm", "sqrt", "rsqrt", "pow"):
+        names = (f"{_few(negative, 1)} is below 0",)
+        return replace(report, verdict="weights", names=names, fix=WEAK["batch_norm"][0])
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
@@ -658,6 +685,7 @@ class Rerun:
     def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
+        self.error = None
         clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
         plain = PLAIN_ATTENTION() if fp32 else nullcontext()
         try:
@@ -687,7 +715,7 @@ class Rerun:
 
     def watch(self, fp32=False):
         """Run it with every operation watched: what is bad, and who made it."""
-        where, self.error = Locator(self.net), None
+        where = Locator(self.net)
         where._known.update({_storage(t): name for name, t in self.record.named})
         self.locator = where
         with where.functions:
@@ -715,6 +743,7 @@ class Rerun:
 
 CONSTANT = "a number made outside of torch, or before the watch"
 WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
+OUTSIDE = "a tensor from outside of torch (NumPy, a file)"
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
 UNKNOWN = "what compiled code or another library made"
 EARLIER = "a tensor of an earlier step"
@@ -913,6 +942,8 @@ class Locator(TorchDispatchMode):
             if WRITERS.search(by) or birth.phase == "backward":
                 return next(self._clock), replace(birth, source=WRITTEN)
             return next(self._clock), replace(birth, op=f"torch.{by}")
+        if rule.empty:  # which of it is used is not known yet
+            birth = replace(birth, samples=())
         self.births[birth.line] = True
         return next(self._clock), replace(birth, again=again())
 
@@ -969,6 +1000,7 @@ class Locator(TorchDispatchMode):
             line=line or _line(stack),
             call=call,
             largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
+            lowest=spans[0][1][0] if spans else 0.0,
             inputs=(
                 *(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
                 *(f"the number {a:.3g}" for a in self.numbers),
@@ -1179,6 +1211,8 @@ def _try(rerun, report):
     for what, context, cure in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
+        if rerun.error:
+            went = f"could not be tried ({symptom})"
         if isinstance(context, Calls) and not context.hits:
             went = "not tried, the call was not seen"
         tried.append(f"{what}: {went}")
@@ -1210,7 +1244,7 @@ def _cures(rerun, report):
         where, calls = _lines(rerun, line)
         yield f"x.float() at {where}", calls, ("line", where)
     if precision and report.result.startswith("float16"):
-        bf16 = InDtype(torch.bfloat16, (torch.float16,))
+        bf16 = InDtype(torch.bfloat16, (torch.float16,), rerun.net)
         yield "the whole step in bf16", bf16, ("precision", "bf16")
     if precision:
         yield "the whole step in fp32", None, ("precision", "fp32")
@@ -1298,11 +1332,24 @@ class Calls(TorchFunctionMode):
 
 
 class InDtype(TorchDispatchMode):
-    """What would be one of the types `of` is `to`: the whole step in bf16, or in fp32."""
+    """What would be one of the types `of` is `to`, weights and buffers too: the whole step in bf16,
+    or in fp32."""
 
-    def __init__(self, to, of):
+    def __init__(self, to, of, net):
         super().__init__()
         self.to, self.of = to, of
+        self.held = [t for t in (*net.parameters(), *net.buffers()) if t.dtype in of]
+
+    def __enter__(self):
+        self.was = [t.data for t in self.held]
+        for t in self.held:
+            t.data = t.data.to(self.to)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for t, data in zip(self.held, self.was, strict=True):
+            t.data = data
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
@@ -1780,7 +1827,7 @@ class Watch:
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
-        self.last = {}  # optimizer: its steps
+        self.last, self.latest = {}, None  # optimizer: its steps; the one that stepped last
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
@@ -2086,7 +2133,7 @@ class Watch:
                     norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
-        judge = partial(self._bad_update, ref(optimizer), rates)
+        judge = partial(self._bad_update, ref(optimizer), rates, _line(_frames()))
         held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
         self.pending += [(norm, judge) for norm in _norms(held)]
         if self.locator:
@@ -2118,7 +2165,10 @@ class Watch:
             writes.append((name, self.steps, tuple(_script(_frames()))))
 
     def _count(self, optimizer):
-        self.last[id(optimizer)] = self.last.get(id(optimizer), 0) + 1
+        key = id(optimizer)
+        # twice in a row: it does not take turns with another, but may have followed one
+        before = self.steps if self.latest == key else self.last.get(key, 0)
+        self.last[key], self.latest = before + 1, key
         if self.locator:
             self.locator.step = self.steps
         self.tape.stepped(id(optimizer))
@@ -2229,7 +2279,7 @@ class Watch:
         symptom = f"{self._called(p, key)} is {_made(extent(t))} before the optimizer's first step"
         self._stop(symptom, Report("weights", rank=self.rank))
 
-    def _bad_update(self, optimizer, rates, value):
+    def _bad_update(self, optimizer, rates, line, value):
         """Good gradients, bad weights or moments: the optimizer made them."""
         optimizer = optimizer()
         for k, p, key, t in _held(optimizer) if optimizer else ():
@@ -2239,16 +2289,16 @@ class Watch:
             hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
             has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
             why = f"the gradient norm was up to {self.gradient:.3g}"
-            fix = "a lower lr" + (", and weights and moments in fp32" if p.dtype in HALF else "")
+            wide = "weights and moments in fp32" if p.dtype in HALF else ""
+            fix = ", and ".join(filter(None, ("a lower lr", wide)))
             if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
                 why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
-                half = p.dtype in HALF
-                fix = "eps=1e-8" + (", and weights and moments in fp32" if half else "")
+                fix = ", and ".join(filter(None, ("" if hyper["eps"] else "eps=1e-8", wide)))
             if group.get("centered"):  # E[g^2] - E[g]^2
                 fix = "centered=False: rounding makes the variance negative, and its root NaN"
             if not _is_real(float(rates[k] or 0)):
                 fix = "look at the schedule"
-            made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}"
+            made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}, {line}"
             birth = self.locator and self.locator.blame([t])
             report = None
             if torch.optim.__name__ in type(optimizer).__module__ or birth:
@@ -2432,11 +2482,16 @@ class Watch:
         stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
         over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
         report = replace(report, micro_batch=max(0, report.micro_batch - over))
-        buffers = dict(net.named_buffers())
-        maker = self.tape.maker(buffers.get(report.source.removeprefix("buffer ")))
-        if maker:
-            names = (*report.names, f"it was made at {_line(maker.frames)}")
-            report = replace(report, names=names, fix="mend this number where it is made")
+        spoilt = [(n, self.tape.maker(b)) for n, b in net.named_buffers() if is_bad(extent(b))]
+        lines = {f"buffer {n}": _line(maker.frames) for n, maker in spoilt if maker}
+        if report.source == OUTSIDE and "copy_" in report.op:  # a checkpoint that was loaded
+            names = [name for name, line in lines.items() if line == report.line]
+        else:
+            names = [report.source] if report.source in lines else []
+        if names:
+            names.append(f"made at {lines[names[0]]}")
+            fix = "mend this number where it is made"
+            report = replace(report, verdict="weights", names=tuple(names), fix=fix)
         return report
 
     def _batch(self, calls):
@@ -2462,7 +2517,7 @@ class Watch:
                 when = "a tensor before the training" if made.number <= self.first else EARLIER
                 named.append((f"{when} ({_line(made.frames)})", t))
             else:
-                named.append(("a tensor from outside of torch (NumPy, a file)", t))
+                named.append((OUTSIDE, t))
         return batch, named
 
     def _agree(self, report):
@@ -2622,17 +2677,9 @@ def _together(modules):
 
 def _play(calls, made, net, params, targets, scale, fp32):
     """For examine(): these calls once more; what is judged, and the gradients."""
-    half = [t for t in (*net.parameters(), *net.buffers()) if fp32 and t.dtype in HALF]
-    was = [t.data for t in half]
-    try:
-        for t in half:
-            t.data = t.data.float()
-        with InDtype(torch.float32, NARROW) if fp32 else nullcontext():
-            for call in calls:
-                call.again(made)
-    finally:
-        for t, data in zip(half, was, strict=True):
-            t.data = data
+    with InDtype(torch.float32, NARROW, net) if fp32 else nullcontext():
+        for call in calls:
+            call.again(made)
     judged = [t for m, t in made.items() if m.number in targets]
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]

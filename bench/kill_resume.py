@@ -19,6 +19,7 @@ tests/test_resume.py takes Job, differences and result from here.
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -212,7 +213,7 @@ def main():
     parser.add_argument("--kills", type=int, default=100)
     args = parser.parse_args()
     cases = [(precision, ranks) for ranks in (1, 2) for precision in STEPS]
-    shares = {1: round(args.kills / 5), 2: round(args.kills * 2 / 15)}  # two ranks start slowly
+    shares = {1: math.ceil(args.kills / 5), 2: math.ceil(args.kills * 2 / 15)}  # two start slowly
     with tempfile.TemporaryDirectory() as name:
         images = draw_images(Path(name) / "images")
 

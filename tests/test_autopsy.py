@@ -119,6 +119,8 @@ def test_bad_input_is_data_with_its_sample_and_index_though_the_step_has_soiled_
     report = examine(stepper(net), record, net)
     assert (report.verdict, report.names) == ("data", ("input holds nan",))
     assert "samples 3 of micro-batch 1, rank 1 (in the data set: 103)" in str(report)
+    ignored = autopsied(Net(), (X, Y), (X, Y * 0 - 100))  # of no sample in particular
+    assert ignored.verdict == "data" and "\n  in micro-batch 1, rank 0" in str(ignored)
 
 
 def test_the_re_run_is_the_same_step_and_leaves_no_trace():
@@ -188,13 +190,20 @@ def test_a_bad_weight_is_named_with_the_operation_that_uses_it_first():
 
 
 def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
+    def but_one_row(h):
+        out = torch.empty_like(h)
+        out[:7] = h[:7]
+        return out
+
     torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
     try:
         unwritten = autopsied(Net(lambda h: h + torch.empty_like(h)))
         written = autopsied(Net(lambda h: h + torch.empty_like(h).copy_(h)))
+        rows = autopsied(Net(but_one_row))
     finally:
         torch.use_deterministic_algorithms(False)
     assert unwritten.op == "aten.empty_like.default"
+    assert rows.samples == (7,), "what was written later is good"
     assert (written.verdict, written.op) == ("not reproducible", "")
 
 
@@ -362,7 +371,7 @@ def test_the_step_in_fp32_uses_the_plain_mathematics_of_half_only_kernels():
     assert autopsied(net, half=True, run_step=run_step).verdict == "precision"
     assert (False, True) in seen and (True, False) in seen and (True, True) not in seen
     a, b, one = torch.full((16, 16), 400.0), torch.eye(16), torch.ones(())
-    with autopsy.InDtype(torch.float32, autopsy.NARROW):
+    with autopsy.InDtype(torch.float32, autopsy.NARROW, net):
         narrow = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(*narrow, one * 100, one, out_dtype=torch.bfloat16)
     assert torch.equal(out, a * 100) and out.dtype is torch.float32
@@ -436,6 +445,21 @@ def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_co
     assert not report.suggestion.startswith("x.float() before")
 
 
+def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_tried():
+    net = Net(lambda h: (h * 0 + 12).exp()).half()
+
+    def run_step(batch, fp32):
+        weights = {n: p.float() if fp32 else p for n, p in net.named_parameters()}
+        x = batch[0].to(weights["first.weight"].dtype)
+        loss = F.cross_entropy(torch.func.functional_call(net, weights, x).float(), batch[1])
+        loss.backward()
+        return loss
+
+    report = autopsied(net, half=True, run_step=run_step)
+    assert report.verdict == "precision" and report.cure == ("precision", "bf16"), report
+    assert "could not be tried (RuntimeError" in report.tried[0], report
+
+
 def test_a_conversion_to_half_in_the_script_is_guilty_itself():
     report = autopsied(Net(lambda h: (h * 1e5).half().float()), half=True)
     assert (report.verdict, report.op) == ("precision", "aten._to_copy.default")
@@ -447,6 +471,20 @@ def test_a_bad_running_statistic_that_training_does_not_use_is_named():
     net[1].running_var[0] = math.nan
     report = autopsied(net)
     assert (report.verdict, report.names) == ("weights", ("buffer 1.running_var",))
+
+
+def test_a_variance_below_zero_in_a_buffer_is_to_blame_and_not_the_root_of_it():
+    net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3).eval())
+    net[1].running_var[0] = -0.5
+    report = autopsied(net)
+    assert (report.verdict, report.names) == ("weights", ("buffer 1.running_var is below 0",))
+    assert "set the running statistics back" in report.suggestion
+
+
+@pytest.mark.parametrize(("lowest", "advice"), [(-0.7, "find out why"), (0.0, "clamp(min=1e-6)")])
+def test_a_clamp_is_no_advice_where_it_hides_a_negative_number(lowest, advice):
+    report = autopsied(Net(lambda h: h * (0 * h + torch.linspace(lowest, 1, 5)).log()))
+    assert report.cure[0] == "eps" and advice in report.suggestion, report
 
 
 @pytest.mark.parametrize(("loss_of", "value", "name"), [

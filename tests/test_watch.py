@@ -507,7 +507,7 @@ else:
 @pytest.mark.parametrize(("fault", "code", "words"), [
     ("raises", 3, "-> divergence"), ("passes over", 3, "-> divergence"),
     ("print", 3, "-> divergence"), ("by hand", 3, "-> divergence"),
-    ("own optimizer", 3, "made by Own"), ("eps", 3, "eps=0 is exactly 0"),
+    ("own optimizer", 3, "made by Own"), ("eps", 3, "in train, eps=0 is exactly 0"),
     ("moment", 3, "exp_avg of fc.weight is nan before the optimizer's first step"),
     ("half weights", 0, "2 bfloat16 tensors had gradients at every step read and never changed"),
     ("count", 0, "before any backward pass: passed over"), ("thread", 0, "in another thread"),
@@ -605,6 +605,9 @@ def fetched_ahead(batches):
     yield ready
 
 net = Net()
+if fault == "loaded":
+    torch.save(net.state_dict() | {"mean": torch.full((6,), torch.inf)}, "mean.pt")
+    net.load_state_dict(torch.load("mean.pt"))  # loaded
 own = fault in ("number", "raises")
 optimizer = Own(net.parameters(), {"lr": 1e-2}) if own else torch.optim.SGD(net.parameters(), 1e-2)
 data, index = torch.randn(64, 6), torch.arange(64) % 9
@@ -630,6 +633,8 @@ for step, (x, i) in enumerate(batches, start=1):
         x /= x.std(1, keepdim=True)  # script writes
     with half:
         loss = net(x, index=i).float().square().mean()  # own scale
+    if fault == "loaded":
+        loss = loss + net.mean.sum()
     if fault == "own scale":
         loss = loss * 2.0 ** 24
     if fault == "grows":
@@ -656,6 +661,7 @@ if fault == "torch.func":
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
     ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
+    ("loaded", 3, "already bad: buffer mean, made at script.py"),
     ("number", 3, "it divides by the number 0"),
     ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
     ("grows", 3, "the gradient norm has grown: ")])
