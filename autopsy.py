@@ -361,6 +361,7 @@ class Report:
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     samples: tuple[int, ...] = ()  # positions in the micro-batch
+    batch_size: int = 0  # by what they were counted; 0: not known
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
     repeated: bool = True  # the step was run again, in fp32 too
@@ -500,7 +501,8 @@ class Report:
             where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
             yield where + _few(self.names, 5)
         if self.samples:
-            known = ": positions in the batch"
+            size = f" of {self.batch_size}" if self.batch_size else ""
+            known = f": positions in the batch{size}"
             if self.indices:
                 known = f" (in the data set: {_few(self.indices)})"
             place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
@@ -578,7 +580,8 @@ def examine(
     if everything and in_batch and not report.fix:
         report = replace(report, fix=ALL_BAD)
     known = record.indices[report.micro_batch]
-    return replace(report, indices=tuple(known[i] for i in report.samples) if known else ())
+    indices = tuple(known[i] for i in report.samples) if known else ()
+    return replace(report, indices=indices, batch_size=rerun.locator.size)
 
 
 def _judge(rerun, report):

@@ -184,7 +184,7 @@ def contestants(build, shape, device):
             policy=choose_policy("bf16", capabilities(device), trial=None, stopwatch=None),
             scaler=LossScaler(device.type, enabled=False),
             guard=Guard(net, num_classes=classes, device=device),
-            optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4)], clip=1.0,
+            optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
         )  # fmt: skip
         take = partial(train_step, run)
         take = StepGraph(take, warm_up=2) if graph else take
