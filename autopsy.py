@@ -165,12 +165,18 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
+RAISED = {  # words of torch's
+    "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
+    "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
+    "add a small diagonal: x + 1e-6 * torch.eye(n)",
+}
 FITS = {  # what is out of range
     "index": "mend these numbers, or make the table or layer larger",
     "label": "mend these labels, or leave them out: ignore_index= where one means 'no label'; or "
     "the last layer has too few classes",
 }
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
+GROWN = "the gradient norm has grown"
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
@@ -239,7 +245,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "angle": ANGLE,
     "atan2": ANGLE,
     "weight_norm_interface": (
-        "a weight of norm 0 has no direction (v / |v|): initialise this weight away from 0",
+        "a weight of norm 0 has no direction (v / |v|): keep it away from 0 where it is "
+        "initialised, pruned or decayed",
         None,
     ),
     "empty": (UNWRITTEN, None),
@@ -248,7 +255,11 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         "smaller loss scale)",
         None,
     ),
-    "logdet": ("a determinant of 0 or less: torch.slogdet, or x = L @ U with a known sign", None),
+    "logdet": (
+        "a determinant of 0 or less: if this is a covariance, build it as L @ L.T with a positive "
+        "diagonal in L; torch.slogdet takes any sign, and would hide that it is none",
+        None,
+    ),
 }
 SAME = {
     "truediv": "div",
@@ -420,7 +431,8 @@ class Report:
             half = self.result.partition("[")[0]
             back = "" if "result" in kind else f".to(torch.{half})"
             island = "with torch.autocast(x.device.type, enabled=False)"
-            return f"{name} in fp32: {island}: y = {name}(x.float()){back}"
+            own = f"{name}.float(), and then " if "weights" in kind else ""
+            return f"{name} in fp32: {own}{island}: y = {name}(x.float()){back}"
         if kind == "line":
             return f"x.float() before {name}, with autocast off there"
         if kind == "precision":
@@ -458,7 +470,10 @@ class Report:
         if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
-            return VERDICTS[self.verdict][not flags]
+            few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
+            first = "look at these samples, no other does this; else "
+            advice = VERDICTS[self.verdict][not flags]
+            return first + advice if few and self.verdict == "divergence" else advice
         if not self.op:
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
@@ -597,8 +612,8 @@ def _judge(rerun, report):
             fix = next((FITS[what] for what in FITS if what in str(where.wrong)), "")
             return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
-        if "more than 1 value per channel" in report.symptom:
-            report = replace(report, fix="a batch of one has no spread: drop_last=True")
+        fix = next((fix for words, fix in RAISED.items() if words in report.symptom), "")
+        report = replace(report, fix=fix)
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
@@ -925,8 +940,10 @@ class Locator(TorchDispatchMode):
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
             samples = self._samples(t)
-            if not birth.samples and 0 < len(samples) < self.size:
-                birth = replace(birth, samples=samples)  # born elsewhere, it enters the batch here
+            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some.
+            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
+            if not spreads and 0 < len(samples) < (len(birth.samples) or self.size):
+                birth = replace(birth, samples=samples)
             return number, birth
         masks = number == LAWFUL
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
@@ -1234,9 +1251,11 @@ def _cures(rerun, report):
     kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
     half = getattr(torch, report.result.partition("[")[0], None)
     while name:
+        weights = any(p.dtype in HALF for p in modules[name].parameters())
         for kind in kinds:
             context = island(modules[name], None if "result" in kind else half)
-            yield f"{name} in fp32{kind.removeprefix('module')}", context, (kind, name)
+            cure = (f"{kind}, half weights" if weights else kind, name)
+            yield f"{name} in fp32{kind.removeprefix('module')}", context, cure
         name = name.rpartition(".")[0]
     weak = report.weak
     advice, mend = WEAK.get(weak, ("", None))
@@ -2375,14 +2394,15 @@ class Watch:
             if report.op and report.step < self.step:
                 names = (*report.names, f"it was made at step {report.step}")
                 report = replace(report, names=names)
+            scale = self.scaler.get_scale() if self.scaler else report.scale
+            if self.forgotten and scale != 1:
+                report = replace(report, verdict="calibration", fix=FORGOTTEN)
             for norms in self.recent.values() if report.verdict == "divergence" else ():
                 if 0 < 10 * norms[0] < norms[-1]:
                     listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                    grew = f"the gradient norm has grown: {listed} (a lower lr may be the cure)"
+                    grew = f"{GROWN}: {listed} (a lower lr may be the cure)"
                     report = replace(report, names=(*report.names, grew))
-            scale = self.scaler.get_scale() if self.scaler else report.scale
-            fix = FORGOTTEN if self.forgotten and scale != 1 else report.fix
-            report = replace(report, symptom=symptom, step=self.step, scale=scale, fix=fix)
+            report = replace(report, symptom=symptom, step=self.step, scale=scale)
             self.texts[report.op or symptom, report.line] = str(report)  # of two the last one
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"

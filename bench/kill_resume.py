@@ -1,7 +1,7 @@
 """
 Kill a training run at random moments, a hundred times, and see what comes back.
 
-    python bench/kill_resume.py                # 100 kills, about 8 minutes on 2 cores
+    python bench/kill_resume.py                # 102 kills, about 10 minutes on 2 cores
     python bench/kill_resume.py --kills 5      # does it run? Below 50 kills it leaves no file
 
 For each precision (fp32, bf16, fp16) and 1 or 2 ranks, one run is left alone and one is killed:

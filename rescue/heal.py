@@ -182,7 +182,7 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
 def more_precise(run: Run, report: autopsy.Report) -> str:
     """fp32 for the module to blame; else fp16 -> bf16 where the chip has it -> fp32."""
     kind, name = report.cure
-    keep_output = kind == "module, result in fp32"
+    keep_output = "result" in kind
     if kind.startswith("module") and name and name not in pinned(run.net, keep_output=keep_output):
         keep_fp32(run.net, [name], keep_output=keep_output)
         run.guard.watch(run.net)  # pinning may have exchanged buffers

@@ -321,7 +321,7 @@ def test_the_printed_island_was_tried_and_one_that_overflows_again_is_not_printe
 def test_where_a_module_in_fp32_does_not_help_its_parent_is_tried():
     report = diagnosis.by_autopsy(CASES["vae_with_half_weights"])
     assert "decoder.up in fp32: still bad" in str(report)
-    assert report.cure == ("module, result in fp32", "decoder")
+    assert report.cure == ("module, result in fp32, half weights", "decoder")
 
 
 def test_what_no_module_can_mend_is_tried_at_its_line():
@@ -458,6 +458,10 @@ def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_t
     report = autopsied(net, half=True, run_step=run_step)
     assert report.verdict == "precision" and report.cure == ("precision", "bf16"), report
     assert "could not be tried (RuntimeError" in report.tried[0], report
+    net.first.forward = lambda x: F.linear(x, net.first.weight) * 1e5 / 1e5
+    net.between = nn.Identity()
+    report = autopsied(net, half=True, run_step=run_step)
+    assert "first.float(), and then with torch.autocast" in report.suggestion, report
 
 
 def test_a_conversion_to_half_in_the_script_is_guilty_itself():
@@ -502,6 +506,21 @@ def test_a_number_from_outside_of_torch_is_data():
     numbers = bytearray(struct.pack("5f", *[math.nan] * 5))
     report = autopsied(Net(lambda h: h * torch.frombuffer(numbers, dtype=torch.float32)))
     assert report.verdict == "data" and "NumPy, a constant" in report.suggestion
+
+
+def test_the_samples_of_a_mask_that_overflows_are_those_that_it_makes_nan():
+    mask = torch.tensor([[1.0, 0, 0, 0, 0]] * 8).half()
+    mask[3] = 1
+    report = autopsied(Net(lambda h: h * (h.half() * 0 - 1e10 * mask).softmax(1)), half=True)
+    assert (report.verdict, report.samples) == ("precision", (3,)), report
+
+
+def test_a_sample_that_alone_overflows_is_looked_at_before_the_learning_rate():
+    x = X.clone()
+    x[2] *= 1e4
+    report = autopsied(Net(lambda h: torch.exp(h.abs()) ** 3), (x, Y))
+    assert (report.verdict, report.samples) == ("divergence", (2,)), report
+    assert report.suggestion.startswith("look at these samples, no other does this; else"), report
 
 
 def test_a_cure_that_was_tried_in_vain_is_not_advised():
