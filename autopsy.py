@@ -624,6 +624,9 @@ def _judge(rerun, report):
     if negative and report.weak in ("batch_norm", "sqrt", "rsqrt", "pow"):
         names = (f"{_few(negative, 1)} is below 0",)
         return replace(report, verdict="weights", names=names, fix=WEAK["batch_norm"][0])
+    if report.weak == "ctc_loss" and report.made == "inf":
+        names = ("a target that has no alignment with its input",)
+        return replace(report, verdict="data", names=names, fix=WEAK["ctc_loss"][0])
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
