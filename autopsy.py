@@ -441,7 +441,9 @@ class Report:
                 return f"{WEAK['to_copy'][0]}, or {whole}"
             late = "".join(t for t in self.tried if t.startswith("x.float() at"))
             if "bad (loss" in late:
-                return f"{whole}: its operands are rounded before {line}, float() there is too late"
+                log = f"; {WEAK[self.weak][0]}" if self.weak.startswith("log") else ""
+                rounded = f"its operands are rounded before {line}, float() there is too late"
+                return f"{whole}: {rounded}{log}"
             if "bad" in late:
                 return f"{whole}: float() at {line} alone is not enough"
             return whole if self.module else f"{whole}, or x.float() before {line} (not tried)"
@@ -1234,7 +1236,7 @@ def _try(rerun, report):
     for what, context, cure in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
-        if rerun.error:
+        if rerun.error and type(rerun.error).__name__ not in report.symptom:
             went = f"could not be tried ({symptom})"
         if isinstance(context, Calls) and not context.hits:
             went = "not tried, the call was not seen"
@@ -1285,11 +1287,12 @@ def _lines(rerun, line, weak=""):
     while len(lines) < 4:
         with Locator(rerun.net) as where:
             symptom = rerun(Calls(weak=weak, lines=lines))
-        birth = where.blame(rerun.results.values()) if symptom else None
+        birth = where.blame(rerun.results.values()) if symptom and not rerun.error else None
         more = [] if weak or symptom else where.births
         if birth and (not weak or birth.weak == weak):
             more = [birth.line]
-        more = [found for found in more if found not in (*meant, *lines)]
+        # no line of a library: nobody can mend that
+        more = [at for at in more if at not in (*meant, *lines) and ", called from" not in at]
         if not more:
             break
         lines.append(more[0])
@@ -1858,7 +1861,8 @@ class Watch:
         self.losses = []
         self.roots = WeakKeyDictionary()  # hidden states
         self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
-        self.buffers = []  # the same of those that the module under way may write
+        # Of a module, the buffers that it has not written yet: (buffer, copy, version)
+        self.buffers = WeakKeyDictionary()
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
         self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
@@ -2025,8 +2029,12 @@ class Watch:
         trains = self.training and module.training  # then some write into their buffers
         if trains and (self.sampled or module not in self.statistics):
             known = {id(b) for b, _ in self.statistics.setdefault(module, [])}
-            floats = [b for b in module.buffers() if b.is_floating_point() and id(b) not in known]
-            self.buffers = [(b, b.clone()) for b in floats]
+            lasting = {id(b) for b in _statistics(module).values()}  # written in any case
+            self.buffers[module] = [
+                (b, b.clone(), -1 if id(b) in lasting else b._version)
+                for b in module.buffers()
+                if b.is_floating_point() and id(b) not in known and not b.is_inference()
+            ]
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
@@ -2047,14 +2055,15 @@ class Watch:
         call = self.call
         self.tape.done(call, out)
         pairs = self.statistics.get(module, [])
-        if self.buffers:  # which of them does this module write?
-            lasting = {id(b) for b in _statistics(module).values()}
-            pairs += [
-                (b, copy)
-                for b, copy in self.buffers
-                if id(b) in lasting or not torch.equal(b, copy)
-            ]
-            self.buffers = []
+        idle = self.buffers.get(module, []) if self.training and module.training else []
+        wrote = [
+            b._version != version or (self.sampled and not torch.equal(b, copy))  # or through .data
+            for b, copy, version in idle
+        ]
+        if any(wrote):
+            pairs += [entry[:2] for entry, yes in zip(idle, wrote, strict=True) if yes]
+            kept = [entry for entry, yes in zip(idle, wrote, strict=True) if not yes]
+            self.buffers[module] = kept
         written = pairs if self.training else []
         for (b, before), norm in zip(written, _norms(b for b, _ in written), strict=True):
             self.pending.append((norm, partial(self._bad_buffer, b, before, call.number)))

@@ -441,7 +441,11 @@ class Net(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 3)
     def forward(self, x):
-        return self.fc(x) / (0 if fault == "raises" and step == 3 else 1)  # raises
+        out = self.fc(x) / (0 if fault == "raises" and step == 3 else 1)  # raises
+        if fault == "raises inside":
+            out = out.softmax(1) * (step != 3)
+            torch.distributions.Categorical(out / out.sum(1, keepdim=True))  # raises inside
+        return out
 
 class Own(torch.optim.Optimizer):
     def __init__(self, params):
@@ -506,6 +510,7 @@ else:
 
 @pytest.mark.parametrize(("fault", "code", "words"), [
     ("raises", 3, "-> divergence"), ("passes over", 3, "-> divergence"),
+    ("raises inside", 3, "-> divergence"),
     ("print", 3, "-> divergence"), ("by hand", 3, "-> divergence"),
     ("own optimizer", 3, "made by Own"), ("eps", 3, "in train, eps=0 is exactly 0"),
     ("moment", 3, "exp_avg of fc.weight is nan before the optimizer's first step"),
@@ -586,6 +591,8 @@ class Net(nn.Module):
         out = self.last(x + self.table(index) + self.mean)
         if fault == "forward spoils" and step > 1:
             self.mean.data.copy_(x.detach().sum(0) / (x > 3 * step - 9).sum(0))  # forward spoils
+        if fault == "first written late" and step == 7:
+            self.mean.copy_(x.detach().sum(0) / (x > 9).sum(0))  # first written late
         return out
 
 class Own(torch.optim.Optimizer):
@@ -660,6 +667,7 @@ if fault == "torch.func":
     ("script writes", 3, "samples 5 of micro-batch 0"),
     ("keyword", 3, "index 9 is not in 0..8"), ("fetched ahead", 3, "samples 5 of"),
     ("forward spoils", 3, "buffer mean is inf at step 3"), ("torch.func", 3, "-> divergence"),
+    ("first written late", 3, "buffer mean is inf at step 6"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
     ("loaded", 3, "already bad: buffer mean, made at script.py"),
     ("number", 3, "it divides by the number 0"),
