@@ -2056,14 +2056,15 @@ class Watch:
         self.tape.done(call, out)
         pairs = self.statistics.get(module, [])
         idle = self.buffers.get(module, []) if self.training and module.training else []
-        wrote = [
-            b._version != version or (self.sampled and not torch.equal(b, copy))  # or through .data
+        sampled = self.sampled
+        wrote = {
+            id(b)
             for b, copy, version in idle
-        ]
-        if any(wrote):
-            pairs += [entry[:2] for entry, yes in zip(idle, wrote, strict=True) if yes]
-            kept = [entry for entry, yes in zip(idle, wrote, strict=True) if not yes]
-            self.buffers[module] = kept
+            if b._version != version or (sampled and not torch.equal(b, copy))  # through .data
+        }
+        if wrote:
+            pairs += [(b, copy) for b, copy, _ in idle if id(b) in wrote]
+            self.buffers[module] = [entry for entry in idle if id(entry[0]) not in wrote]
         written = pairs if self.training else []
         for (b, before), norm in zip(written, _norms(b for b, _ in written), strict=True):
             self.pending.append((norm, partial(self._bad_buffer, b, before, call.number)))
