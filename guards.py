@@ -95,11 +95,11 @@ def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         g = g.coalesce().values() if g.is_sparse else g
         kinds.setdefault((g.device, g.dtype, type(g)), []).append(g)
     norms = []
-    for (_, dtype, _), group in kinds.items():
+    for group in kinds.values():
         if hasattr(group[0], "full_tensor"):  # shards
             norms.append(nn.utils.get_total_norm(group).full_tensor())
         else:
-            wide = torch.promote_types(dtype, torch.float32)
+            wide = torch.promote_types(group[0].dtype, torch.float32)
             norms += torch._foreach_norm(group, 2, dtype=wide)
     norms = [norm.to(device, torch.float32) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms))
@@ -152,7 +152,8 @@ class Guard:
     """The flags, the buffers and the verdict of a step. One a process, after init_process_group.
 
     net: the bare network, or a list of networks. device: where the flags live; None: with the net.
-    num_classes: class labels must be in [0, num_classes) or be `ignore_index`. None: no check.
+    num_classes: class labels must be in [0, num_classes) or be `ignore_index`, if that is not None.
+        None: no check.
     carries: names for carry().
     lag: verdict() is of the step before, and nothing waits. False: of this step, and it waits.
     """
@@ -166,7 +167,7 @@ class Guard:
         num_classes: int | None = None,
         device=None,
         lag: bool = True,
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         carries: Iterable[str] = (),
     ):
         self.num_classes = num_classes
@@ -198,14 +199,14 @@ class Guard:
         self._raised = constants.new_zeros(len(self.names))
         self._is_raised = False
         self._row = constants.new_zeros(len(self.names) + 32)
-        self._checked = []
+        self._checked = {}
         kinds = {}
         for name, b in self.net.named_buffers():
             if 0 in (*b.stride(), b.numel()):  # expanded (it stays) or empty
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
             if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
-                self._checked.append(live)
+                self._checked.setdefault(b.device, []).append(live)
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
                 live = live.view(-1).view(torch.uint8)
             kinds.setdefault((b.device, live.dtype), []).append(live)
@@ -264,7 +265,9 @@ class Guard:
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
             self._see("label" if is_label else "input", magnitude(x))
         elif is_label and self.num_classes:
-            safe = torch.where(x == self.ignore_index, x, x.clamp(0, self.num_classes - 1))
+            safe = x.clamp(0, self.num_classes - 1)
+            if self.ignore_index is not None:
+                safe = torch.where(x == self.ignore_index, x, safe)
             self._see("label", (safe == x).all().reciprocal())  # 1 / False is inf
             return safe
         return x
@@ -304,8 +307,8 @@ class Guard:
         self.decided = True
         for b in self._buffers:
             torch._foreach_copy_(b.parts_after, b.live)
-        if self._checked:
-            self._see("buffer", gradient_norm(self._checked, self.device))
+        for live in self._checked.values():
+            self._see("buffer", magnitude(_flatten_dense_tensors(live)))
         row = torch.stack([self._seen.get(name, self._zero) for name in self.names])
         self._flags = torch.where(row <= LIMIT, self._raised, self._up)  # NaN is not below
         if self.together:
@@ -327,7 +330,7 @@ class Guard:
             torch._foreach_copy_(b.live, b.parts_before)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
-        self._keys = tuple(stats)
+        self._keys = list(stats)
         self._state = "closed"
 
     def step(
@@ -365,8 +368,7 @@ class Guard:
         self._see("grad", norm)
         bad = self.decide()
         if scaled:  # update() adds to what it finds here
-            state = scaler._per_optimizer_states[id(o)]
-            state["found_inf_per_device"] = {self.device: bad.clone()}
+            scaler._per_optimizer_states[id(o)]["found_inf_per_device"] = {self.device: bad.clone()}
         if clip and on_device:
             factor = (norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
@@ -383,8 +385,7 @@ class Guard:
             if on_device:
                 del o.found_inf, o.grad_scale
         if self._losses:
-            several = len(self._losses) > 1
-            mean = torch.stack(self._losses).mean() if several else self._losses[0]
+            mean = torch.stack(self._losses).mean() if len(self._losses) > 1 else self._losses[0]
             stats = {"loss": mean} | stats
         self.close(bad, **stats, grad_norm=norm)
         return bad
@@ -457,7 +458,7 @@ class Guard:
         self.steps += 1
         self.skipped += rejected
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
-        reasons = [name for name in FLAGS[:FAULTS] if flags[name]]
+        reasons = tuple(name for name in FLAGS[:FAULTS] if rejected and flags[name])
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
             why = ", ".join(reasons) or "found_inf"
@@ -466,7 +467,7 @@ class Guard:
         return Verdict(
             step,
             not rejected,
-            tuple(reasons) if rejected else (),
+            reasons,
             stats,
             {name: flags[name] for name in self.names[len(FLAGS) :]},
             int(flags["signal"]),
@@ -477,11 +478,9 @@ class Guard:
         """Counters and the verdict under way, which stays unread: a run that goes on from here
         reads it at its next step. Plain numbers. Waits for the device."""
         self._send()
-        pending = None
-        if self._pending:
-            step, row, keys = self._arrived()
-            row[self.names.index("signal")] = 0.0  # it has been obeyed
-            pending = [step, row, list(keys)]
+        pending = [*self._arrived()] if self._pending else None
+        if pending:
+            pending[1][self.names.index("signal")] = 0.0  # it has been obeyed
         return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 
     def load_state_dict(self, state: dict):
@@ -491,5 +490,5 @@ class Guard:
         self._pending = None
         if state.get("pending"):
             step, row, keys = state["pending"]
-            self._pending = step, torch.tensor(row), None, tuple(keys)
+            self._pending = step, torch.tensor(row), None, keys
             self.number = step

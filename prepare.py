@@ -312,6 +312,7 @@ def training(run: Run) -> None:
         run.net,
         num_classes=None if run.data.regression else len(run.data.classes),
         device=run.device,
+        ignore_index=None,  # in a data set of classes every picture has one
         carries=CARRIED,
     )
     if args.ema:

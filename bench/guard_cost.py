@@ -183,7 +183,7 @@ def contestants(build, shape, device):
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             policy=choose_policy("bf16", capabilities(device), trial=None, stopwatch=None),
             scaler=LossScaler(device.type, enabled=False),
-            guard=Guard(net, num_classes=classes, device=device),
+            guard=Guard(net, num_classes=classes, ignore_index=None),
             optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
         )  # fmt: skip
         take = partial(train_step, run)

@@ -288,7 +288,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
     run = record.Run(
         args=args, net=net, model=Classifier(net, label_smoothing=0.1), policy=policy,
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
-        guard=Guard(net, num_classes=10, device=CUDA, carries=CARRIED), clip=1.0,
+        guard=Guard(net, num_classes=10, device=CUDA, ignore_index=None, carries=CARRIED), clip=1.0,
         schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
         log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
     )  # fmt: skip
@@ -406,7 +406,7 @@ def test_guard_step_launches_at_most_20_kernels_more_than_clipping(gpu):
     assert 0 < guarded - stock <= 20
 
 
-def test_train_step_launches_at_most_23_kernels_more_than_the_stock_step(gpu):
+def test_train_step_launches_at_most_20_kernels_more_than_the_stock_step(gpu):
     """Autocast, clipping and fused AdamW beside the same network and loss in train_step, whose
     rate of each update comes from a table on the device."""
     with gpu, Watch(answer=1):
@@ -424,7 +424,7 @@ def test_train_step_launches_at_most_23_kernels_more_than_the_stock_step(gpu):
 
     with gpu:
         more = watched(lambda: one_step(run, *batch)).launches - watched(plain).launches
-    assert 0 < more <= 23
+    assert 0 < more <= 20
 
 
 def test_an_optimizer_that_does_not_skip_by_itself_asks_once_a_step(gpu):
