@@ -285,7 +285,7 @@ class StepRecord:
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
         self.step, self.rank, self.net = step, rank, net
         self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
-        self.buffers = {name: b.detach().clone() for name, b in net.named_buffers()}
+        self.buffers = _copied_buffers(net)
         self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
         self.rng = rng_states(self.device)
         self.batches = []
@@ -300,12 +300,21 @@ class StepRecord:
     def restore(self) -> None:
         """RNG, buffers and carried tensors as they were before the step; no gradients."""
         set_rng_states(self.rng, self.device)
-        for name, b in self.net.named_buffers():
-            if name in self.buffers:
-                b.copy_(self.buffers[name])
+        _put_back(self.net, self.buffers)
         for module, name, value in self.carried:
             setattr(module, name, value)
         self.net.zero_grad(set_to_none=True)
+
+
+def _copied_buffers(net):
+    return {n: b.detach().clone() for n, b in net.named_buffers() if not b.is_inference()}
+
+
+@torch.no_grad()
+def _put_back(net, copies):
+    for name, b in net.named_buffers():
+        if name in copies:
+            b.copy_(copies[name])
 
 
 def _attributes(module):
@@ -1860,8 +1869,7 @@ class Watch:
         self.pending = []
         self.losses = []
         self.roots = WeakKeyDictionary()  # hidden states
-        self.statistics = WeakKeyDictionary()  # (buffer, its copy from the last good step)
-        # Of a module, the buffers that it has not written yet: (buffer, copy, version)
+        # Of a module: the number of its first call in this step, and its buffers before that
         self.buffers = WeakKeyDictionary()
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
         self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
@@ -2017,57 +2025,46 @@ class Watch:
             return
         self.depth -= 1
         if not self.depth:
-            self._safely(self._ends, module, out)
+            self._safely(self._ends, out)
             self.tape.turn(self.was and self.on)
 
     def _begins(self, module, args, kwargs):
         self.optimizer = None  # what raises from here on is not its step
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
         self.fresh = module not in self.roots
         if self.fresh:
             self.roots[module] = []
             self.weights.update({_storage(p): True for p in module.parameters()})
-        trains = self.training and module.training  # then some write into their buffers
-        if trains and (self.sampled or module not in self.statistics):
-            known = {id(b) for b, _ in self.statistics.setdefault(module, [])}
-            lasting = {id(b) for b in _statistics(module).values()}  # written in any case
-            self.buffers[module] = [
-                (b, b.clone(), -1 if id(b) in lasting else b._version)
-                for b in module.buffers()
-                if b.is_floating_point() and id(b) not in known and not b.is_inference()
-            ]
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
-        bare = isinstance(module, nn.parallel.DistributedDataParallel)
         given = [t for _, t in inner_tensors((args, kwargs))]
         for t in given if self.fresh or module in self.writers else ():
             if not t.requires_grad:
                 self.tape._writes(t)
-        call = self.call = self.tape.write(module.module if bare else module, args, kwargs)
+        call = self.call = self.tape.write(module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng, call.training = rng_states(_device(given)), module.training
         call.shape = next((t.shape for t in _batched(given)), ())
         call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module]]
+        first, _ = self.buffers.get(module, (-1, {}))
+        if call.grad and call.training and first <= self.tape.start:
+            self.buffers[module] = call.number, _copied_buffers(module)
         if self.locator:
             self.locator.take((*args, kwargs) if kwargs else args)
 
-    def _ends(self, module, out):
+    def _ends(self, out):
         call = self.call
+        module = call.function
         self.tape.done(call, out)
-        pairs = self.statistics.get(module, [])
-        idle = self.buffers.get(module, []) if self.training and module.training else []
-        sampled = self.sampled
-        wrote = {
-            id(b)
-            for b, copy, version in idle
-            if b._version != version or (sampled and not torch.equal(b, copy))  # through .data
-        }
-        if wrote:
-            pairs += [(b, copy) for b, copy, _ in idle if id(b) in wrote]
-            self.buffers[module] = [entry for entry in idle if id(entry[0]) not in wrote]
-        written = pairs if self.training else []
-        for (b, before), norm in zip(written, _norms(b for b, _ in written), strict=True):
-            self.pending.append((norm, partial(self._bad_buffer, b, before, call.number)))
+        if call.grad and call.training:
+            _, before = self.buffers[module]
+            named = dict(module.named_buffers())
+            written = [n for n, copy in before.items() if n in named and copy.is_floating_point()]
+            for name, norm in zip(written, _norms(named[n] for n in written), strict=True):
+                judge = partial(self._bad_buffer, named[name], before[name], call.number)
+                self.pending.append((norm, judge))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
         if self.sampled:
@@ -2173,9 +2170,6 @@ class Watch:
         self.pending += [(norm, judge) for norm in _norms(held)]
         if self.locator:
             self._transfer()
-        pairs = [pair for own in self.statistics.values() for pair in own]
-        if pairs:
-            torch._foreach_copy_([copy for _, copy in pairs], [now for now, _ in pairs])
 
     def _by_hand(self, p, values):
         """The script writes these values into a weight: an update, an average, a copy."""
@@ -2397,7 +2391,7 @@ class Watch:
         self._finding(symptom, report, step)
         if self.world > 1:
             self._agree(report)
-        self._put_back()
+        self._buffers_back(self.tape.calls)
         self.__exit__()
         raise SystemExit(3)
 
@@ -2447,11 +2441,9 @@ class Watch:
         about = {"rank": self.rank, "precision": precision, "repeated": False}
         return replace(birth, verdict=verdict, **about)
 
-    @torch.no_grad()
-    def _put_back(self):
-        for own in self.statistics.values():
-            for statistic, copy in own:
-                statistic.copy_(copy)
+    def _buffers_back(self, calls):
+        for module in {call.function for call in calls if call.training and call.grad}:
+            _put_back(module, self.buffers[module][1])
 
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
@@ -2471,8 +2463,7 @@ class Watch:
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
             targets = [number for number in targets if number < backward]
         try:
-            if any(call.training for call in calls):  # an evaluation took them as they are
-                self._put_back()
+            self._buffers_back(calls)
             return self._replayed(calls, targets, net, free)
         finally:
             now.restore()
