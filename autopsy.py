@@ -69,6 +69,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -104,12 +105,18 @@ FLOATS = tuple(
 )
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
+KEPT = {list: list.extend, dict: dict.update}  # attributes that are written in place
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
 VERDICTS = {
-    "data": ("look at these samples; leave them out",) * 2,
+    "data": (
+        "look at these samples; leave them out, or, where NaN stands for what is missing, fill it "
+        "in before the arithmetic (NaN * 0 is NaN)",
+    )
+    * 2,
     "weights": (
         "--resume last_good.pt, and look at what the steps before this one did",
         "reset it, or load a checkpoint in which it is finite; look at what wrote it: an earlier "
@@ -138,7 +145,9 @@ VERDICTS = {
     "not reproducible": (
         "the same step once more with --deterministic; if it recurs, suspect this machine's "
         "hardware",
-        "torch.use_deterministic_algorithms(True); if it recurs, suspect this machine's hardware",
+        "look for what another run of the step does not repeat: a random generator of its own, a "
+        "counter, a file; else torch.use_deterministic_algorithms(True), and if it recurs, suspect "
+        "this machine's hardware",
     ),
 }
 
@@ -206,6 +215,10 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "div": (
         "division by zero: x / (y + eps), eps = 1e-6",
         lambda x, y, *a, **k: ((x, y + EPS, *a), k),
+    ),
+    "addcdiv": (
+        "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
+        lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
     ),
     "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": (
@@ -286,7 +299,7 @@ class StepRecord:
         self.step, self.rank, self.net = step, rank, net
         self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
         self.buffers = _copied_buffers(net)
-        self.carried = [(m, name, value) for m in net.modules() for name, value in _attributes(m)]
+        self.carried = _carried(net)
         self.rng = rng_states(self.device)
         self.batches = []
         self.indices = []
@@ -298,11 +311,10 @@ class StepRecord:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """RNG, buffers and carried tensors as they were before the step; no gradients."""
+        """RNG, buffers and attributes as they were before the step; no gradients."""
         set_rng_states(self.rng, self.device)
         _put_back(self.net, self.buffers)
-        for module, name, value in self.carried:
-            setattr(module, name, value)
+        _carry_back(self.carried)
         self.net.zero_grad(set_to_none=True)
 
 
@@ -318,13 +330,26 @@ def _put_back(net, copies):
 
 
 def _attributes(module):
-    """What a module carries between steps without a buffer: `self.state = (h, c)`."""
-    values = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor | tuple | list)]
+    """What a module carries between steps without a buffer: hidden states, counters, short lists"""
+    every = [(n, v) for n, v in vars(module).items() if n not in INTERNAL]
+    return {n: v for n, v in every if not isinstance(v, tuple | list | dict) or len(v) < 99}
+
+
+def _carried(net):
+    """Of each module: its attributes, and these as they are now, with what lists and dicts hold."""
     return [
-        (n, v)
-        for n, v in values
-        if isinstance(v, Tensor) or (len(v) < 99 and any(inner_tensors(v)))
+        (m, {n: (v, copy(v) if type(v) in KEPT else v) for n, v in _attributes(m).items()})
+        for m in net.modules()
     ]
+
+
+def _carry_back(carried):
+    for module, before in carried:
+        for name, (value, held) in before.items():
+            if type(value) in KEPT:
+                value.clear()
+                KEPT[type(value)](value, held)
+            vars(module)[name] = value
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:
@@ -476,7 +501,8 @@ class Report:
         if made_here and self.negative:
             return (
                 f"{self.weak} of a negative number ({self.lowest:.3g}): find out why it is "
-                "negative (a sign, a formula, a difference that was rounded); a clamp hides it"
+                "negative (a sign, a formula, a difference that was rounded): a clamp hides it; "
+                "where it may be negative by right, the clamp is the cure"
             )
         if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
@@ -837,7 +863,7 @@ class Locator(TorchDispatchMode):
     def _name(self, net, prefix=""):
         for name, module in net.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
-            for key, t in inner_tensors(dict(_attributes(module)), name):
+            for key, t in inner_tensors(_attributes(module), name):
                 self._known[_storage(t)] = f"attribute {key}"
         self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
         for name, p in net.named_parameters(prefix):
@@ -1577,8 +1603,8 @@ Runs the script as it is and reads losses, gradients, weights, evaluation output
 that the script reads. It draws no random number. What a step computes is written down: the calls of
 modules, and of torch's functions outside of modules. At the first bad step they are made again,
 here and now, with every operation watched, then in fp32: the report names the operation, and the
-script ends. Only what cannot be made again (an optimizer of your own, a module that counts its
-calls) needs a second, quiet run of the script (files that it writes are written again); --one-run
+script ends. Only what cannot be made again (an optimizer of your own, a counter outside of the
+modules) needs a second, quiet run of the script (files that it writes are written again); --one-run
 refuses that. --from-step N watches every operation from optimizer step N on. Exit code 3: the
 report is printed and written to FILE (autopsy.txt). 0: nothing that was read was NaN. Any other
 exit code is the script's."""
@@ -1634,7 +1660,8 @@ class Call:
     grad: bool
     autocast: list[tuple[str, torch.dtype]]
     rng: dict | None = None
-    carried: list = field(default_factory=list)  # hidden states: (module, name, value)
+    carried: list = ()  # of a module, before the call: see _carried()
+    left: list = ()  # what the call wrote of these: (module, name)
     training: bool = False
     shape: tuple[int, ...] = ()  # of a module's first input
 
@@ -1660,10 +1687,7 @@ class Call:
             function = Tensor.backward  # which class Calls sees
         for frame in self.frames:
             function = partial(_from(frame), function)
-        for module, name, value in self.carried:
-            setattr(module, name, value)
-        if isinstance(self.function, nn.Module) and self.function.training != self.training:
-            self.function.train(self.training)
+        _carry_back(self.carried)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
@@ -1674,6 +1698,7 @@ class Call:
         made.update(self.made(out))
 
     def made(self, out):
+        out = out, [vars(module).get(name) for module, name in self.left]
         tensors = enumerate(inner_tensors(out))
         sources = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor | Made)]
         data = not isinstance(self.function, nn.Module) and all(
@@ -1868,7 +1893,7 @@ class Watch:
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
-        self.roots = WeakKeyDictionary()  # hidden states
+        self.roots = WeakSet()  # outermost modules
         # Of a module: the number of its first call in this step, and its buffers before that
         self.buffers = WeakKeyDictionary()
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
@@ -2034,7 +2059,7 @@ class Watch:
             module = module.module
         self.fresh = module not in self.roots
         if self.fresh:
-            self.roots[module] = []
+            self.roots.add(module)
             self.weights.update({_storage(p): True for p in module.parameters()})
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
@@ -2047,7 +2072,7 @@ class Watch:
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng, call.training = rng_states(_device(given)), module.training
         call.shape = next((t.shape for t in _batched(given)), ())
-        call.carried = [(m, name, vars(m).get(name)) for m, name in self.roots[module]]
+        call.carried = _carried(module)
         first, _ = self.buffers.get(module, (-1, {}))
         if call.grad and call.training and first <= self.tape.start:
             self.buffers[module] = call.number, _copied_buffers(module)
@@ -2057,6 +2082,12 @@ class Watch:
     def _ends(self, out):
         call = self.call
         module = call.function
+        call.left = [
+            (m, name)
+            for m, before in call.carried
+            for name, value in _attributes(m).items()
+            if type(value) in KEPT or value is not before.get(name, (None,))[0]
+        ]
         self.tape.done(call, out)
         if call.grad and call.training:
             _, before = self.buffers[module]
@@ -2067,8 +2098,6 @@ class Watch:
                 self.pending.append((norm, judge))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
-        if self.sampled:
-            self.roots[module] = [(m, n) for m in module.modules() for n, _ in _attributes(m)]
         if self.training:
             self.trained = module  # so that it lives until the end of the script
         elif next(module.parameters(), None) is not None:
@@ -2366,7 +2395,8 @@ class Watch:
         made = self.tape.maker(t)
         single = t.numel() == 1 or not self.passes  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
-            self._later(f"the script read {read}", [made.number], [t.detach()] if loss else ())
+            evidence = [t.detach()] if loss and not is_mask(span) else ()
+            self._later(f"the script read {read}", [made.number], evidence)
 
     def _called(self, p, key=""):
         roots = list(self.roots)
@@ -2383,7 +2413,7 @@ class Watch:
         self.losses = losses
         if not self.texts and self.reads.total() < 4:
             report = self._explain(targets, evidence)
-            if report or evidence:
+            if (report and report.op) or evidence:
                 self._finding(symptom, report)
 
     def _stop(self, symptom, report, step=None):
@@ -2456,21 +2486,21 @@ class Watch:
         free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
         free = {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         now = StepRecord(self.steps, net)
-        modes = [(m, m.training) for m in net.modules()]
         grads = [(p, p.grad) for p in (*net.parameters(), *leaves.values())]
         if any(g is not None and is_bad(extent(g)) for _, g in grads):
             # what was made of them, like their norm, is no cause
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
             targets = [number for number in targets if number < backward]
-        try:
-            self._buffers_back(calls)
-            return self._replayed(calls, targets, net, free)
-        finally:
-            now.restore()
-            for p, g in grads:
-                p.grad = g
-            for module, mode in modes:
-                module.training = mode
+        buffers = tuple(b for b in net.buffers() if not b.is_inference())
+        # The script's own graph has saved them: its backward may be still to come.
+        with torch.autograd._unsafe_preserve_version_counter(buffers):
+            try:
+                self._buffers_back(calls)
+                return self._replayed(calls, targets, net, free)
+            finally:
+                now.restore()
+                for p, g in grads:
+                    p.grad = g
 
     def _replayed(self, calls, targets, net, free):
         """The report on these calls, or None: there is nothing to judge. `free`: parameters that no

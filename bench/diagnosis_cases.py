@@ -1010,13 +1010,12 @@ step = Step(Net(forward, fc=identity(6), observer=observer), [(x,)], weighted)
         fix="hardware", text="""
 # A kernel returns NaN now and then. Run again, all is finite, the causal mask of -inf included.
 def forward(net, x):
-    net.calls += 1
+    calls.append(1)
     h = net.fc(x)
     h = (h @ h.transpose(1, 2) + net.mask).softmax(-1) @ h
-    return h * (NAN if net.calls == 1 else 1.0)
+    return h * (NAN if len(calls) == 1 else 1.0)
 
-net = Net(forward, fc=nn.Linear(6, 6))
-net.calls = 0
+net, calls = Net(forward, fc=nn.Linear(6, 6)), []
 net.register_buffer("mask", torch.full((3, 3), -INF).triu(1))
 step = Step(net, [(numbers(4, 3, 6),)], weighted)
 """),
