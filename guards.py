@@ -63,6 +63,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 # Every flag but the last rejects the step. "veto" is the caller's own; "signal" carries the number
@@ -73,16 +74,13 @@ LABELS = ("label", "labels", "target", "targets")  # in a mapping these keys hol
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COUNTERS = ("steps", "skipped", "skipped_in_a_row")
+COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """Largest magnitude of x (not empty) as 0-dim fp32. NaN stays NaN. One read, no sync."""
-    x = x.detach()
-    if x.is_cpu:  # the CPU's norm is a plain loop, ten times as slow
-        low, high = torch.aminmax(x)
-        return torch.maximum(-low, high).float()
-    return torch.linalg.vector_norm(x, torch.inf).float()
+    """2-norm of x as 0-dim fp32: no number is larger, and NaN stays NaN. One read, no sync."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x.detach(), dtype=wide).float()
 
 
 def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -122,10 +120,6 @@ def skips_on_device(optimizer):
     return ready and optimizer.defaults.get("fused")
 
 
-def is_used_scaler(x):
-    return issubclass(type(x), torch.amp.GradScaler) and getattr(x, "_scale", None) is not None
-
-
 class Verdict(NamedTuple):
     """What became of one step, on the host."""
 
@@ -139,13 +133,11 @@ class Verdict(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers of one device, and what they held before the step and after it, side by side."""
+    """Buffers of one device, and what they held before the step: side by side, and in parts."""
 
     live: list
     before: Tensor
-    after: Tensor
-    parts_before: list
-    parts_after: list
+    parts: list
 
 
 class Guard:
@@ -159,6 +151,11 @@ class Guard:
     """
 
     _stepping = False  # inside of some guard's step()
+    steps = skipped = skipped_in_a_row = 0
+    number = -1
+    state = "new"  # then "open", "decided", "closed" and "sent", step by step
+    _is_read = False
+    _pending = None  # numbers on their way to the host
 
     def __init__(
         self,
@@ -167,7 +164,7 @@ class Guard:
         num_classes: int | None = None,
         device=None,
         lag: bool = True,
-        ignore_index: int | None = -100,
+        ignore_index=-100,
         carries: Iterable[str] = (),
     ):
         self.num_classes = num_classes
@@ -176,11 +173,6 @@ class Guard:
         self.names = (*FLAGS, *carries)
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
-        self.steps = self.skipped = self.skipped_in_a_row = 0
-        self.number = -1
-        self.decided = self._is_read = False
-        self._state = "new"  # then "open", "closed" and "sent", step by step
-        self._pending = None  # numbers on their way to the host
         self._known = set()  # optimizers that have stepped
         self._device = device
         self.watch(net)
@@ -191,7 +183,12 @@ class Guard:
         What is not finite from the start is a mask, unless it is a running statistic.
         """
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
-        self._owners = [*self.net.buffers()]
+        self._owners = [
+            (m._buffers, name, b)
+            for m in self.net.modules()
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
         device = self._device or next(self.net.parameters()).device
         constants = torch.tensor([0, 1, self.rank + 1.0], device=device)
         self.device = constants.device
@@ -201,8 +198,8 @@ class Guard:
         self._row = constants.new_zeros(len(self.names) + 32)
         self._checked = {}
         kinds = {}
-        for name, b in self.net.named_buffers():
-            if 0 in (*b.stride(), b.numel()):  # expanded (it stays) or empty
+        for _, name, b in self._owners:
+            if 0 in b.stride():  # expanded: it stays
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
             if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
@@ -212,9 +209,8 @@ class Guard:
             kinds.setdefault((b.device, live.dtype), []).append(live)
         self._buffers = []
         for live in kinds.values():
-            rows = [_flatten_dense_tensors(live).clone() for _ in range(2)]  # one is a view
-            parts = [_unflatten_dense_tensors(row, live) for row in rows]
-            self._buffers.append(Buffers(live, *rows, *parts))
+            before = _flatten_dense_tensors(live).clone()  # of one tensor it is a view
+            self._buffers.append(Buffers(live, before, _unflatten_dense_tensors(before, live)))
 
     def open(self, step=None):
         """Begin a step (attempted, not update) exactly here. `step`: its number; None: count.
@@ -223,11 +219,12 @@ class Guard:
         """
         self._begin(step)
         for b in self._buffers:
-            torch._foreach_copy_(b.parts_before, b.live)
+            torch._foreach_copy_(b.parts, b.live)
 
     def _begin(self, step=None):
         self._send()  # nobody has asked for the last verdict; it still counts
-        if [*map(id, self.net.buffers())] != [*map(id, self._owners)]:
+        self._adopt()
+        if {*map(id, self.net.buffers())} != {id(b) for *_, b in self._owners}:
             self.watch(self.net)
         self.number = self.number + 1 if step is None else step
         if self._is_raised:
@@ -235,13 +232,21 @@ class Guard:
             self._is_raised = False
         self._seen = {}  # flag -> largest magnitude
         self._losses = []
-        self._state = "open"
-        self.decided = False
+        self.state = "open"
+
+    def _adopt(self):
+        """A tensor was assigned to a buffer: the one that was there takes its numbers and place."""
+        for owner, name, b in self._owners:
+            new = owner.get(name)
+            alike = isinstance(new, Tensor) and (new.shape, new.type()) == (b.shape, b.type())
+            if alike and new is not b:
+                b.data.copy_(new)
+                owner[name] = b
 
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
         for b in self._buffers:
-            torch._foreach_copy_(b.live, b.parts_before)
+            torch._foreach_copy_(b.live, b.parts)
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
@@ -260,7 +265,7 @@ class Guard:
     def _safe(self, path, x):
         keys = ["", *(entry.key for entry in path if hasattr(entry, "key"))]
         is_label = keys[-1] in LABELS
-        if not isinstance(x, Tensor) or not x.numel():
+        if not isinstance(x, Tensor):
             return x
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
             self._see("label" if is_label else "input", magnitude(x))
@@ -274,8 +279,8 @@ class Guard:
 
     def see_loss(self, loss: Tensor):
         """The loss of one micro-batch, one number, before the loss scale."""
-        self._losses.append(loss.detach().float().reshape(()))
         self._see("loss", magnitude(loss))
+        self._losses.append(loss.detach().float().reshape(()))
 
     def see_state(self, **trees):
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
@@ -285,30 +290,26 @@ class Guard:
                     self._see(flag, magnitude(t))
 
     def _see(self, flag, magnitude):
-        if self._state != "open":
+        if self.state != "open":
             self._begin()
         magnitude = magnitude.to(self.device)
         if flag in self._seen:
             magnitude = torch.maximum(self._seen[flag], magnitude)  # keeps NaN
         self._seen[flag] = magnitude
 
-    def raise_flag(self, name: str):
-        """Any of FLAGS but "signal", between open() and decide()."""
-        self.carry(name, self.rank + 1)
-
     def carry(self, name: str, value: float):
-        """A number (exact up to 2^24) that rejects nothing: "signal", or one of `carries`.
-        verdict.carried[name] is the largest of all ranks, 0 where none was given."""
+        """A number (exact up to 2^24), between open() and decide(): "signal" or one of `carries`
+        rejects nothing, and verdict.carried[name] is the largest of all ranks, 0 where none was
+        given. Any other of FLAGS rejects the step; its number is guard.rank + 1."""
         self._raised[self.names.index(name)] = value
         self._is_raised = True
 
     def decide(self) -> Tensor:
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank."""
-        self.decided = True
-        for b in self._buffers:
-            torch._foreach_copy_(b.parts_after, b.live)
+        self._adopt()
         for live in self._checked.values():
             self._see("buffer", magnitude(_flatten_dense_tensors(live)))
+        self.state = "decided"
         row = torch.stack([self._seen.get(name, self._zero) for name in self.names])
         self._flags = torch.where(row <= LIMIT, self._raised, self._up)  # NaN is not below
         if self.together:
@@ -322,21 +323,22 @@ class Guard:
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
-        if not self.decided:
+        if self.state == "open":
             self.decide()
         rejected = found_inf > 0
         for b in self._buffers:
-            torch.where(rejected, b.before, b.after, out=b.before)  # the next step begins here
-            torch._foreach_copy_(b.live, b.parts_before)
+            now = _flatten_dense_tensors(b.live)
+            torch.where(rejected, b.before, now, out=b.before)  # the next step begins here
+            torch._foreach_copy_(b.live, b.parts)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = list(stats)
-        self._state = "closed"
+        self.state = "closed"
 
     def step(
         self,
         optimizers,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
         *,
         clip: float | None = None,
         **stats: Tensor,
@@ -351,24 +353,28 @@ class Guard:
         """
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         params = [p for o in optimizers for p in with_gradient(o)]
+        if not params:
+            raise ValueError("no parameter has a gradient: call backward() before guard.step()")
         on_device = all(map(skips_on_device, optimizers))
         scaled = scaler and scaler.is_enabled()
         scale = None
         for o in optimizers:
             if o not in self._known:
                 self._check_use(o, scaler)
-            if scaled and scaler._per_optimizer_states[id(o)]["stage"].name == "READY":
-                if on_device:
-                    scale = scaler.scale(self._one)  # the kernel divides by it
-                else:
-                    scaler.unscale_(o)
+            stage = scaled and scaler._per_optimizer_states[id(o)]["stage"].name
+            if on_device and stage == "READY":
+                scale = scaler.scale(self._one)  # the kernel divides by it
+            elif stage in ("READY", "STEPPED"):
+                scaler.unscale_(o)  # refuses a second step without update()
         norm = gradient_norm((p.grad.detach() for p in params), self.device)
         if scale is not None:
             norm = norm / scale
         self._see("grad", norm)
         bad = self.decide()
-        if scaled:  # update() adds to what it finds here
-            scaler._per_optimizer_states[id(o)]["found_inf_per_device"] = {self.device: bad.clone()}
+        for o in optimizers if scaled else ():
+            state = scaler._per_optimizer_states[id(o)]
+            state["stage"] = OptState.STEPPED
+            state["found_inf_per_device"] = {self.device: bad.clone()}  # update() adds to it
         if clip and on_device:
             factor = (norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
@@ -397,10 +403,8 @@ class Guard:
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
             warnings.warn("the optimizer steps no parameter of the guard's network: make it "
                           "Guard(net) of the network that is trained", stacklevel=3)
-        if self._state == "open" and not self._losses:
-            warnings.warn("the guard has not seen the loss: add guard.see_loss(loss) before "
-                          "loss.backward()", stacklevel=3)
-        if scaler is None and any(map(is_used_scaler, gc.get_objects())):
+        scalers = (x for x in gc.get_objects() if issubclass(type(x), GradScaler))
+        if scaler is None and any(getattr(x, "_scale", None) is not None for x in scalers):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: make it guard.step(optimizer, scaler)", stacklevel=3)
 
@@ -415,18 +419,18 @@ class Guard:
         Without calls of it, the first skipped step and ten in a row are told by a warning.
         """
         self._is_read = True
-        if self._state == "open":  # a CUDA graph has replayed the rest of the step
-            self._state = "closed"
+        if self.state == "open":  # a CUDA graph has replayed the rest of the step
+            self.state = "closed"
         return self._send()
 
     def _send(self):
-        if self._state != "closed":
+        if self.state != "closed":
             return None
         last = self._read()
         host = self._row.to("cpu", non_blocking=True, copy=True)  # CUDA: into pinned memory
         event = torch.cuda.current_stream().record_event() if self._row.is_cuda else None
         self._pending = self.number, host, event, self._keys
-        self._state = "sent"
+        self.state = "sent"
         return last if self.lag else self._read()
 
     def flush(self):
@@ -486,9 +490,7 @@ class Guard:
     def load_state_dict(self, state: dict):
         for name in COUNTERS:
             setattr(self, name, state[name])
-        self.number = self.steps - 1
         self._pending = None
-        if state.get("pending"):
+        if state["pending"]:
             step, row, keys = state["pending"]
             self._pending = step, torch.tensor(row), None, keys
-            self.number = step

@@ -230,7 +230,7 @@ def out_of_memory(run: Run) -> None:
     step."""
     if 2 * run.accum > run.args.batch_size // run.world_size:
         raise torch.OutOfMemoryError("not even one image a micro-batch fits into memory")
-    run.guard.raise_flag("veto")
+    run.guard.carry("veto", run.rank + 1)
     run.guard.carry("micro_batches", 2 * run.accum)
 
 
@@ -246,7 +246,7 @@ def make_room(run: Run, error: Exception) -> None:
     graph = run.graph
     recording = graph and graph.graph is None and graph.calls > graph.warm_up
     one_image = 2 * run.accum > run.args.batch_size // run.world_size
-    if not ranks.out_of_memory(error) or run.guard.decided or recording or one_image:
+    if not ranks.out_of_memory(error) or run.guard.state != "open" or recording or one_image:
         raise error
     for optimizer in run.optimizers:
         optimizer.zero_grad()

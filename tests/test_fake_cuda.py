@@ -206,13 +206,14 @@ def usual(optimizers, scaler=None, clip=1.0, guarded=True, accum=1):
             scaler.scale(loss).backward()
         if guarded:
             found_inf = guard.step(optimizers, scaler, clip=clip)
-            guard._state = "sent"  # reading a verdict copies to the host, and must
+            guard.state = "sent"  # reading a verdict copies to the host, and must
         else:
             found_inf = None
             for o in optimizers:
                 scaler.unscale_(o)
                 nn.utils.clip_grad_norm_(net.parameters(), clip, foreach=True)
                 scaler.step(o)
+        scaler.update()
         for o in optimizers:
             o.zero_grad()
         return found_inf
@@ -301,7 +302,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
 def one_step(run, images, labels, inspect=None):
     run.guard.open()
     train.train_step(run, images, labels, inspect)
-    run.guard._state = "sent"  # reading a verdict copies to the host, and must
+    run.guard.state = "sent"  # reading a verdict copies to the host, and must
 
 
 @pytest.mark.parametrize("scales", [False, True])

@@ -109,7 +109,7 @@ def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
     assert (verdict.accepted, verdict.signal, verdict.reasons, verdict.rank) == (True, 15, (), -1)
     assert (verdict.stats, verdict.carried) == ({"note": 0.5}, {"worst": 2.0**24})
     guard.open()
-    guard.raise_flag("veto")
+    guard.carry("veto", guard.rank + 1)
     guard.close(guard.decide())
     assert guard.verdict()[2:5] == (("veto",), {}, {"worst": 0.0})
 
@@ -140,7 +140,7 @@ def test_restart_takes_the_step_from_its_beginning():
     before = snapshot(net)
     net(torch.full((2, 3, 8, 8), math.inf))
     guard.see_loss(torch.tensor(math.nan))
-    guard.raise_flag("veto")
+    guard.carry("veto", guard.rank + 1)
     guard.restart()
     assert same(before, snapshot(net)) and guard.number == 7
     assert guard.decide() == 0
@@ -214,6 +214,51 @@ def test_buffers_that_were_exchanged_or_moved_are_watched_anew():
     guard.close(guard.decide())
     assert guard.verdict().reasons == ("buffer",)
     assert same(before, snapshot(net))
+
+
+class Centre(nn.Module):
+    """DINO's: the forward assigns another tensor to its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("cache", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.centre, self.cache = 0.9 * self.centre + 0.1 * y.detach().mean(0), None
+        return (y - self.centre).square().mean()
+
+
+def test_a_buffer_that_the_forward_assigns_goes_back_too():
+    net = Centre()
+    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net, lag=False)
+    for k in range(6):
+        before, x = net.centre.clone(), torch.randn(3, 4)
+        net(x / (k != 3)).backward()
+        guard.step(optimizer)
+        optimizer.zero_grad()
+        assert guard.verdict().accepted == (not torch.equal(net.centre, before)) == (k != 3)
+
+
+def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
+    net, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu")
+    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net)
+    with pytest.raises(ValueError, match="call backward"):
+        guard.step(optimizer, scaler)
+    for _ in range(2):
+        guard.see_loss(torch.tensor(10.0))
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        guard.see_loss(torch.tensor(20.0))
+        guard.step(optimizer, scaler)
+        scaler.update()
+    assert guard.flush().stats["loss"] == 15
+    scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+    guard.step(optimizer, scaler)
+    with pytest.raises(RuntimeError, match="after step"):
+        guard.step(optimizer, scaler)
+    scaler._scale = None  # another test looks for scalers in use
 
 
 def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
