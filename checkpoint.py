@@ -74,7 +74,9 @@ PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
-FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
+FIXED = (  # facts of a run
+    "model", "dataset", "num_classes", "images", "pixels", "labels", "muon", "no_decay", "amsgrad",
+)  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -253,12 +255,15 @@ def load_run(path: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
     missing = [key for key in ("step", *needed) if key not in state]
     if missing:
         raise CheckpointError(f"{path} holds no run, it lacks {', '.join(missing)}: take a last.pt")
-    step = state["step"]
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path} is of step {step}, which cannot be")
+    check_step(state["step"], path)
     if bad := non_finite(state):
         raise CheckpointError(f"{path} is not finite in {', '.join(bad[:3])}")
     return state
+
+
+def check_step(step: Any, path: Path | str) -> None:
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path} is of step {step}, which cannot be: a step is 0, 1, 2, ...")
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -297,6 +302,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         Returns the names of the non-finite tensors. If there is one, nothing is written. Raises
         CheckpointError.
         """
+        check_step(step, self.last)
         good_path = self.last_good if good else None
         return self._start(self.last, {**state, "step": step}, self.previous, good_path)
 
@@ -370,10 +376,11 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
     CheckpointError for another run: one of FIXED differs.
     """
+    saved = {**current, **saved}  # one that did not write a fact down
     changed = {
-        key: f"{key}: {saved.get(key)} -> {current.get(key)}"
-        for key in {**saved, **current}
-        if saved.get(key) != current.get(key)
+        key: f"{key}: {value} -> {current.get(key)}"
+        for key, value in saved.items()
+        if value != current.get(key)
     }
     if refused := [changed[key] for key in FIXED if key in changed]:
         raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
@@ -411,6 +418,7 @@ class StopSignals:
     def _receive(self, number: int, _: object) -> None:
         self.number = self.number or number
         if self.at_once:
+            self.at_once = False
             raise Stopped(number)
         if number == signal.SIGINT:
             # Nothing is cleaned up the second time: a half-written file has no final name yet.

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 from data import batches, imagefolder
 from fp32 import fp32_eval
 from models import build
@@ -29,20 +30,27 @@ from models import build
 @torch.no_grad()
 def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
     """For each image every class with its probability, or the numbers of a regression."""
-    known = json.loads((folder / "model.json").read_text())
+    facts = folder / "model.json"
+    try:
+        known = json.loads(facts.read_text())
+    except ValueError as error:
+        raise OSError(f"{facts} is damaged: {error}") from error
     net = build(known["model"], known["classes"], known["image_size"], known["channels"])
     if hasattr(net, "judged_by"):
         raise SystemExit(f"predict.py: {known['model']} does not name the class of an image")
     if known["channels"] != 3:
         raise SystemExit(f"predict.py: this run's images have {known['channels']} channels, "
                          "image files have 3")
-    net.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
+    net.load_state_dict(checkpoint.load(folder / "best.pt"))
     net.to(memory_format=torch.channels_last).eval()
     normalize = batches.Normalize(known["mean"], known["std"])
     crop = imagefolder.Crop(known["resize"], known["image_size"])
     with fp32_eval(net):
         for path in paths:
-            image = imagefolder.Files([path], crop)[0]
+            try:
+                image = imagefolder.Files([path], crop)[0]
+            except OSError as error:
+                raise OSError(f"{path}: {error}") from error
             numbers = net(normalize(image[None]))[0]
             if not known["regression"]:
                 numbers = numbers.softmax(0)
@@ -58,7 +66,7 @@ def main() -> None:
         for path, answer in zip(args.images, predict(args.folder, args.images), strict=True):
             best = max(answer, key=answer.get)
             print(f"{path}: {best} {answer[best]:.4g}")
-    except OSError as error:  # no run, no image
+    except (OSError, checkpoint.CheckpointError) as error:  # no run, no image
         parser.error(str(error))
 
 

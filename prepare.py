@@ -51,7 +51,9 @@ from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
 # What torch says where BatchNorm sees one value, or a convolution less than its kernel.
-TOO_SMALL = re.compile("more than 1 value per channel|too small|greater than actual input size")
+TOO_SMALL = re.compile(
+    "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
+)
 
 
 def setup(run: Run, train_step: Callable) -> None:
@@ -178,13 +180,13 @@ def network(run: Run) -> None:
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
                 refuse(2, f"{flag} {pattern} names no parameter of {args.model}")
-    if hasattr(net, "init_from_data"):
-        images, labels = run.data.train
-        net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
-    run.net = net.to(run.device, memory_format=torch.channels_last)
-    run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
     micro_batch = args.batch_size // run.world_size // run.accum
     try:
+        if hasattr(net, "init_from_data"):
+            images, labels = run.data.train
+            net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
+        run.net = net.to(run.device, memory_format=torch.channels_last)
+        run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
         seconds_of(run, torch.float32, min(2, micro_batch))
     except (RuntimeError, ValueError) as error:
         if TOO_SMALL.search(str(error)):

@@ -157,18 +157,18 @@ def main(argv=None):
         with ranks.refusing(checkpoint.CheckpointError, ValueError):
             return capsule.replay(args.replay, heal.rerun)
     run = Run(args=args)
-    try:
-        with checkpoint.StopSignals(at_once=True) as stop:
+    with checkpoint.StopSignals(at_once=True) as stop:
+        try:
             prepare.setup(run, train_step)
             stop.at_once = False  # from now on there is something to save first
             end = train(run, stop)
-    except checkpoint.Stopped as signal:
-        end = End(f"stopped by signal {signal}", 128 + signal.args[0], "during set-up")
-        print(f"train.py: {end.status} {end.reason}, nothing is saved", file=sys.stderr)
-    except Exception as error:
-        end = End("failed", 1, str(error))
-        explain(error)
-    return finish(run, end)
+        except checkpoint.Stopped as signal:
+            end = End(f"stopped by signal {signal}", 128 + signal.args[0], "during set-up")
+            print(f"train.py: {end.status} {end.reason}, nothing is saved", file=sys.stderr)
+        except Exception as error:
+            end = End("failed", 1, str(error))
+            explain(error)
+        return finish(run, end)
 
 
 def train(run, stop):

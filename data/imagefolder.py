@@ -158,8 +158,8 @@ def load(
     Raises:
         FileNotFoundError: train/ or val/ is missing: it is another folder that was meant.
         DiskFull: an OSError; the cache has no room.
-        ValueError: no images, a class without one, other classes in val than in train, two classes
-            that cannot be told from each other, or a wrong size.
+        ValueError: no images, a single class, a class without images, other classes in val than in
+            train, two classes that cannot be told from each other, or a wrong size.
         UnreadableImages: a ValueError; more than max_bad_share of a split cannot be decoded.
     """
     folder = Path(folder)
@@ -174,6 +174,8 @@ def load(
     if set(classes) != set(val_classes):
         only_one = ", ".join(sorted(set(classes) ^ set(val_classes)))
         raise ValueError(f"{train} and {val} hold different classes: only one has {only_one}")
+    if len(classes) == 1:
+        raise ValueError(f"{train} holds one class: there is nothing to tell apart")
     train_files = list_files(classes)
     val_files = list_files(val_classes)
     for where, files in ((train, train_files), (val, val_files)):

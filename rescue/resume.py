@@ -32,7 +32,10 @@ NEEDED = (
     "identity", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores",
 )  # fmt: skip
 # Arguments by which a run that is resumed is known again.
-IDENTIFYING = ("model", "batch_size", "accum_steps", "lr", "drop_path", "ema", "seed")
+IDENTIFYING = (
+    "model", "batch_size", "accum_steps", "lr", "warmup_updates", "weight_decay", "no_decay",
+    "betas", "adam_eps", "amsgrad", "muon", "clip_grad", "drop_path", "cutout", "ema", "seed",
+)  # fmt: skip
 
 
 def identity(run: Run) -> dict:
@@ -173,8 +176,12 @@ def restore(run: Run, state: dict) -> None:
     run.net.load_state_dict(state["model"])
     names = {p: name for name, p in run.net.named_parameters()}
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        groups = optimizer.state_dict()["param_groups"]  # decay, betas and eps are the flags'
+        if [g["params"] for g in groups] != [g["params"] for g in saved["param_groups"]]:
+            raise ValueError("the checkpoint's optimizer groups its parameters otherwise: "
+                             "--weight-decay 0 cannot come or go within a run")
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
-        optimizer.load_state_dict(saved | {"masters": masters})
+        optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})
     run.schedule.load_state_dict(state["schedule"])
     if run.ema and state["ema"] is not None:
         run.ema.load_state_dict(state["ema"])

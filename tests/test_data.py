@@ -273,9 +273,9 @@ def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):
 
 
 def odd_one(folder):
-    for split in ("train", "test"):
-        (folder / split / "class1").mkdir(parents=True)
-        to_pil_image(torch.zeros(3, 8, 9)).save(folder / split / "class1/odd.png")
+    for path in ("train/class0", "train/class1", "test/class0", "test/class1"):
+        (folder / path).mkdir(parents=True)
+        to_pil_image(torch.zeros(3, 8, 9)).save(folder / path / "odd.png")
 
 
 @pytest.mark.parametrize(("make", "flags", "code", "words"), [

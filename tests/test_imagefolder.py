@@ -197,6 +197,7 @@ def emptied(folder):
     (lambda f: shutil.rmtree(f / "train"), FileNotFoundError, "should hold train/<class>/"),
     (lambda f: shutil.rmtree(f / "val"), FileNotFoundError, "val/<class>/ \\(or test/<class>/\\)"),
     (lambda f: shutil.rmtree(f / "val/dog"), ValueError, "different classes: only one has dog"),
+    (lambda f: [shutil.rmtree(p) for p in f.glob("*/dog")], ValueError, "train holds one class"),
     (lambda f: [p.unlink() for p in (f / "val").glob("*/*")], ValueError, "val holds no images"),
     (lambda f: emptied(f / "train/dog"), ValueError, "train holds no readable image of dog"),
     (lambda f: (f / "train/Cat").mkdir(), ValueError, "are one class to some file systems: merge"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -43,3 +44,9 @@ def test_the_loss_of_the_predictions_is_the_validations_and_ten_lines_say_the_sa
             said(monkeypatch, capsys, *words)
         assert exit.value.code == 2
         assert "nowhere" in capsys.readouterr().err.splitlines()[-1], "one sentence"
+    copy = shutil.copy(path, folder / "copy.png")
+    for damaged in (copy, folder / "best.pt", folder / "model.json"):
+        damaged.write_bytes(damaged.read_bytes()[:99])
+        with pytest.raises(SystemExit, match="2"):
+            said(monkeypatch, capsys, folder, copy)
+        assert str(damaged) in capsys.readouterr().err.splitlines()[-1], "one sentence"

@@ -25,6 +25,7 @@ from helpers import refused, run_ranks, script
 
 import checkpoint
 import prepare
+import report
 import train
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
@@ -172,6 +173,19 @@ def test_a_signal_during_set_up_ends_the_run_with_its_number_and_writes_nothing(
     code, last, error, lines = run()
     assert code == 143 and last["status"] == "stopped by signal 15" and lines == []
     assert error.strip() == "train.py: stopped by signal 15 during set-up, nothing is saved"
+
+
+def test_a_signal_while_the_run_is_finished_does_not_cost_its_last_line(run, monkeypatch):
+    monkeypatch.setattr(report, "draw_curves", lambda path: os.kill(os.getpid(), signal.SIGTERM))
+    assert run("--max-steps", 1)[:2][1]["status"] == "done"
+
+
+def test_flags_of_the_optimizer_count_in_a_run_that_goes_on(run, finished):
+    more = (*finished, "--resume", "auto", "--max-steps", EPOCH + 1)
+    refused(run(*more, "--amsgrad"), "amsgrad: False -> True")
+    assert run(*more, "--weight-decay", 0.3, "--betas", 0.8, 0.9)[0] == 0
+    group = torch.load(run.folder / "last.pt")["optimizers"][0]["param_groups"][0]
+    assert group["betas"] == (0.8, 0.9)
 
 
 # --- What is refused: one sentence, exit code 2, nothing is written
