@@ -822,7 +822,7 @@ class Locator(TorchDispatchMode):
     def __init__(self, net: nn.Module | None = None, batch: Any = ()):
         super().__init__()
         self.net, self.paused, self._clock = net, False, count()
-        self.functions = Calls()
+        self.functions = Calls(locator=self)
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
         self.failed = None  # the operation that raised
         self.step = 0  # of what is named; set it where many steps are watched
@@ -940,7 +940,7 @@ class Locator(TorchDispatchMode):
             inputs = [t for t in inputs if not any(t is w for w in written)]
         spans = _spans(inputs) if written else []  # now: it overwrites its evidence
         if rule.index:
-            self._check_index(rule, func, args, inputs)
+            self._check_index(rule.index(*args), func, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
@@ -1080,9 +1080,9 @@ class Locator(TorchDispatchMode):
             samples=self._samples(out, nan),
         )
 
-    def _check_index(self, rule, func, args, inputs):
+    def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
-        for what, index, low, high, *ignore in rule.index(*args):
+        for what, index, low, high, *ignore in ranges:
             self.lawful.update(ignore)
             if ignore and bool((index == ignore[0]).all()):
                 self.ignored = ignore[0]
@@ -1240,6 +1240,9 @@ INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, 
         if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)
     ],
     "binary_cross_entropy": lambda x, target, *more: [("label", target, 0, 1)],
+    "one_hot": lambda tensor, num_classes=-1: (
+        [("label", tensor, 0, num_classes - 1)] if num_classes > 0 else []
+    ),
 }
 
 
@@ -1357,14 +1360,17 @@ class Calls(TorchFunctionMode):
     taken, divides its gradient by `factor`, and at some lines changes the arguments: of the weak
     operation as WEAK says, or, where none is named, of every operation to fp32."""
 
-    def __init__(self, factor=1.0, weak="", lines=()):
+    def __init__(self, factor=1.0, weak="", lines=(), locator=None):
         super().__init__()
-        self.factor, self.weak, self.lines = factor, weak, lines
+        self.factor, self.weak, self.lines, self.locator = factor, weak, lines, locator
         self.hits, self.root, self.name = 0, 0.0, ""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__.strip("_")
         self.name = name
+        if name == "one_hot" and self.locator:  # it is no operation of aten
+            ranges = INDEX[name](*args, **kwargs)
+            self.locator._check_index(ranges, "torch.one_hot", _flat((args, kwargs)))
         if func is Tensor.backward and args[0].numel() == 1 and kwargs["gradient"] is None:
             self.root = float(args[0].detach())
             slope = torch.ones_like(args[0]) / self.factor

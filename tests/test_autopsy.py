@@ -494,6 +494,7 @@ def test_a_clamp_is_no_advice_where_it_hides_a_negative_number(lowest, advice):
 @pytest.mark.parametrize(("loss_of", "value", "name"), [
     (lambda out, y: F.binary_cross_entropy(out.sigmoid(), y), 255, "label 255.0 is not in 0..1"),
     (F.smooth_l1_loss, -math.inf, "target holds -inf"),  # which no softmax takes
+    (lambda out, y: F.one_hot(y.long(), 3).sum() * out.sum(), 9, "label 9 is not in 0..2"),
 ])
 def test_a_number_that_is_no_target_is_data_and_its_sample_is_named(loss_of, value, name):
     target = torch.zeros(8, 3)
