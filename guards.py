@@ -489,7 +489,7 @@ class Guard:
 
     def load_state_dict(self, state: dict):
         for name in COUNTERS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))
         self._pending = None
         if state["pending"]:
             step, row, keys = state["pending"]
