@@ -178,6 +178,12 @@ RAISED = {  # words of torch's
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
     "add a small diagonal: x + 1e-6 * torch.eye(n)",
+    "should be between 0 and 1": "probabilities are wanted: look at what leaves 0..1 (a resize, a "
+    "sum, no sigmoid), clamp(0, 1) it, or take the loss that takes logits",
+    "satisfy the constraint": "this parameter of a distribution is out of its range: a scale needs "
+    "softplus or a lower bound, probabilities a softmax",
+    "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
+    "else add a small diagonal, or take torch.linalg.lstsq",
 }
 FITS = {  # what is out of range
     "index": "mend these numbers, or make the table or layer larger",
@@ -222,9 +228,14 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     ),
     "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
     "exp": (
-        "exp beyond 88 is inf, and beyond 44 its square; bound what it is given: "
+        "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
+        "that are not normalised, a high rate), and bound it: "
         "exp(x.clamp(max=40))",
         _first(lambda x: x.clamp(max=40)),
+    ),
+    "acosh": (
+        "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
+        _first(lambda x: x.clamp(min=1 + EPS)),
     ),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
@@ -269,8 +280,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         None,
     ),
     "logdet": (
-        "a determinant of 0 or less: if this is a covariance, build it as L @ L.T with a positive "
-        "diagonal in L; torch.slogdet takes any sign, and would hide that it is none",
+        "a determinant of 0 or less: of a Jacobian or a rotation take torch.slogdet, for any sign; "
+        "a covariance build as L @ L.T with a positive diagonal in L (slogdet would hide the sign)",
         None,
     ),
 }
@@ -649,7 +660,7 @@ def _judge(rerun, report):
             fix = next((FITS[what] for what in FITS if what in str(where.wrong)), "")
             return replace(report, verdict="data", names=where.wrong, fix=fix)
         overflow = "without overflow" in report.symptom and not exact
-        fix = next((fix for words, fix in RAISED.items() if words in report.symptom), "")
+        fix = next((fix for words, fix in RAISED.items() if words in str(rerun.error)), "")
         report = replace(report, fix=fix)
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
@@ -1790,7 +1801,7 @@ class Tape(TorchFunctionMode):
     def _writes(self, t, *values):
         """Before an operation in place. False: it is not written down."""
         made = self.symbol(t)
-        if isinstance(made, Made):
+        if isinstance(made, Made) and not isinstance(t, nn.Parameter):
             # a part of what is held, which changes with it
             part = t._base is not None and not isinstance(self.symbol(t._base), Made)
             for call in self.calls if part else ():
@@ -1910,10 +1921,11 @@ class Watch:
         self.recent = {}  # optimizer: its last norms
         self.norms = {}  # of a parameter, in some steps
         self.rates = set()
-        self.scaler, self.multiplied, self.forgotten = None, False, False  # by the loss scale
+        # The loss scaler; optimizers whose gradients it has divided since it multiplied a loss
+        self.scaler, self.divided, self.forgotten = None, None, False
         self.reads = Counter()
         self.unwatched = set()  # sentences
-        self.symptom, self.step, self.texts = "", 0, {}
+        self.symptom, self.step, self.texts, self.seen = "", 0, {}, {}
 
     def __enter__(self):
         # hooks that fire twice when compiled: harmless
@@ -1932,8 +1944,8 @@ class Watch:
         self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", custom))
         self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
         self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
-        for name in ("scale", "unscale_", "step"):
-            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name == "scale"))
+        for name in ("scale", "unscale_", "update", "step"):
+            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name))
             self._wrap(torch.amp.GradScaler, name, around)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
         self._wrap(BaseProcess, "start", self._children)
@@ -2174,7 +2186,8 @@ class Watch:
             norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
         values = self._transfer([*norms, *scales], calm=bool(scales))
         scale = values.pop() if scales else 1.0
-        self.forgotten = self.multiplied and not scales
+        plain = self.divided is not None and id(optimizer) not in self.divided
+        self.forgotten = self.forgotten or (plain and not scales)
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
@@ -2219,7 +2232,8 @@ class Watch:
             self.tape.stepped(0)
 
     def _is_weight(self, t):
-        return _storage(t) in self.weights or t.requires_grad
+        frozen = isinstance(t, nn.Parameter) or _storage(t) in self.weights
+        return frozen or t.requires_grad
 
     def _written(self, name, p):
         """The script has written into a weight: good values may still give a bad one. All that were
@@ -2246,10 +2260,14 @@ class Watch:
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
-    def _scaled(self, now, original, scaler, *args):
-        """scale() multiplies the loss, unscale_() divides the gradients."""
+    def _scaled(self, name, original, scaler, *args):
+        """scale() multiplies the loss, unscale_() divides the gradients of an optimizer."""
         if scaler.is_enabled():
-            self.scaler, self.multiplied, self.forgotten = scaler, now, self.forgotten and now
+            self.scaler = scaler
+            if name == "unscale_" and self.divided is not None:
+                self.divided.add(id(args[0]))
+            else:
+                self.divided = set() if name == "scale" else None
         return original(scaler, *args)
 
     def _skip(self, optimizer, scale, backoff):
@@ -2446,7 +2464,9 @@ class Watch:
                     grew = f"{GROWN}: {listed} (a lower lr may be the cure)"
                     report = replace(report, names=(*report.names, grew))
             report = replace(report, symptom=symptom, step=self.step, scale=scale)
-            self.texts[report.op or symptom, report.line] = str(report)  # of two the last one
+            key = report.op or symptom, report.line
+            if key not in self.texts or self.seen[key] == self.step:  # the last of its first step
+                self.texts[key], self.seen[key] = str(report), self.step
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):

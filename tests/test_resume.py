@@ -177,7 +177,7 @@ def test_a_signal_during_set_up_ends_the_run_with_its_number_and_writes_nothing(
 
 def test_a_signal_while_the_run_is_finished_does_not_cost_its_last_line(run, monkeypatch):
     monkeypatch.setattr(report, "draw_curves", lambda path: os.kill(os.getpid(), signal.SIGTERM))
-    assert run("--max-steps", 1)[:2][1]["status"] == "done"
+    assert run("--max-steps", 1)[1]["status"] == "done"
 
 
 def test_flags_of_the_optimizer_count_in_a_run_that_goes_on(run, finished):

@@ -616,6 +616,13 @@ if fault == "loaded":
     net.load_state_dict(torch.load("mean.pt"))  # loaded
 own = fault in ("number", "raises")
 optimizer = Own(net.parameters(), {"lr": 1e-2}) if own else torch.optim.SGD(net.parameters(), 1e-2)
+if fault == "two optimizers":
+    optimizer, plain = (torch.optim.SGD(m.parameters(), 1e-2) for m in (net.table, net.last))
+if fault == "average":
+    average = __import__("copy").deepcopy(net).requires_grad_(False)
+    with torch.no_grad():
+        for p, q in zip(average.parameters(), net.parameters()):
+            p.copy_(0 * q / (1 - 0.9 ** 0))  # average
 data, index = torch.randn(64, 6), torch.arange(64) % 9
 if "writes" in fault:
     data[29] = 2.0
@@ -623,7 +630,8 @@ if fault == "fetched ahead":
     data[29, 2] = torch.nan
 if fault == "keyword":
     index[29] = 9
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=fault == "norm")
+scales = fault in ("norm", "two optimizers")
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=scales)
 half = torch.autocast("cpu", torch.float16, enabled=fault in ("norm", "own scale"))
 batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data, index), 8)
 if fault == "fetched ahead":
@@ -647,9 +655,11 @@ for step, (x, i) in enumerate(batches, start=1):
         loss = loss * 10.0 ** step if step < 5 else (loss * 0).log()  # grows
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    limit = 1e9 if fault == "grows" else 1.0
+    limit = 1e9 if fault in ("grows", "two optimizers") else 1.0
     print(torch.nn.utils.clip_grad_norm_(net.parameters(), limit).item())
     scaler.step(optimizer)
+    if fault == "two optimizers":
+        plain.step()
     scaler.update()
     optimizer.zero_grad()
 if fault == "torch.func":
@@ -671,7 +681,8 @@ if fault == "torch.func":
     ("loaded", 3, "already bad: buffer mean, made at script.py"),
     ("number", 3, "it divides by the number 0"),
     ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
-    ("grows", 3, "the gradient norm has grown: ")])
+    ("grows", 3, "the gradient norm has grown: "), ("average", 3, "divides by the number 0"),
+    ("two optimizers", 3, "multiplied by the loss scale")])
 def test_kinds_at_the_edges_of_what_is_written_down(run, fault, code, words):
     bare, done = run(EDGES, fault, watched=False), run(EDGES, fault)
     assert done.returncode == code and words in done.stderr, done.stderr
