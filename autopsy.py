@@ -341,7 +341,7 @@ def _put_back(net, copies):
 
 
 def _attributes(module):
-    """What a module carries between steps without a buffer: hidden states, counters, short lists"""
+    """What a module carries without a buffer: hidden states, counters, short lists."""
     every = [(n, v) for n, v in vars(module).items() if n not in INTERNAL]
     return {n: v for n, v in every if not isinstance(v, tuple | list | dict) or len(v) < 99}
 
@@ -1925,7 +1925,7 @@ class Watch:
         self.scaler, self.divided, self.forgotten = None, None, False
         self.reads = Counter()
         self.unwatched = set()  # sentences
-        self.symptom, self.step, self.texts, self.seen = "", 0, {}, {}
+        self.symptom, self.step, self.texts, self.first_seen = "", 0, {}, {}
 
     def __enter__(self):
         # hooks that fire twice when compiled: harmless
@@ -2465,8 +2465,8 @@ class Watch:
                     report = replace(report, names=(*report.names, grew))
             report = replace(report, symptom=symptom, step=self.step, scale=scale)
             key = report.op or symptom, report.line
-            if key not in self.texts or self.seen[key] == self.step:  # the last of its first step
-                self.texts[key], self.seen[key] = str(report), self.step
+            if key not in self.texts or self.first_seen[key] == self.step:  # of one step the last
+                self.texts[key], self.first_seen[key] = str(report), self.step
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):

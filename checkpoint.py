@@ -74,9 +74,8 @@ PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
-FIXED = (  # facts of a run
-    "model", "dataset", "num_classes", "images", "pixels", "labels", "muon", "no_decay", "amsgrad",
-)  # fmt: skip
+FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
+FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # checkpoints of before November 23rd lack them
 
 
 class CheckpointError(RuntimeError):
@@ -374,15 +373,15 @@ def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
-    CheckpointError for another run: one of FIXED differs.
+    CheckpointError for another run: one of FIXED or FIXED_FLAGS differs.
     """
-    saved = {**current, **saved}  # one that did not write a fact down
     changed = {
-        key: f"{key}: {value} -> {current.get(key)}"
-        for key, value in saved.items()
-        if value != current.get(key)
+        key: f"{key}: {saved.get(key)} -> {current.get(key)}"
+        for key in {**saved, **current}
+        if saved.get(key) != current.get(key)
     }
-    if refused := [changed[key] for key in FIXED if key in changed]:
+    fixed = [*FIXED, *(key for key in FIXED_FLAGS if key in saved)]
+    if refused := [changed[key] for key in fixed if key in changed]:
         raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
     return list(changed.values())
 

@@ -238,13 +238,15 @@ class Guard:
         """A tensor was assigned to a buffer: the one that was there takes its numbers and place."""
         for owner, name, b in self._owners:
             new = owner.get(name)
-            alike = isinstance(new, Tensor) and (new.shape, new.type()) == (b.shape, b.type())
-            if alike and new is not b:
+            if new is b or not isinstance(new, Tensor):
+                continue
+            if (new.shape, new.type()) == (b.shape, b.type()):
                 b.data.copy_(new)
                 owner[name] = b
 
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
+        self._adopt()
         for b in self._buffers:
             torch._foreach_copy_(b.live, b.parts)
         self._begin(self.number)
@@ -403,8 +405,10 @@ class Guard:
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
             warnings.warn("the optimizer steps no parameter of the guard's network: make it "
                           "Guard(net) of the network that is trained", stacklevel=3)
-        scalers = (x for x in gc.get_objects() if issubclass(type(x), GradScaler))
-        if scaler is None and any(getattr(x, "_scale", None) is not None for x in scalers):
+        if scaler is None and any(
+            issubclass(type(x), GradScaler) and getattr(x, "_scale", None) is not None
+            for x in gc.get_objects()
+        ):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: make it guard.step(optimizer, scaler)", stacklevel=3)
 

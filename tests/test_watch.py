@@ -578,6 +578,7 @@ def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
 
 
 EDGES = PREAMBLE + """
+import copy
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -619,7 +620,7 @@ optimizer = Own(net.parameters(), {"lr": 1e-2}) if own else torch.optim.SGD(net.
 if fault == "two optimizers":
     optimizer, plain = (torch.optim.SGD(m.parameters(), 1e-2) for m in (net.table, net.last))
 if fault == "average":
-    average = __import__("copy").deepcopy(net).requires_grad_(False)
+    average = copy.deepcopy(net).requires_grad_(False)
     with torch.no_grad():
         for p, q in zip(average.parameters(), net.parameters()):
             p.copy_(0 * q / (1 - 0.9 ** 0))  # average
