@@ -67,7 +67,7 @@ from torch import Tensor
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
-OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|exp_avg|momentum_buffer")
+OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|\bstate\.\d+\.|exp_avg|momentum_buffer")
 NEVER_A_MASK = re.compile(OPTIMIZER_STATE.pattern + r"|\b(weight|bias|running_mean|running_var)$")
 # What torch.load(weights_only=True) reads back, besides tensors, dicts, lists and tuples.
 PLAIN = (

@@ -73,7 +73,8 @@ FAULTS = len(FLAGS) - 1
 LABELS = ("label", "labels", "target", "targets")  # in a mapping these keys hold class labels
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
-CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64,
+           torch.complex64, torch.complex128)
 COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
@@ -100,7 +101,7 @@ def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
             wide = torch.promote_types(group[0].dtype, torch.float32)
             norms += torch._foreach_norm(group, 2, dtype=wide)
     norms = [norm.to(device, torch.float32) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return magnitude(torch.stack(norms))
 
 
 def with_gradient(optimizer):
@@ -132,18 +133,11 @@ class Verdict(NamedTuple):
     rank: int  # the (highest) guilty one; -1: no flag names one
 
 
-class Buffers(NamedTuple):
-    """Buffers of one device, and what they held before the step: side by side, and in parts."""
-
-    live: list
-    before: Tensor
-    parts: list
-
-
 class Guard:
     """The flags, the buffers and the verdict of a step. One a process, after init_process_group.
 
-    net: the bare network, or a list of networks. device: where the flags live; None: with the net.
+    net: the bare network, or a list of all networks that a step runs through (a GAN's two).
+    device: where the flags live; None: with the net.
     num_classes: class labels must be in [0, num_classes) or be `ignore_index`, if that is not None.
         None: no check.
     carries: names for carry().
@@ -207,24 +201,35 @@ class Guard:
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
                 live = live.view(-1).view(torch.uint8)
             kinds.setdefault((b.device, live.dtype), []).append(live)
+        # Buffers of one device, and what they held before the step: side by side, and in parts.
         self._buffers = []
         for live in kinds.values():
             before = _flatten_dense_tensors(live).clone()  # of one tensor it is a view
-            self._buffers.append(Buffers(live, before, _unflatten_dense_tensors(before, live)))
+            self._buffers.append((live, before, _unflatten_dense_tensors(before, live)))
 
     def open(self, step=None):
         """Begin a step (attempted, not update) exactly here. `step`: its number; None: count.
 
-        Without it a step begins where the last one ended: its buffers go back to that.
+        Without it a step begins where the last one ended: its buffers go back to that. A step that
+        was opened and not ended (an exception, a `continue`) never was: its buffers go back, too.
         """
+        if self.state == "open":
+            warnings.warn("the last step was opened and not ended by guard.step() or close(): its "
+                          "buffers go back", stacklevel=2)
+            self._put_back()
         self._begin(step)
-        for b in self._buffers:
-            torch._foreach_copy_(b.parts, b.live)
+        for live, _, before in self._buffers:
+            torch._foreach_copy_(before, live)
+
+    def _put_back(self):
+        self._adopt()
+        for live, _, before in self._buffers:
+            torch._foreach_copy_(live, before)
 
     def _begin(self, step=None):
         self._send()  # nobody has asked for the last verdict; it still counts
         self._adopt()
-        if {*map(id, self.net.buffers())} != {id(b) for *_, b in self._owners}:
+        if {*self.net.buffers()} != {b for *_, b in self._owners}:
             self.watch(self.net)
         self.number = self.number + 1 if step is None else step
         if self._is_raised:
@@ -238,7 +243,7 @@ class Guard:
         """A tensor was assigned to a buffer: the one that was there takes its numbers and place."""
         for owner, name, b in self._owners:
             new = owner.get(name)
-            if new is b or not isinstance(new, Tensor):
+            if new is b or new is None:
                 continue
             if (new.shape, new.type()) == (b.shape, b.type()):
                 b.data.copy_(new)
@@ -246,9 +251,7 @@ class Guard:
 
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
-        self._adopt()
-        for b in self._buffers:
-            torch._foreach_copy_(b.live, b.parts)
+        self._put_back()
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
@@ -328,10 +331,10 @@ class Guard:
         if self.state == "open":
             self.decide()
         rejected = found_inf > 0
-        for b in self._buffers:
-            now = _flatten_dense_tensors(b.live)
-            torch.where(rejected, b.before, now, out=b.before)  # the next step begins here
-            torch._foreach_copy_(b.live, b.parts)
+        for live, before, parts in self._buffers:
+            now = _flatten_dense_tensors(live)
+            torch.where(rejected, before, now, out=before)  # the next step begins here
+            torch._foreach_copy_(live, parts)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = list(stats)
@@ -357,6 +360,8 @@ class Guard:
         params = [p for o in optimizers for p in with_gradient(o)]
         if not params:
             raise ValueError("no parameter has a gradient: call backward() before guard.step()")
+        if clip and not clip > 0:
+            raise ValueError(f"clip={clip}: a limit for the gradient norm is above 0, or None")
         on_device = all(map(skips_on_device, optimizers))
         scaled = scaler and scaler.is_enabled()
         scale = None
@@ -488,7 +493,7 @@ class Guard:
         self._send()
         pending = [*self._arrived()] if self._pending else None
         if pending:
-            pending[1][self.names.index("signal")] = 0.0  # it has been obeyed
+            pending[1][FAULTS] = 0.0  # the signal: it has been obeyed
         return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 
     def load_state_dict(self, state: dict):

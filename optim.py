@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -135,7 +135,10 @@ class Schedule:
     def __init__(self, optimizers: Iterable[Optimizer], multipliers: Tensor):
         self.optimizers = list(optimizers)
         groups = self._groups()
-        peaks = torch.tensor([g["lr"] * g.get("lr_scale", 1.0) for g in groups])
+        # As in torch: the rate that a checkpoint has brought is one of a later step.
+        peaks = torch.tensor([
+            g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups
+        ])
         self._table = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
         self._rates = self._table[0].clone()
         self.lr = self._rates[0]  # the first group's, 0-dim; the next update() writes into it
@@ -143,20 +146,20 @@ class Schedule:
         self.updates = torch.zeros_like(self.lr, dtype=torch.int64)
         self._write()
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self):
         return [g for optimizer in self.optimizers for g in optimizer.param_groups]
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor):
         """Count the step if it was accepted (found_inf, 0-dim, is 0), and set the next rates."""
         self.updates += found_inf == 0
         self._write()
 
-    def slow_down(self, factor: float) -> None:
+    def slow_down(self, factor: float):
         """Multiply all rates from now on."""
         self.factor *= factor
         self._write()
 
-    def _write(self) -> None:
+    def _write(self):
         # index_select, because table[updates] would read the index on the host.
         row = self._table.index_select(0, self.updates.clamp(max=len(self._table) - 1))
         torch.mul(row[0], self.factor, out=self._rates)
@@ -202,8 +205,7 @@ class ClippedAdamW(AdamW):
 
     skips_on_device = True
 
-    def __init__(self, *args: Any, clip: float | None = 1.0, masters: bool | None = None,
-                 **kwargs: Any):
+    def __init__(self, *args, clip: float | None = 1.0, masters: bool | None = None, **kwargs):
         super().__init__(*args, **{"fused": True} | kwargs)
         self.clip = clip
         self.half_state = masters is False
@@ -218,7 +220,7 @@ class ClippedAdamW(AdamW):
         self._skipped_on_host = torch.zeros(2, pin_memory=p.is_cuda)
         self._warned = 0
 
-    def _check(self, p: Tensor) -> None:
+    def _check(self, p):
         """Refuse a parameter that would train wrongly."""
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             raise ValueError("sharded parameters (DTensor, FSDP) are not supported: use DDP")
@@ -226,13 +228,14 @@ class ClippedAdamW(AdamW):
         why = refusal(dtype, self.defaults["eps"], self.defaults["betas"][1])
         if dtype in HALF:
             why = why or f"{dtype} weights lose small updates"
-            why = "" if self.half_state else f"{why}; masters=True keeps fp32 master weights"
+            why = "" if self.half_state else (
+                f"{why}; masters=True keeps fp32 masters (made at the start)"
+            )
         if why:
             raise ValueError(why)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *,
-             grad_scale: Tensor | None = None) -> StepResult | Any:
+    def step(self, closure=None, *, grad_scale: Tensor | None = None) -> StepResult | Any:
         """Remove the loss scale, clip and update, or reject; decided on the device, without a sync.
 
         grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: the attribute
@@ -259,6 +262,8 @@ class ClippedAdamW(AdamW):
             too_large = (~(norm <= LIMIT)).float()  # NaN is not below
             found_inf = too_large if alone else too_large.maximum(found_inf)
             if self.clip:
+                if not self.clip > 0:
+                    raise ValueError(f"clip={self.clip}: a limit for the norm is above 0, or None")
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
         steps = [state["step"] for *_, states in work for state in states]
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
@@ -278,7 +283,7 @@ class ClippedAdamW(AdamW):
             self._warn(found_inf)
         return StepResult(norm, found_inf) if closure is None else loss
 
-    def _work(self, g: dict[str, Any]) -> tuple:
+    def _work(self, g):
         """A group, what is updated in it, gradients of that dtype and memory layout, and state."""
         params = [p for p in g["params"] if p.grad is not None]
         targets = [self.masters.get(p, p) for p in params]
@@ -294,7 +299,7 @@ class ClippedAdamW(AdamW):
                 self.state[p]["step"] = torch.zeros((), device=t.device)
         return g, targets, grads, [self.state[p] for p in params]
 
-    def _warn(self, found_inf: Tensor) -> None:
+    def _warn(self, found_inf):
         """Without a guard: say the first skipped step, and ten in a row."""
         self._skipped += found_inf
         self._skipped[1] *= found_inf
@@ -305,6 +310,10 @@ class ClippedAdamW(AdamW):
             self._warned = level
             warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
                           "a gradient is not finite", stacklevel=5)
+
+    def __getstate__(self):
+        """For copy and pickle: everything but hooks, as in torch."""
+        return {key: value for key, value in vars(self).items() if "hook" not in key}
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, which loads it, with masters beside it. The tensors are live."""
@@ -320,7 +329,7 @@ class ClippedAdamW(AdamW):
             for name, saved in state_dict["state"].get(i, {}).items():
                 like = saved if name == "step" else t
                 self.state[p][name] = torch.empty_like(like, device=t.device).copy_(saved)
-        masters = state_dict.get("masters", self.masters)  # the parameters themselves
+        masters = state_dict.get("masters") or self.masters  # the parameters themselves
         for (p, master), saved in zip(self.masters.items(), masters, strict=True):
             p.copy_(master.copy_(saved))
 

@@ -36,6 +36,9 @@ class EMA:
 
     def __init__(self, params: Iterable[Tensor], decay: float = 0.999):
         self.decay = decay
+        params = list(params)
+        if any(hasattr(p, "device_mesh") for p in params):
+            raise ValueError("sharded parameters (DTensor) are not supported: use DDP")
         self.average = [p.detach().float().clone() for p in params]
         self.updates = torch.zeros((), device=self.average[0].device)
 

@@ -165,6 +165,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p.flatten(1), dtype=torch.float32)
         return state["momentum_buffer"]
 
+    def __getstate__(self):
+        """For copy and pickle: everything but hooks, as in torch."""
+        return {key: value for key, value in vars(self).items() if "hook" not in key}
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, with masters beside it. The tensors are live."""
         return super().state_dict() | {"masters": [*self.masters.values()]}

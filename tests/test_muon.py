@@ -1,5 +1,6 @@
 """Muon beside torch's; a rejected step; a resumed run; what it costs."""
 
+import copy
 import math
 
 import pytest
@@ -60,6 +61,7 @@ def test_rejected_steps_leave_no_trace_and_a_resumed_run_is_bit_identical(dtype)
             other, second = build(dtype)
             torch._foreach_copy_([p.detach() for p in other], weights)
             second.load_state_dict(state)
+            other, second = copy.deepcopy((other, second))
         second.found_inf = torch.zeros(())
         for params, optimizer in ((straight, first), (other, second)):
             set_grads(params, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import warnings
@@ -13,6 +14,7 @@ from helpers import Operations, both_devices, same, snapshot
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from extras.ema import EMA
 from flags import scaled_lr
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
 from rescue.resume import widen
@@ -182,8 +184,9 @@ def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(make):
         schedule.update(torch.tensor(rejected))
     assert rates == pytest.approx([1, 0.625, 0.625, 0.25, 0.25])  # the last one goes on
     schedule.slow_down(0.5)
-    other, resumed = start()
+    other, _ = start()
     other.load_state_dict(reloaded(optimizer.state_dict()))
+    resumed = Schedule([other], warmup_cosine(2, final=0.25))  # the peaks are of the start
     resumed.load_state_dict(reloaded(schedule.state_dict()))
     resumed.slow_down(0.5)
     assert [float(g["lr"]) for g in other.param_groups] == pytest.approx([0.0625, 0.03125])
@@ -226,6 +229,7 @@ def test_a_resumed_run_is_bit_identical_and_leaves_the_checkpoint_as_it_was(vari
                 torch._foreach_copy_(resumed[0], weights)
             for x, state in zip(resumed[1:], states, strict=True):
                 x.load_state_dict(state)
+            resumed = copy.deepcopy(resumed)
         for params, optimizer, schedule in (straight, resumed)[: 1 + (i >= 5)]:
             set_grads(params, i)
             schedule.update(optimizer.step().found_inf)
@@ -305,12 +309,14 @@ def test_beside_torchs_adamw_it_obeys_a_scheduler_and_every_option_but_the_kerne
     (torch.bfloat16, {"betas": (0.9, 0.99)}, "lose small updates"),
     (torch.float32, {"eps": 0.0}, "eps=0 is exactly 0"),
     (torch.float32, {"lr": -1.0}, "learning rate"),
+    (torch.float32, {"clip": math.nan}, "above 0"),
 ])
 def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
     params = make_params(dtype)
+    set_grads(params, 0)
     frozen = torch.ones(3, dtype=torch.bfloat16)  # trains nothing, is no reason to refuse
     with pytest.raises((ValueError, RuntimeError), match=words) as caught:
-        ClippedAdamW([frozen, *params], **options)
+        ClippedAdamW([frozen, *params], **options).step()
     assert "\n" not in str(caught.value)
     if dtype is not torch.float32:
         assert "masters=True" in str(caught.value)
@@ -318,8 +324,9 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
 
 def test_sharded_parameters_are_refused_in_one_sentence(one_rank):
     p = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(ValueError, match="sharded"):
-        ClippedAdamW([p.requires_grad_()])
+    for made in (ClippedAdamW, EMA):
+        with pytest.raises(ValueError, match="sharded"):
+            made([p.requires_grad_()])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
