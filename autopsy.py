@@ -120,7 +120,8 @@ VERDICTS = {
     "weights": (
         "--resume last_good.pt, and look at what the steps before this one did",
         "reset it, or load a checkpoint in which it is finite; look at what wrote it: an earlier "
-        "step, the code that fills it, or the checkpoint that was loaded",
+        "step, the code that fills it (or never does: torch.empty), or the checkpoint that was "
+        "loaded",
     ),
     "error": ("mend the code at this line",) * 2,
     "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
@@ -177,7 +178,7 @@ ONE = (
 RAISED = {  # words of torch's
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
-    "add a small diagonal: x + 1e-6 * torch.eye(n)",
+    "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
     "should be between 0 and 1": "probabilities are wanted: look at what leaves 0..1 (a resize, a "
     "sum, no sigmoid), clamp(0, 1) it, or take the loss that takes logits",
     "satisfy the constraint": "this parameter of a distribution is out of its range: a scale needs "
@@ -193,6 +194,10 @@ FITS = {  # what is out of range
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+NOT_FINITE = (
+    "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
+    "a count of 0)"
+)
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
     "not at single ones"
@@ -684,7 +689,8 @@ def _judge(rerun, report):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
         verdict = other.origin or ("precision" if _only_half(other) else "divergence")
         return replace(other, verdict=verdict)
-    return replace(report, verdict="divergence")
+    number = report.fix == NOT_FINITE
+    return replace(report, verdict="data" if number else "divergence")
 
 
 def _only_half(report):
@@ -1013,6 +1019,8 @@ class Locator(TorchDispatchMode):
             if WRITERS.search(by) or birth.phase == "backward":
                 return next(self._clock), replace(birth, source=WRITTEN)
             return next(self._clock), replace(birth, op=f"torch.{by}")
+        if not all(abs(number) < inf for number in self.numbers):
+            birth = replace(birth, fix=NOT_FINITE)
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
         self.births[birth.line] = True
@@ -1752,6 +1760,7 @@ class Tape(TorchFunctionMode):
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
         self.steps = {}  # optimizer: the number of calls at its last step
+        self.rooms = WeakKeyDictionary()  # storages of torch.empty: who made them
 
     def turn(self, on):
         """Inside of modules and optimizers nothing is written down. It returns what was before."""
@@ -1779,7 +1788,10 @@ class Tape(TorchFunctionMode):
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
         if skipped or drawn:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if name == "empty":
+                self.rooms[_storage(out)] = tuple(_script(_frames()))
+            return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
         if writes and not self._writes(*given):
@@ -1949,6 +1961,7 @@ class Watch:
             self._wrap(torch.amp.GradScaler, name, around)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
         self._wrap(BaseProcess, "start", self._children)
+        self._wrap(torch, "from_numpy", self._from_numpy)
         os.register_at_fork(after_in_child=self.__exit__)  # the workers of a DataLoader
         if self.begin is not None:
             torch.compiler.set_stance("force_eager")
@@ -2020,6 +2033,12 @@ class Watch:
     def _optimizer(self, original, *args, **kwargs):
         self.has_optimizer = True
         return original(*args, **kwargs)
+
+    def _from_numpy(self, original, array):
+        """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
+        t = original(array)
+        self.tape.known[id(t)] = ref(t), Made(0, 0, tuple(_script(_frames())), data=True)
+        return t
 
     def _transformed(self, original, *args, **kwargs):
         """torch.func's vmap, grad or functional_call, a custom autograd.Function: one call."""
@@ -2571,6 +2590,11 @@ class Watch:
             names = [name for name, line in lines.items() if line == report.line]
         else:
             names = [report.source] if report.source in lines else []
+        p = params.get(report.source.removeprefix("parameter "))
+        if p is not None and p._version == 0 and _storage(p) in self.tape.rooms:
+            since = f"never written since {_line(self.tape.rooms[_storage(p)])}"
+            fix = "initialise it: torch.empty leaves what was in memory"
+            report = replace(report, names=(report.source, since), fix=fix)
         if names:
             names.append(f"made at {lines[names[0]]}")
             fix = "mend this number where it is made"
@@ -2597,7 +2621,7 @@ class Watch:
             elif early and t.dim() and like:
                 batch.append(t)
             elif made:
-                when = "a tensor before the training" if made.number <= self.first else EARLIER
+                when = "a tensor before this step" if made.number <= self.first else EARLIER
                 named.append((f"{when} ({_line(made.frames)})", t))
             else:
                 named.append((OUTSIDE, t))
