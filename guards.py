@@ -36,7 +36,8 @@ The long way sees the batch and the loss too, and says which of them was bad:
     verdict = guard.verdict()                   # one step late, so that the device never waits
 
 Without open() a step begins where the last one ended: a rejected step puts the buffers back to
-that. Call open() where something else wrote to the buffers, a checkpoint that was loaded, say.
+that. Call open() where something else wrote to the buffers, a checkpoint that was loaded, say, or
+where a forward exchanges buffers for others (a cache that grows).
 
 Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose a NaN. (2) A skipped
 step is a select (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN:
