@@ -511,7 +511,8 @@ class Report:
         if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
-                "(a row without entries), write 0 before the sum or product"
+                "(a row without entries), write 0 before the sum or product; label_smoothing gives "
+                "masked classes a share, too: none there"
             )
         made_here = self.verdict in ("divergence", "precision") and not self.source
         if made_here and self.negative:
@@ -658,7 +659,12 @@ def _judge(rerun, report):
     exact = re.fullmatch(EXACT, report.precision.lower())
     if origin := report.origin:
         holds = report.source if origin == "weights" else f"{report.source} holds {report.made}"
-        return replace(report, verdict=origin, names=(holds,) if report.source != WRITTEN else ())
+        names = [holds] if report.source != WRITTEN else []
+        for _, t in inner_tensors(rerun.record.batches[report.micro_batch]):
+            name, samples = where._known.get(_storage(t), report.source), where._samples(t)
+            if report.samples and name != report.source and samples and not is_mask(extent(t)):
+                names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
+        return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
         words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
         if where.wrong or re.search(words, report.symptom):
