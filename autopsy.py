@@ -660,9 +660,10 @@ def _judge(rerun, report):
     if origin := report.origin:
         holds = report.source if origin == "weights" else f"{report.source} holds {report.made}"
         names = [holds] if report.source != WRITTEN else []
-        for _, t in inner_tensors(rerun.record.batches[report.micro_batch]):
+        batch = rerun.record.batches[report.micro_batch] if report.samples else ()
+        for _, t in inner_tensors(batch):
             name, samples = where._known.get(_storage(t), report.source), where._samples(t)
-            if report.samples and name != report.source and samples and not is_mask(extent(t)):
+            if name != report.source and samples and not is_mask(extent(t)):
                 names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
         return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
@@ -1795,7 +1796,7 @@ class Tape(TorchFunctionMode):
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
         if skipped or drawn:
             out = func(*args, **kwargs)
-            if name == "empty":
+            if name == "empty" and out.layout is torch.strided:
                 self.rooms[_storage(out)] = tuple(_script(_frames()))
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name

@@ -75,7 +75,7 @@ PLAIN = (
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
 FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
-FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # checkpoints of before November 23rd lack them
+FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # older checkpoints lack them
 
 
 class CheckpointError(RuntimeError):
