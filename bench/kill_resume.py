@@ -22,6 +22,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -146,7 +147,8 @@ def result(folder):
     """What a finished run leaves behind and its death must not change."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
     lines = [line for line in lines if line.get("event") != "end"]  # it tells seconds
-    lines = [line for line in lines if "times as long" not in line.get("text", "")]  # this too
+    machine = re.compile("(bf16|fp16|tf32|O[123]): ")  # told at each start
+    lines = [line for line in lines if not machine.match(line.get("text", ""))]
     last = checkpoint.load(folder / "last.pt")
     for rng in last["rng"]:
         rng.pop("python")  # nobody draws from it
