@@ -202,6 +202,14 @@ ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
     "not at single ones"
 )
+MASKED = (
+    "the -inf of a mask is a number in here: look at what picks a masked entry (a label or a path "
+    "that is forbidden, in these samples), or leave masked entries out before it"
+)
+UNTRAINED = (
+    "the numbers grow through the layers, and nothing has been trained yet: look at how the "
+    "weights are initialised (a smaller std), at the inputs' scale, or add a normalisation"
+)
 UNWRITTEN = (
     "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
     "or an opaque kernel (Triton, C++) wrote this: look into it"
@@ -526,12 +534,15 @@ class Report:
         if self.verdict != "divergence" or self.grown:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
             first = "look at these samples, no other does this; else "
-            advice = VERDICTS[self.verdict][not flags]
+            new = self.verdict == "divergence" and not self.step
+            advice = UNTRAINED if new else VERDICTS[self.verdict][not flags]
             return first + advice if few and self.verdict == "divergence" else advice
         if not self.op:
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
             return UNWRITTEN
+        if any(" -inf .. " in text for text in self.inputs):
+            return MASKED
         return (
             "this operation has no finite value at these inputs: "
             "clamp or mask them before it, or write it otherwise"
@@ -545,10 +556,10 @@ class Report:
             module = self.module or ("the model itself" if self.call else "")
             call = f", call {self.call} of this step" if self.call > 1 else ""
             place = f"in {module}{call}" if module else "outside of any module"
-            written = self.source == WRITTEN
-            named = self.source and not written
+            named = self.source not in ("", WRITTEN)
             first = f"first to use {self.source}" if named else "first bad op"
-            made = f"{'writes' if written else 'made'} {self.made}" if self.made else "raised"
+            verb = {"": "made", CONSTANT: "made", WRITTEN: "writes"}.get(self.source, "is given")
+            made = f"{verb} {self.made}" if self.made else "raised"
             yield f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}"
         if self.entered:
             yield f"its -inf entered {self.entered}, where it is no mask"
@@ -1360,6 +1371,8 @@ def _lines(rerun, line, weak=""):
         if not more:
             break
         lines.append(more[0])
+    if len(lines) > 1 and not rerun(Calls(weak=weak, lines=lines[-1:])):
+        lines = lines[-1:]  # what it made was the cause of the others
     return " and ".join(lines), Calls(weak=weak, lines=lines)
 
 
@@ -1557,9 +1570,10 @@ def _batched(tensors):
 
 def _batch_size(tensors):
     """Most tensors have the batch first, or after time; 0: there are none."""
-    shapes = [t.shape for t in tensors]
-    counts = Counter(n for shape in shapes for n in dict.fromkeys(shape[:2]))
-    firsts = [shape[0] for shape in shapes if shape]
+    # of two dimensions of real numbers the second is no time, but columns
+    heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in tensors]
+    counts = Counter(n for head in heads for n in dict.fromkeys(head))
+    firsts = [head[0] for head in heads if head]
     return max(counts, key=lambda n: (counts[n], n in firsts), default=0)
 
 
@@ -2249,8 +2263,9 @@ class Watch:
         """The script writes these values into a weight: an update, an average, a copy."""
         makers = [(t, self.tape.maker(t)) for t in _flat(values) if t.is_floating_point()]
         makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
+        before = _norms([p]) if makers else []
         for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
-            self.pending.append((norm, partial(self._bad_write, p, made, t)))
+            self.pending.append((norm, partial(self._bad_write, p, before, made, t)))
         ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
         if ends:  # it ends the step
             self.passes += ends[-1].function is not BACKWARD
@@ -2350,8 +2365,10 @@ class Watch:
         if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
             self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
 
-    def _bad_write(self, p, made, t, value):
+    def _bad_write(self, p, before, made, t, value):
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
+        if float(before[0]) <= LIMIT:  # what is bad in it is this very write
+            p.nan_to_num_(0.0, 0.0, 0.0)
         self._stop(symptom, self._explain([made.number], [t]))
 
     def _bad_result(self, p, writes, value):

@@ -149,7 +149,7 @@ def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
     assert (cure["verdict"], cure["step"]) == ("divergence", 8)
     assert "learning rate x 0.5" in cure["action"]
     assert last_state(run)["schedule"]["factor"] == 0.5
-    assert last["warnings"][-1] == f"step 8: {cure['action']}"  # before it, of emulated bf16
+    assert f"step 8: {cure['action']}" in last["warnings"]
 
 
 def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run):

@@ -626,7 +626,7 @@ if fault == "average":
     average = copy.deepcopy(net).requires_grad_(False)
     with torch.no_grad():
         for p, q in zip(average.parameters(), net.parameters()):
-            p.copy_(0 * q / (1 - 0.9 ** 0))  # average
+            p.add_((q - p) / (1 - 0.9 ** 0))  # average
 data, index = torch.randn(64, 6), torch.arange(64) % 9
 if "writes" in fault:
     data[29] = 2.0
