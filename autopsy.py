@@ -489,8 +489,10 @@ class Report:
             half = self.result.partition("[")[0]
             back = "" if "result" in kind else f".to(torch.{half})"
             island = "with torch.autocast(x.device.type, enabled=False)"
-            own = f"{name}.float(), and then " if "weights" in kind else ""
-            return f"{name} in fp32: {own}{island}: y = {name}(x.float()){back}"
+            code = re.sub(r"(^|\.)(\d+)(?![^.])", r"[\2]", name)  # blocks[9].fc1
+            code = f"net{code}" if code.startswith("[") else code
+            own = f"{code}.float(), and then " if "weights" in kind else ""
+            return f"{name} in fp32: {own}{island}: y = {code}(x.float()){back}"
         if kind == "line":
             return f"x.float() before {name}, with autocast off there"
         if kind == "precision":
