@@ -483,6 +483,9 @@ class Report:
         line = self.line or "that line"
         if self.fix:
             return self.fix
+        written = re.search(r"the number (-1e\+\d+)", " ".join(self.inputs))  # a mask's
+        if written and self.verdict == "precision" and self.result.startswith("float16"):
+            return f"torch.finfo(x.dtype).min for {written[1]}, which does not fit into half"
         if kind.startswith("module"):
             if flags:
                 return f"--keep-fp32 '{name}'"
@@ -506,7 +509,8 @@ class Report:
                 return f"{whole}: {rounded}{log}"
             if "bad" in late:
                 return f"{whole}: float() at {line} alone is not enough"
-            return whole if self.module else f"{whole}, or x.float() before {line} (not tried)"
+            alone = self.module or "could not" in late
+            return whole if alone else f"{whole}, or x.float() before {line} (not tried)"
         if self.source == WRITTEN:
             return (
                 f"the script writes this number itself, at {line}: "
