@@ -675,7 +675,9 @@ def _judge(rerun, report):
     where = rerun.locator
     exact = re.fullmatch(EXACT, report.precision.lower())
     if origin := report.origin:
-        holds = report.source if origin == "weights" else f"{report.source} holds {report.made}"
+        table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
+        held = _bad_rows(table) if origin == "weights" else f" holds {report.made}"
+        holds = report.source + held
         names = [holds] if report.source != WRITTEN else []
         batch = rerun.record.batches[report.micro_batch] if report.samples else ()
         for _, t in inner_tensors(batch):
@@ -732,7 +734,7 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             return replace(report, verdict="compiler", tried=tried)
     named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
     named |= {f"optimizer state {n}": t for n, t in inner_tensors(state)} | _statistics(rerun.net)
-    if names := tuple(name for name, t in named.items() if is_bad(extent(t))):
+    if names := tuple(name + _bad_rows(t) for name, t in named.items() if is_bad(extent(t))):
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict="weights", names=names, symptom=symptom)
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
@@ -1543,6 +1545,15 @@ def _type(t):
 
 def _beyond(t):
     return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
+
+
+def _bad_rows(table):
+    """Of a table (an embedding, say) with good rows and bad ones: which are bad."""
+    plain = type(table) in (Tensor, nn.Parameter) and table.layout is torch.strided
+    if not plain or table.dim() < 2 or table.element_size() == 1:  # not of shards, nor of fp8
+        return ""
+    rows = _beyond(table).flatten(1).any(1).nonzero().flatten().tolist()
+    return f" in rows {_few(rows)} of {len(table)}" if 0 < len(rows) < len(table) else ""
 
 
 def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:
@@ -2393,7 +2404,8 @@ class Watch:
             made=made,
             repeated=False,
         )
-        self._stop(f"what the script writes into {self._called(p)} is {made}", report)
+        symptom = f"what the script writes into {self._called(p)} is {made}{_bad_rows(p)}"
+        self._stop(symptom, report)
 
     def _bad_gradients(self, optimizer, why=""):
         params = _moved(optimizer)

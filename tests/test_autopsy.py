@@ -182,10 +182,12 @@ def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soil
     assert autopsied(net).names == ("attribute h",)
 
 
-def test_a_bad_weight_is_named_with_the_operation_that_uses_it_first():
+def test_a_bad_weight_is_named_with_its_rows_and_the_operation_that_uses_it_first():
     net = Net()
     net.head.weight.data[1, 1] = math.nan
-    assert "first to use parameter head.weight: aten.addmm" in str(autopsied(net))
+    report = str(autopsied(net))
+    assert "first to use parameter head.weight: aten.addmm" in report
+    assert "head.weight in rows 1 of 3" in report
 
 
 def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
