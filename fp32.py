@@ -40,7 +40,6 @@ import functools
 import inspect
 import sys
 import traceback
-import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -91,7 +90,7 @@ def keep_fp32(
     for module in chosen:
         if "forward" in vars(module) and not hasattr(module, "fp32_island"):
             raise ValueError(f"cannot pin {module}: its forward has already been replaced")
-        module.forward = types.MethodType(_island_forward, module)  # copy.deepcopy rebinds it
+        module.forward = functools.partial(_island_forward, module)  # copy and pickle rebind it
         module.fp32_island = keep_output  # asked for with hasattr; dynamo (2.9) misreads vars()
         for buffer in module.buffers():  # for good: statistics updated in a copy would be lost
             if buffer.dtype in HALF:
@@ -138,8 +137,10 @@ def _cast(tree: Any, old: tuple, new: torch.dtype) -> Any:
 def _island_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     device = next((t.device.type for t in (*leaves, *self.parameters())), "cpu")
-    # The dtype that it would have returned unpinned: autocast's, or that of its first input.
-    back = next((t.dtype for t in leaves if t.is_floating_point()), F32)
+    # The dtype that it would have returned unpinned: autocast's, or that of its first input, or,
+    # where these are whole numbers, of its weights.
+    numbers = (t.dtype for t in (*leaves, *self.parameters()) if t.is_floating_point())
+    back = next(numbers, F32)
     matmul = isinstance(self, (nn.Linear, nn.modules.conv._ConvNd))
     if matmul and torch.is_autocast_enabled(device):
         back = torch.get_autocast_dtype(device)

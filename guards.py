@@ -119,7 +119,7 @@ def skips_on_device(optimizer):
         return getattr(optimizer, "skips_on_device", False)
     params = with_gradient(optimizer)
     ready = all(p in optimizer.state and not hasattr(p, "full_tensor") for p in params)
-    return ready and optimizer.defaults.get("fused")
+    return ready and optimizer.param_groups[0].get("fused")  # a checkpoint may have changed it
 
 
 class Verdict(NamedTuple):
@@ -151,6 +151,7 @@ class Guard:
     state = "new"  # then "open", "decided", "closed" and "sent", step by step
     _is_read = False
     _pending = None  # numbers on their way to the host
+    _losses = ()  # of this step's micro-batches
 
     def __init__(
         self,
@@ -158,9 +159,9 @@ class Guard:
         *,
         num_classes: int | None = None,
         device=None,
-        lag: bool = True,
+        lag=True,
         ignore_index=-100,
-        carries: Iterable[str] = (),
+        carries=(),
     ):
         self.num_classes = num_classes
         self.ignore_index = ignore_index
@@ -223,6 +224,7 @@ class Guard:
             torch._foreach_copy_(before, live)
 
     def _put_back(self):
+        self._losses = ()
         self._adopt()
         for live, _, before in self._buffers:
             torch._foreach_copy_(live, before)
@@ -237,7 +239,6 @@ class Guard:
             self._raised.zero_()
             self._is_raised = False
         self._seen = {}  # flag -> largest magnitude
-        self._losses = []
         self.state = "open"
 
     def _adopt(self):
@@ -276,7 +277,7 @@ class Guard:
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
             self._see("label" if is_label else "input", magnitude(x))
         elif is_label and self.num_classes:
-            safe = x.clamp(0, self.num_classes - 1)
+            safe = x.clamp(0, self.num_classes - 1).to(x.dtype)  # bool stays bool
             if self.ignore_index is not None:
                 safe = torch.where(x == self.ignore_index, x, safe)
             self._see("label", (safe == x).all().reciprocal())  # 1 / False is inf
@@ -285,8 +286,8 @@ class Guard:
 
     def see_loss(self, loss: Tensor):
         """The loss of one micro-batch, one number, before the loss scale."""
-        self._see("loss", magnitude(loss))
-        self._losses.append(loss.detach().float().reshape(()))
+        # Judged by decide(): no buffer is touched here, a backward may still need what it holds.
+        self._losses += (loss.detach().float().reshape(()),)
 
     def see_state(self, **trees):
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
@@ -310,8 +311,10 @@ class Guard:
         self._raised[self.names.index(name)] = value
         self._is_raised = True
 
-    def decide(self) -> Tensor:
+    def decide(self):
         """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank."""
+        for loss in self._losses:
+            self._see("loss", magnitude(loss))
         self._adopt()
         for live in self._checked.values():
             self._see("buffer", magnitude(_flatten_dense_tensors(live)))
@@ -331,7 +334,7 @@ class Guard:
         """
         if self.state == "open":
             self.decide()
-        rejected = found_inf > 0
+        rejected = found_inf != 0
         for live, before, parts in self._buffers:
             now = _flatten_dense_tensors(live)
             torch.where(rejected, before, now, out=before)  # the next step begins here
@@ -339,6 +342,7 @@ class Guard:
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = list(stats)
+        self._losses = ()
         self.state = "closed"
 
     def step(
@@ -362,7 +366,7 @@ class Guard:
         if not params:
             raise ValueError("no parameter has a gradient: call backward() before guard.step()")
         if clip and not clip > 0:
-            raise ValueError(f"clip={clip}: a limit for the gradient norm is above 0, or None")
+            raise ValueError(f"clip={clip}: a limit is above 0 (0 or None: no limit)")
         on_device = all(map(skips_on_device, optimizers))
         scaled = scaler and scaler.is_enabled()
         scale = None
@@ -398,16 +402,16 @@ class Guard:
             Guard._stepping = False
             if on_device:
                 del o.found_inf, o.grad_scale
-        if self._losses:
-            mean = torch.stack(self._losses).mean() if len(self._losses) > 1 else self._losses[0]
-            stats = {"loss": mean} | stats
+        if self._losses and "loss" not in stats:
+            stats["loss"] = sum(self._losses) / len(self._losses)
         self.close(bad, **stats, grad_norm=norm)
         return bad
 
     def _check_use(self, optimizer, scaler):
         """At the first step of an optimizer, on the host: mistakes that nothing else would show."""
         self._known.add(optimizer)
-        optimizer.register_step_pre_hook(self._beside)
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+            optimizer.register_step_pre_hook(self._beside)
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
             warnings.warn("the optimizer steps no parameter of the guard's network: make it "
                           "Guard(net) of the network that is trained", stacklevel=3)
@@ -468,10 +472,10 @@ class Guard:
         flags = dict(zip(self.names, row, strict=False))
         found_inf, *numbers = row[len(flags) :]
         stats = dict(zip(keys, numbers, strict=False))
-        rejected = found_inf > 0
+        rejected = found_inf != 0
         self.steps += 1
         self.skipped += rejected
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if rejected else 0
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * rejected
         reasons = tuple(name for name in FLAGS[:FAULTS] if rejected and flags[name])
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
@@ -488,18 +492,18 @@ class Guard:
             int(max(row[:FAULTS])) - 1,
         )
 
-    def state_dict(self) -> dict:
-        """Counters and the verdict under way, which stays unread: a run that goes on from here
-        reads it at its next step. Plain numbers. Waits for the device."""
+    def state_dict(self):
+        """Counters and the verdict under way: a run that goes on from here reads it at its next
+        step. Plain numbers. Waits for the device. Read verdict() before: it is None afterwards."""
         self._send()
         pending = [*self._arrived()] if self._pending else None
         if pending:
             pending[1][FAULTS] = 0.0  # the signal: it has been obeyed
         return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state):
         for name in COUNTERS:
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state[name])
         self._pending = None
         if state["pending"]:
             step, row, keys = state["pending"]

@@ -166,10 +166,10 @@ class Schedule:
         for g, rate in zip(self._groups(), self._rates, strict=True):
             g["lr"] = rate  # at each update, because load_state_dict() exchanges it
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self):
         return {"updates": self.updates.clone(), "factor": self.factor.clone()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state):
         self.updates.copy_(state["updates"])
         self.factor.copy_(state["factor"])
         self._write()
@@ -224,6 +224,8 @@ class ClippedAdamW(AdamW):
         """Refuse a parameter that would train wrongly."""
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             raise ValueError("sharded parameters (DTensor, FSDP) are not supported: use DDP")
+        if torch.empty_like(p).stride() != p.stride():  # the fused kernel would write beside it
+            raise ValueError("a parameter with gaps in memory (a slice of a tensor): clone() it")
         dtype = self.masters.get(p, p).dtype
         why = refusal(dtype, self.defaults["eps"], self.defaults["betas"][1])
         if dtype in HALF:
@@ -263,7 +265,7 @@ class ClippedAdamW(AdamW):
             found_inf = too_large if alone else too_large.maximum(found_inf)
             if self.clip:
                 if not self.clip > 0:
-                    raise ValueError(f"clip={self.clip}: a limit for the norm is above 0, or None")
+                    raise ValueError(f"clip={self.clip}: a limit is above 0 (0 or None: no limit)")
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
         steps = [state["step"] for *_, states in work for state in states]
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
@@ -315,7 +317,7 @@ class ClippedAdamW(AdamW):
         """For copy and pickle: everything but hooks, as in torch."""
         return {key: value for key, value in vars(self).items() if "hook" not in key}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         """torch.optim.AdamW's, which loads it, with masters beside it. The tensors are live."""
         return super().state_dict() | {"masters": list(self.masters.values())}
 

@@ -96,27 +96,34 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
                  ns_steps: int = 5, *, masters: bool | None = None):
-        super().__init__(params, dict(lr=lr, momentum=momentum, ns_steps=ns_steps))
+        self.makes_masters = masters
         self.masters = {}  # half matrix -> fp32 master
-        for p in self._params():
+        super().__init__(params, dict(lr=lr, momentum=momentum, ns_steps=ns_steps))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # the constructor, too, adds its groups by this
+        for p in param_group["params"]:
             if p.ndim < 2 or not p.any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
-            if p.dtype in HALF and masters is None:
+            if p.dtype in HALF and self.makes_masters is None:
                 raise ValueError("half matrices lose small updates: masters=True keeps fp32 ones")
-            if p.dtype in HALF and masters:
+            if p.dtype in HALF and self.makes_masters:
                 self.masters[p] = p.detach().float().clone()
 
     def _params(self) -> list[Tensor]:
         return [p for g in self.param_groups for p in g["params"]]
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
-        by the attribute grad_scale. No host sync."""
+        by the attribute grad_scale. No host sync. Returns what `closure` returns, the loss."""
+        with torch.enable_grad():
+            loss = closure and closure()
         for g in self.param_groups:
             params = [p for p in g["params"] if p.grad is not None]
             if params:
                 self._update(g, sorted(params, key=lambda p: p.flatten(1).shape))
+        return loss
 
     def _update(self, g: dict[str, Any], params: list[Tensor]) -> None:
         """params: matrices of one shape stand side by side."""
@@ -145,7 +152,8 @@ class Muon(torch.optim.Optimizer):
         stacked = zip(stacks(new), stacks(update.bfloat16()), lengths.split(counts), strict=True)
         for w, x, length in stacked:
             w.addcmul_(newton_schulz(x, g["ns_steps"]).float(), length.view(-1, 1, 1))
-        ratios = torch.stack(norms) / torch.stack(torch._foreach_norm(new.split(sizes)))
+        new_norms = torch.stack(torch._foreach_norm(new.split(sizes)))
+        ratios = torch.stack(norms) / new_norms.clamp(min=1e-30)  # what has become 0 stays 0
         for w, ratio in zip(stacks(new), ratios.split(counts), strict=True):
             w.mul_(ratio.view(-1, 1, 1))
         if getattr(self, "found_inf", None) is not None:  # where(), because 0 * NaN is NaN
