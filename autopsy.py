@@ -76,6 +76,7 @@ from functools import cache, partial, wraps
 from itertools import count, takewhile
 from math import frexp, inf
 from multiprocessing.process import BaseProcess
+from textwrap import shorten
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -193,6 +194,10 @@ FITS = {  # what is out of range
 }
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
+TINY = (
+    "the divisor is not 0 but as small as {}: find out why (a product of many factors, an exp of "
+    "a large negative number): take logarithms or shorter pieces; an eps of 1e-6 would replace it"
+)
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
@@ -535,6 +540,9 @@ class Report:
                 "negative (a sign, a formula, a difference that was rounded): a clamp hides it; "
                 "where it may be negative by right, the clamp is the cure"
             )
+        spans = re.findall(r"(\S+) \.\. (\S+)", " ".join(self.inputs))
+        if made_here and self.weak == "div" and len(spans) == 2 and float(spans[1][0]) > 0:
+            return TINY.format(spans[1][0])
         if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
@@ -1107,7 +1115,7 @@ class Locator(TorchDispatchMode):
             largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
             lowest=spans[0][1][0] if spans else 0.0,
             inputs=(
-                *(f"{_type(t)} {low:.3g} .. {high:.3g}" for t, (low, high) in spans),
+                *(self._shown(t, span) for t, span in spans),
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
@@ -1124,6 +1132,11 @@ class Locator(TorchDispatchMode):
             source="" if all(map(is_mask, bad)) else CONSTANT,
             samples=self._samples(out, nan),
         )
+
+    def _shown(self, t, span):
+        """Type, shape and span of an input; its name, where it is bad and was there before."""
+        name = self._known.get(_storage(t)) if is_bad(span) else None
+        return f"{_type(t)} {span[0]:.3g} .. {span[1]:.3g}" + (f" ({name})" if name else "")
 
     def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
@@ -1611,7 +1624,8 @@ def _statistics(net):
 
 
 def _said(error):
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return shorten(text, 160, placeholder=" ...")
 
 
 def _few(items, n=8, between=", "):
@@ -1680,8 +1694,8 @@ RANDOM = re.compile(
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 FORGOTTEN = (
-    "optimizer.step() takes gradients that are still multiplied by the loss scale: "
-    "scaler.step(optimizer) divides them, and skips a bad step"
+    "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
+    "scale, and skips a bad step"
 )
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
@@ -1973,6 +1987,7 @@ class Watch:
         self.rates = set()
         # The loss scaler; optimizers whose gradients it has divided since it multiplied a loss
         self.scaler, self.divided, self.forgotten = None, None, False
+        self.unskipped = False  # the scaler knew that this step is bad, and was not asked
         self.reads = Counter()
         self.unwatched = set()  # sentences
         self.symptom, self.step, self.texts, self.first_seen = "", 0, {}, {}
@@ -2252,6 +2267,8 @@ class Watch:
         elif scales:
             self._skip(optimizer, scale, 0.5)
         else:
+            known = self.scaler and self.scaler._per_optimizer_states[id(optimizer)]
+            self.unskipped = known and any(_host(known["found_inf_per_device"].values()))
             self._bad_gradients(optimizer)
 
     def _after_step(self, optimizer, args, kwargs):
@@ -2517,7 +2534,8 @@ class Watch:
                 names = (*report.names, f"it was made at step {report.step}")
                 report = replace(report, names=names)
             scale = self.scaler.get_scale() if self.scaler else report.scale
-            if self.forgotten and scale != 1:
+            overflow = self.unskipped and report.verdict == "precision"
+            if scale != 1 and (self.forgotten or overflow):
                 report = replace(report, verdict="calibration", fix=FORGOTTEN)
             for norms in self.recent.values() if report.verdict == "divergence" else ():
                 if 0 < 10 * norms[0] < norms[-1]:

@@ -37,7 +37,8 @@ The long way sees the batch and the loss too, and says which of them was bad:
 
 Without open() a step begins where the last one ended: a rejected step puts the buffers back to
 that. Call open() where something else wrote to the buffers, a checkpoint that was loaded, say, or
-where a forward exchanges buffers for others (a cache that grows).
+where a forward exchanges buffers for others. One that changes its shape (a cache that grows), or is
+made in a step, stays as that step left it.
 
 Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose a NaN. (2) A skipped
 step is a select (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from functools import partial
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ def test_pinning_is_by_name_or_type_idempotent_and_survives_a_checkpoint():
     assert list(net.state_dict()) == keys
     assert keep_fp32(net, nn.Linear) == keep_fp32(net, ["Linear"]) == ["0", "1.0"]
     assert keep_fp32(nn.Sequential(nn.LazyLinear(2), nn.GELU()), [nn.Linear]) == ["0"]  # a subclass
-    twin = copy.deepcopy(net)
+    twin = copy.deepcopy(pickle.loads(pickle.dumps(net)))
     nn.init.zeros_(twin[0].weight)
     assert pinned(twin) == pinned(net)
     assert torch.equal(twin[0](torch.ones(1, 4))[0], twin[0].bias)  # its own weights

@@ -87,7 +87,7 @@ def test_what_it_gets_and_what_it_refuses():
     assert matrices(net, ["[0-9].*"]) == [net[0].weight] and matrices(net, ["0"]) == []
     for p in (net[1].weight, net[0].bias):
         with pytest.raises(ValueError, match="leave it to AdamW"):
-            Muon([p])
+            Muon([nn.Parameter(torch.ones(2, 2))]).add_param_group({"params": [p]})
     with pytest.raises(ValueError, match="masters=True"):
         Muon(net[0].half().parameters())
 

@@ -327,6 +327,8 @@ def test_sharded_parameters_are_refused_in_one_sentence(one_rank):
     for made in (ClippedAdamW, EMA):
         with pytest.raises(ValueError, match="sharded"):
             made([p.requires_grad_()])
+    with pytest.raises(ValueError, match="gaps in memory"):
+        ClippedAdamW([torch.ones(4, 4)[:, :1].requires_grad_()])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -634,9 +634,9 @@ if fault == "fetched ahead":
     data[29, 2] = torch.nan
 if fault == "keyword":
     index[29] = 9
-scales = fault in ("norm", "two optimizers")
+scales = fault in ("norm", "two optimizers", "unscaled")
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=scales)
-half = torch.autocast("cpu", torch.float16, enabled=fault in ("norm", "own scale"))
+half = torch.autocast("cpu", torch.float16, enabled=fault in ("norm", "own scale", "unscaled"))
 batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data, index), 8)
 if fault == "fetched ahead":
     batches = fetched_ahead(batches)
@@ -670,7 +670,10 @@ for step, (x, i) in enumerate(batches, start=1):
     scaler.unscale_(optimizer)
     limit = 1e9 if fault in ("grows", "two optimizers") else 1.0
     print(torch.nn.utils.clip_grad_norm_(net.parameters(), limit).item())
-    scaler.step(optimizer)
+    if fault == "unscaled":
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
     if fault == "two optimizers":
         plain.step()
     scaler.update()
@@ -696,7 +699,8 @@ if fault == "torch.func":
     ("bad number", 3, "bad before torch saw it"), ("never written", 3, "initialise it"),
     ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
     ("grows", 3, "the gradient norm has grown: "), ("average", 3, "divides by the number 0"),
-    ("two optimizers", 3, "multiplied by the loss scale")])
+    ("two optimizers", 3, "try: scaler.step(optimizer)"),
+    ("unscaled", 3, "-> calibration")])
 def test_kinds_at_the_edges_of_what_is_written_down(run, fault, code, words):
     bare, done = run(EDGES, fault, watched=False), run(EDGES, fault)
     assert done.returncode == code and words in done.stderr, done.stderr
