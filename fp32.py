@@ -67,8 +67,9 @@ def keep_fp32(
     A pattern is a name, a type, or the name of a type (fnmatch). Inputs are upcast, autocast is off
     inside, half parameters (O2, O3) are read through fp32 copies which pass the gradient back. The
     output comes in autocast's dtype (of a linear layer or a convolution), else in that of the first
-    floating input, else in that of the weights, so an output above 65504 is inf in fp16 again. With `keep_output` it stays fp32, for the next operation that takes fp32
-    (an addition, a norm; a matmul lowers it). Only `forward` changes, on the instance: parameters
+    floating input, else in that of the weights, so an output above 65504 is inf in fp16 again. With
+    `keep_output` it stays fp32, for the next operation that takes fp32 (an addition, a norm; a
+    matmul lowers it). Only `forward` changes, on the instance: parameters
     and state_dict keys stay, and DDP, the optimizer and compiled code notice by themselves.
 
     Names are without DDP's and compile's prefixes. ValueError if a pattern matches nothing. Not
