@@ -208,8 +208,9 @@ ALL_BAD = (
     "not at single ones"
 )
 MASKED = (
-    "the -inf of a mask is a number in here: look at what picks a masked entry (a label or a path "
-    "that is forbidden, in these samples), or leave masked entries out before it"
+    "the -inf of a mask is a number in here: look at what comes of it (a label or a path that is "
+    "forbidden, in these samples, or a sum over all classes, as for label smoothing), or leave "
+    "masked entries out before it"
 )
 UNTRAINED = (
     "the numbers grow through the layers, and nothing has been trained yet: look at how the "
@@ -907,8 +908,9 @@ class Locator(TorchDispatchMode):
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Those with the size of the batch hold a row for each sample."""
+        inside = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap: a row is no sample
         for t in tensors if self.size > 1 else ():
-            if self.size in t.shape[:2] and t.layout is torch.strided:
+            if self.size in t.shape[:2] and t.layout is torch.strided and not inside(t):
                 self._carries(t, t.shape.index(self.size), 1)
 
     def _name(self, net, prefix=""):
