@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -81,29 +81,9 @@ COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """2-norm of x as 0-dim fp32: no number is larger, and NaN stays NaN. One read, no sync."""
+    """2-norm of x, 0-dim, summed in fp32 at least: no number is larger, NaN stays NaN. No sync."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x.detach(), dtype=wide).float()
-
-
-def gradient_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """2-norm of all tensors together, 0-dim fp32 on `device`. Nothing is written, no sync.
-
-    Half numbers are summed in fp32. Sparse, complex and sharded tensors (DTensor) count too.
-    """
-    kinds = {}  # a foreach kernel is one launch only for one device, dtype and class
-    for g in gradients:
-        g = g.coalesce().values() if g.is_sparse else g
-        kinds.setdefault((g.device, g.dtype, type(g)), []).append(g)
-    norms = []
-    for group in kinds.values():
-        if hasattr(group[0], "full_tensor"):  # shards
-            norms.append(nn.utils.get_total_norm(group).full_tensor())
-        else:
-            wide = torch.promote_types(group[0].dtype, torch.float32)
-            norms += torch._foreach_norm(group, 2, dtype=wide)
-    norms = [norm.to(device, torch.float32) for norm in norms]
-    return magnitude(torch.stack(norms))
+    return torch.linalg.vector_norm(x.detach(), dtype=wide)
 
 
 def with_gradient(optimizer):
@@ -131,7 +111,6 @@ class Verdict(NamedTuple):
     reasons: tuple  # names of FLAGS; () when accepted
     stats: dict  # loss and grad_norm from step(), and what the caller sent along
     carried: dict  # see Guard.carry
-    signal: int
     rank: int  # the (highest) guilty one; -1: no flag names one
 
 
@@ -139,7 +118,6 @@ class Guard:
     """The flags, the buffers and the verdict of a step. One a process, after init_process_group.
 
     net: the bare network, or a list of all networks that a step runs through (a GAN's two).
-    device: where the flags live; None: with the net.
     num_classes: class labels must be in [0, num_classes) or be `ignore_index`, if that is not None.
         None: no check.
     carries: names for carry().
@@ -152,14 +130,13 @@ class Guard:
     state = "new"  # then "open", "decided", "closed" and "sent", step by step
     _is_read = False
     _pending = None  # numbers on their way to the host
-    _losses = ()  # of this step's micro-batches
+    _unread = ()  # (flag, tensor) of this step, read together: see decide()
 
     def __init__(
         self,
         net: nn.Module | list[nn.Module],
         *,
         num_classes: int | None = None,
-        device=None,
         lag=True,
         ignore_index=-100,
         carries=(),
@@ -171,7 +148,6 @@ class Guard:
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
         self._known = set()  # optimizers that have stepped
-        self._device = device
         self.watch(net)
 
     def watch(self, net):
@@ -186,9 +162,8 @@ class Guard:
             for name, b in m._buffers.items()
             if b is not None
         ]
-        device = self._device or next(self.net.parameters()).device
-        constants = torch.tensor([0, 1, self.rank + 1.0], device=device)
-        self.device = constants.device
+        self.device = next(self.net.parameters()).device
+        constants = torch.tensor([0, 1, self.rank + 1.0], device=self.device)
         self._zero, self._one, self._up = constants
         self._raised = constants.new_zeros(len(self.names))
         self._is_raised = False
@@ -225,7 +200,7 @@ class Guard:
             torch._foreach_copy_(before, live)
 
     def _put_back(self):
-        self._losses = ()
+        self._unread = ()
         self._adopt()
         for live, _, before in self._buffers:
             torch._foreach_copy_(live, before)
@@ -239,7 +214,6 @@ class Guard:
         if self._is_raised:
             self._raised.zero_()
             self._is_raised = False
-        self._seen = {}  # flag -> largest magnitude
         self.state = "open"
 
     def _adopt(self):
@@ -248,7 +222,7 @@ class Guard:
             new = owner.get(name)
             if new is b or new is None:
                 continue
-            if (new.shape, new.type()) == (b.shape, b.type()):
+            if new.is_same_size(b) and new.type() == b.type():
                 b.data.copy_(new)
                 owner[name] = b
 
@@ -263,7 +237,7 @@ class Guard:
         Tensors, or nests of dicts, lists and tuples; other objects pass unseen. Floats must be
         finite (a mask must be bool). Class labels are the integers in `labels`, in a mapping those
         under LABELS. One out of range rejects the step, which must run: on CUDA a bad label is a
-        device assert. The caller's own batch stays raw.
+        device assert. The caller's own batch stays raw. It is read by decide().
         """
         batch = dict(images) if isinstance(images, Mapping) else images  # a tokenizer's is no dict
         if labels is ...:
@@ -276,34 +250,33 @@ class Guard:
         if not isinstance(x, Tensor):
             return x
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
-            self._see("label" if is_label else "input", magnitude(x))
+            # One with gaps would make the foreach kernel a kernel a tensor.
+            dense = torch.ops.aten.is_non_overlapping_and_dense(x)
+            self._see("label" if is_label else "input", x if dense else magnitude(x))
         elif is_label and self.num_classes:
             safe = x.clamp(0, self.num_classes - 1).to(x.dtype)  # bool stays bool
             if self.ignore_index is not None:
                 safe = torch.where(x == self.ignore_index, x, safe)
-            self._see("label", (safe == x).all().reciprocal())  # 1 / False is inf
+            self._see("label", (safe != x) * 1e38)
             return safe
         return x
 
     def see_loss(self, loss: Tensor):
         """The loss of one micro-batch, one number, before the loss scale."""
-        # Judged by decide(): no buffer is touched here, a backward may still need what it holds.
-        self._losses += (loss.detach().float().reshape(()),)
+        # No buffer is touched here: a backward may still need what it holds.
+        self._unread += (("loss", loss.detach().float().reshape(())),)
 
     def see_state(self, **trees):
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
         for flag, tree in trees.items():
             for t in tree_leaves(tree):
                 if getattr(t, "dtype", None) in CHECKED:
-                    self._see(flag, magnitude(t))
+                    self._see(flag, t)
 
-    def _see(self, flag, magnitude):
+    def _see(self, flag, t):
         if self.state != "open":
             self._begin()
-        magnitude = magnitude.to(self.device)
-        if flag in self._seen:
-            magnitude = torch.maximum(self._seen[flag], magnitude)  # keeps NaN
-        self._seen[flag] = magnitude
+        self._unread += ((flag, t),)
 
     def carry(self, name: str, value: float):
         """A number (exact up to 2^24), between open() and decide(): "signal" or one of `carries`
@@ -312,15 +285,39 @@ class Guard:
         self._raised[self.names.index(name)] = value
         self._is_raised = True
 
-    def decide(self):
-        """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank."""
-        for loss in self._losses:
-            self._see("loss", magnitude(loss))
+    @torch.no_grad()
+    def decide(self, gradients=()):
+        """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank.
+
+        All that was seen is read here, and these gradients: one launch for each dtype. Sparse,
+        complex and sharded gradients (DTensor) count too.
+        """
+        if self.state != "open":
+            self._begin()
         self._adopt()
-        for live in self._checked.values():
-            self._see("buffer", magnitude(_flatten_dense_tensors(live)))
+        seen = [("buffer", _flatten_dense_tensors(live)) for live in self._checked.values()]
+        seen += [("grad", g) for g in gradients]
+        kinds = {}
+        for flag, t in (*self._unread, *seen):
+            t = t.coalesce().values() if t.is_sparse else t
+            kind = t.device, t.dtype, hasattr(t, "full_tensor") and flag
+            kinds.setdefault(kind, []).append((flag, t))
+        norms = {}
+        for (_, dtype, sharded), group in kinds.items():
+            flags, tensors = zip(*group, strict=True)
+            if sharded:
+                each = [nn.utils.get_total_norm(tensors).full_tensor()]
+            else:  # half numbers are summed in fp32
+                each = torch._foreach_norm(tensors, 2, torch.promote_types(dtype, torch.float32))
+            for flag, norm in zip(flags, each, strict=False):
+                norms.setdefault(flag, []).append(norm.to(self.device, torch.float32))
+        self._norms = {
+            flag: magnitude(torch.stack(each)) if each[1:] else each[0]
+            for flag, each in norms.items()
+        }
+        self._unread = ()
         self.state = "decided"
-        row = torch.stack([self._seen.get(name, self._zero) for name in self.names])
+        row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
         self._flags = torch.where(row <= LIMIT, self._raised, self._up)  # NaN is not below
         if self.together:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
@@ -343,7 +340,6 @@ class Guard:
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = list(stats)
-        self._losses = ()
         self.state = "closed"
 
     def step(
@@ -379,17 +375,18 @@ class Guard:
                 scale = scaler.scale(self._one)  # the kernel divides by it
             elif stage in ("READY", "STEPPED"):
                 scaler.unscale_(o)  # refuses a second step without update()
-        norm = gradient_norm((p.grad.detach() for p in params), self.device)
+        losses = [loss for flag, loss in self._unread if flag == "loss"]
+        bad = self.decide(p.grad for p in params)
+        norm = self._norms["grad"]
         if scale is not None:
             norm = norm / scale
-        self._see("grad", norm)
-        bad = self.decide()
         for o in optimizers if scaled else ():
-            state = scaler._per_optimizer_states[id(o)]
-            state["stage"] = OptState.STEPPED
-            state["found_inf_per_device"] = {self.device: bad.clone()}  # update() adds to it
+            scaler._per_optimizer_states[id(o)] = {
+                "stage": OptState.STEPPED,
+                "found_inf_per_device": {self.device: bad.clone()},  # update() adds to it
+            }
         if clip and on_device:
-            factor = (norm / clip).clamp(min=1)
+            factor = (norm if clip == 1 else norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
         elif clip:
             nn.utils.clip_grads_with_norm_(params, clip, norm)
@@ -403,8 +400,8 @@ class Guard:
             Guard._stepping = False
             if on_device:
                 del o.found_inf, o.grad_scale
-        if self._losses and "loss" not in stats:
-            stats["loss"] = sum(self._losses) / len(self._losses)
+        if losses and "loss" not in stats:
+            stats["loss"] = sum(losses) / len(losses)
         self.close(bad, **stats, grad_norm=norm)
         return bad
 
@@ -488,8 +485,7 @@ class Guard:
             not rejected,
             reasons,
             stats,
-            {name: flags[name] for name in self.names[len(FLAGS) :]},
-            int(flags["signal"]),
+            {name: flags[name] for name in self.names[FAULTS:]},
             int(max(row[:FAULTS])) - 1,
         )
 
@@ -497,8 +493,9 @@ class Guard:
         """Counters and the verdict under way: a run that goes on from here reads it at its next
         step. Plain numbers. Waits for the device. Read verdict() before: it is None afterwards."""
         self._send()
-        pending = [*self._arrived()] if self._pending else None
-        if pending:
+        pending = None
+        if self._pending:
+            pending = [*self._arrived()]
             pending[1][FAULTS] = 0.0  # the signal: it has been obeyed
         return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 

@@ -313,7 +313,6 @@ def training(run: Run) -> None:
     run.guard = guards.Guard(
         run.net,
         num_classes=None if run.data.regression else len(run.data.classes),
-        device=run.device,
         ignore_index=None,  # in a data set of classes every picture has one
         carries=CARRIED,
     )

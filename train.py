@@ -105,8 +105,8 @@ def train_step(run, images, labels, inspect=None, eager=False):
 def attempt(run, step, images, labels, signal=0, eager=False):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel."""
     args = run.args
-    verifies = bool(args.verify_every) and step % args.verify_every == 0
-    samples = bool(args.probe_every) and step % args.probe_every == 0
+    verifies = args.verify_every and step % args.verify_every == 0
+    samples = args.probe_every and step % args.probe_every == 0
     inspects = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
     sampler = probes.Probes(run.net, run.device).attach() if samples else None
     figures = None
@@ -175,7 +175,7 @@ def train(run, stop):
     """The loop. Returns how the run ended."""
     end = None
     with run.checkpoints, run.bar:
-        if ranks.agreed(run.step == 0 or not run.checkpoints.last_good.exists()):
+        if ranks.agreed(not run.step or not run.checkpoints.last_good.exists()):
             save(run, good=True)  # there is always a last_good to go back to
             run.checkpoints.wait()  # a kill may strike as soon as a step is logged
         if run.step >= run.total_steps:  # a run that was finished before is started again
@@ -229,7 +229,7 @@ def digest(run, verdict):
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
             findings.append(Finding("too many", step, verdict, f"{in_a_row} steps in a row were "
                                     f"rejected, the last one for {', '.join(verdict.reasons)}"))
-    if verdict.signal:
+    if carried["signal"]:
         findings.append(Finding("signal", step, verdict))
     if step % run.args.log_every == 0:
         run.log.write(step=step, **stats, skipped=run.guard.skipped)
@@ -247,7 +247,8 @@ def answer(run, findings, record=None):
     end = None
     for kind, step, verdict, reason in findings:
         if kind == "signal":
-            end = end or End(f"stopped by signal {verdict.signal}", 128 + verdict.signal)
+            number = int(verdict.carried["signal"])
+            end = end or End(f"stopped by signal {number}", 128 + number)
         elif kind == "too many":
             end = End("diverged", 3, reason)
         elif kind == "no memory":

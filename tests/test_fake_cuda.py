@@ -189,7 +189,7 @@ def usual(optimizers, scaler=None, clip=1.0, guarded=True, accum=1):
     net = network()
     with Watch(answer=1):  # while things are made, numbers may be asked
         optimizers = optimizers(net)
-    guard = Guard(net, num_classes=10, device=CUDA)
+    guard = Guard(net, num_classes=10)
     scaler = scaler() if scaler else torch.amp.GradScaler("cuda", enabled=False)
     images = torch.empty(4, 3, 8, 8, device=CUDA)
     labels = torch.empty(4, dtype=torch.long, device=CUDA)
@@ -289,7 +289,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
     run = record.Run(
         args=args, net=net, model=Classifier(net, label_smoothing=0.1), policy=policy,
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
-        guard=Guard(net, num_classes=10, device=CUDA, ignore_index=None, carries=CARRIED), clip=1.0,
+        guard=Guard(net, num_classes=10, ignore_index=None, carries=CARRIED), clip=1.0,
         schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
         log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
     )  # fmt: skip
@@ -407,7 +407,7 @@ def test_guard_step_launches_at_most_20_kernels_more_than_clipping(gpu):
     assert 0 < guarded - stock <= 20
 
 
-def test_train_step_launches_at_most_20_kernels_more_than_the_stock_step(gpu):
+def test_train_step_launches_at_most_15_kernels_more_than_the_stock_step(gpu):
     """Autocast, clipping and fused AdamW beside the same network and loss in train_step, whose
     rate of each update comes from a table on the device."""
     with gpu, Watch(answer=1):
@@ -425,7 +425,7 @@ def test_train_step_launches_at_most_20_kernels_more_than_the_stock_step(gpu):
 
     with gpu:
         more = watched(lambda: one_step(run, *batch)).launches - watched(plain).launches
-    assert 0 < more <= 20
+    assert 0 < more <= 15
 
 
 def test_an_optimizer_that_does_not_skip_by_itself_asks_once_a_step(gpu):
@@ -451,8 +451,8 @@ def test_the_watch_sees_what_is_planted_in_the_step(gpu, what, plant, monkeypatc
         step = usual(fused)
         decide = step.guard.decide
 
-        def planted():
-            bad = decide()
+        def planted(*args):
+            bad = decide(*args)
             plant(bad)
             return bad
 

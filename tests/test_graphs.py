@@ -27,7 +27,7 @@ def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
     scaler = LossScaler(device, enabled=dtype is torch.float16, growth_interval=4)
     weights = list(master_params(optimizers).values())
     ema = EMA(weights, 0.9)
-    guard = Guard(net, num_classes=10, device=device, lag=False)
+    guard = Guard(net, num_classes=10, lag=False)
 
     def take(images, labels):
         labels = guard.see_batch(images, labels)

@@ -106,12 +106,13 @@ def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
     assert guard.decide() == 0
     guard.close(torch.zeros(()), note=torch.tensor(0.5))
     verdict = guard.verdict()
-    assert (verdict.accepted, verdict.signal, verdict.reasons, verdict.rank) == (True, 15, (), -1)
-    assert (verdict.stats, verdict.carried) == ({"note": 0.5}, {"worst": 2.0**24})
+    assert (verdict.accepted, verdict.reasons, verdict.rank) == (True, (), -1)
+    assert verdict.stats == {"note": 0.5}
+    assert verdict.carried == {"signal": 15, "worst": 2.0**24}
     guard.open()
     guard.carry("veto", guard.rank + 1)
     guard.close(guard.decide())
-    assert guard.verdict()[2:5] == (("veto",), {}, {"worst": 0.0})
+    assert guard.verdict()[2:5] == (("veto",), {}, {"signal": 0, "worst": 0})
 
 
 def test_bad_weights_and_moments_are_seen_before_they_spread():
