@@ -109,20 +109,22 @@ STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buf
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
 KEPT = {list: list.extend, dict: dict.update}  # attributes that are written in place
 EPS = 1e-6
+EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
+SECOND_MOMENT = re.compile("(exp_avg_sq|square_avg|sum)$")  # of which an optimizer takes the root
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
 VERDICTS = {
     "data": (
-        "look at these samples; leave them out, or, where NaN stands for what is missing, fill it "
-        "in before the arithmetic (NaN * 0 is NaN)",
+        "look at these samples; leave them out, or, where NaN or a fill value stands for what is "
+        "missing, fill it in before the arithmetic (NaN * 0 is NaN)",
     )
     * 2,
     "weights": (
         "--resume last_good.pt, and look at what the steps before this one did",
-        "reset it, or load a checkpoint in which it is finite; look at what wrote it: an earlier "
-        "step, the code that fills it (or never does: torch.empty), or the checkpoint that was "
-        "loaded",
+        "reset it, and all that is named as bad, or load a checkpoint in which they are finite; "
+        "look at what wrote it: an earlier step, the code that fills it (or never does: "
+        "torch.empty), or the checkpoint that was loaded",
     ),
     "error": ("mend the code at this line",) * 2,
     "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
@@ -152,6 +154,10 @@ VERDICTS = {
         "this machine's hardware",
     ),
 }
+
+
+def _eps(x):
+    return EPS_IN_HALF if x.dtype is torch.float16 else EPS
 
 
 def _first(mend):
@@ -195,8 +201,9 @@ FITS = {  # what is out of range
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
 TINY = (
-    "the divisor is not 0 but as small as {}: find out why (a product of many factors, an exp of "
-    "a large negative number): take logarithms or shorter pieces; an eps of 1e-6 would replace it"
+    "this number is not 0 but as small as {}: find out why (a product of many factors, a "
+    "determinant, an exp of a large negative number): take logarithms (logsumexp, logdet), shorter "
+    "pieces or float64; an eps or a clamp of 1e-6 would replace it, and its gradient"
 )
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 NOT_FINITE = (
@@ -239,18 +246,18 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": (
         "division by zero: x / (y + eps), eps = 1e-6",
-        lambda x, y, *a, **k: ((x, y + EPS, *a), k),
+        lambda x, y, *a, **k: ((x, y + (_eps(y) if isinstance(y, Tensor) else EPS), *a), k),
     ),
     "addcdiv": (
         "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
         lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
     ),
-    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
+    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + _eps(x))),
     "exp": (
         "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
-        "that are not normalised, a high rate), and bound it: "
+        "that are not normalised, a high rate); of a sum of them take logsumexp; or bound it: "
         "exp(x.clamp(max=40))",
-        _first(lambda x: x.clamp(max=40)),
+        _first(lambda x: x.clamp(max=10 if x.dtype is torch.float16 else 40)),
     ),
     "acosh": (
         "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
@@ -303,6 +310,12 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         "a covariance build as L @ L.T with a positive diagonal in L (slogdet would hide the sign)",
         None,
     ),
+}
+IN_HALF = {  # the same numbers for float16
+    "eps = 1e-6": "eps = 1e-4 (one below 6e-8 is 0 in float16)",
+    "beyond 88": "beyond 11",
+    "beyond 44": "beyond 5.5",
+    "max=40": "max=10",
 }
 SAME = {
     "truediv": "div",
@@ -484,6 +497,14 @@ class Report:
         return ""
 
     @property
+    def cure_of_weak(self) -> str:
+        """What WEAK says, with the numbers of this dtype."""
+        text = WEAK[self.weak][0]
+        for number, in_half in IN_HALF.items() if self.result.startswith("float16") else ():
+            text = text.replace(number, in_half)
+        return text
+
+    @property
     def suggestion(self) -> str:
         (kind, name), flags = self.cure, self.advice == "flags"
         line = self.line or "that line"
@@ -542,10 +563,11 @@ class Report:
                 "where it may be negative by right, the clamp is the cure"
             )
         spans = re.findall(r"(\S+) \.\. (\S+)", " ".join(self.inputs))
-        if made_here and self.weak == "div" and len(spans) == 2 and float(spans[1][0]) > 0:
+        small = self.weak in ("div", "log", "log2", "log10") and len(spans) == 2
+        if made_here and small and float(spans[1][0]) > 0:
             return TINY.format(spans[1][0])
         if made_here and self.weak and not self.failed:
-            return WEAK[self.weak][0]
+            return self.cure_of_weak
         if self.verdict != "divergence" or self.grown:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
             first = "look at these samples, no other does this; else "
@@ -558,6 +580,11 @@ class Report:
             return UNWRITTEN
         if any(" -inf .. " in text for text in self.inputs):
             return MASKED
+        if re.search(r"\d in float64", self.again):
+            return (
+                "the result is too large for float32, not for float64: "
+                "clamp or mask the inputs before it, or compute with its logarithm"
+            )
         return (
             "this operation has no finite value at these inputs: "
             "clamp or mask them before it, or write it otherwise"
@@ -662,7 +689,7 @@ def examine(
         with _stance("force_eager"):
             report = rerun.watch()
             if report.symptom:
-                report = _judge(rerun, report)
+                report = _judge(rerun, report, state)
                 if try_cures and report.made:
                     report = _try(rerun, report)
             else:
@@ -679,7 +706,21 @@ def examine(
     return replace(report, indices=indices, batch_size=rerun.locator.size)
 
 
-def _judge(rerun, report):
+def _bad_state(rerun, state):
+    """Weights, moments and running statistics that were bad before the step, with their rows."""
+    rerun.record.restore()
+    named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
+    if isinstance(state, Mapping):  # an optimizer's is keyed by the parameters themselves
+        names = {p: n for n, p in rerun.net.named_parameters()}
+        state = {names.get(key, key): value for key, value in state.items()}
+    moments = {f"optimizer state {n}": t for n, t in inner_tensors(state)}
+    named |= moments | _statistics(rerun.net)
+    bad = [name + _bad_rows(t) for name, t in named.items() if is_bad(extent(t))]
+    roots = [n for n, t in moments.items() if SECOND_MOMENT.search(n) and extent(t)[0] < 0]
+    return [*bad, *(f"{name} (below 0: its root is NaN)" for name in roots)]
+
+
+def _judge(rerun, report, state):
     """The verdict on a step that is bad again."""
     where = rerun.locator
     exact = re.fullmatch(EXACT, report.precision.lower())
@@ -688,6 +729,9 @@ def _judge(rerun, report):
         held = _bad_rows(table) if origin == "weights" else f" holds {report.made}"
         holds = report.source + held
         names = [holds] if report.source != WRITTEN else []
+        if origin == "weights":
+            others = _bad_state(rerun, state)
+            names += [name for name in others if not name.startswith(report.source)]
         batch = rerun.record.batches[report.micro_batch] if report.samples else ()
         for _, t in inner_tensors(batch):
             name, samples = where._known.get(_storage(t), report.source), where._samples(t)
@@ -741,9 +785,7 @@ def _finite(rerun, report, state, num_classes, run_compiled):
         if symptom:
             tried = (f"compiled: {symptom}", "in eager mode: finite")
             return replace(report, verdict="compiler", tried=tried)
-    named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
-    named |= {f"optimizer state {n}": t for n, t in inner_tensors(state)} | _statistics(rerun.net)
-    if names := tuple(name + _bad_rows(t) for name, t in named.items() if is_bad(extent(t))):
+    if names := tuple(_bad_state(rerun, state)):
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict="weights", names=names, symptom=symptom)
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
@@ -1015,6 +1057,9 @@ class Locator(TorchDispatchMode):
             storage = _storage(t)
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
+            if rule.loads:  # a file's numbers
+                self._known[storage] = OUTSIDE
+                continue
             if self._known.get(storage) == OPAQUE:
                 del self._known[storage]  # written now
             if is_bad(span := extent(t)):
@@ -1046,7 +1091,8 @@ class Locator(TorchDispatchMode):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
         if is_mask(span) and (masks or wanted):
-            return LAWFUL, birth or self._birth(func, spans, t)
+            passed_on = rule.copies and is_bad(spans[0][1])
+            return LAWFUL, birth or (None if passed_on else self._birth(func, spans, t))
         birth = self._birth(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
@@ -1276,6 +1322,8 @@ def _rule(func):
         constant=name in CONSTANTS,
         empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
         joins=name in ("stack", "cat"),
+        copies=name in ("to_copy", "clone", "copy"),
+        loads=name == "set",
         sums=SUMS.fullmatch(name),
         takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
@@ -1361,10 +1409,12 @@ def _cures(rerun, report):
             yield f"{name} in fp32{kind.removeprefix('module')}", context, cure
         name = name.rpartition(".")[0]
     weak = report.weak
-    advice, mend = WEAK.get(weak, ("", None))
-    if mend and report.verdict == "divergence" and not report.fix:
+    _, mend = WEAK.get(weak, ("", None))
+    # 0 / 0: half precision has rounded the divisor's eps to 0
+    rounded = weak == "div" and report.again.startswith("nan in float32,")
+    if mend and (rounded or not precision) and not report.fix:
         where, calls = _lines(rerun, line, weak)
-        yield f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak)
+        yield f"{report.cure_of_weak.rpartition(': ')[2]} at {where}", calls, ("eps", weak)
     if precision and line:
         where, calls = _lines(rerun, line)
         yield f"x.float() at {where}", calls, ("line", where)
@@ -1878,6 +1928,7 @@ class Tape(TorchFunctionMode):
         if self.watch._is_weight(t):
             self.watch._safely(self.watch._by_hand, t, values)
         elif t.numel() < ROOM >> 6:
+            self.watch._buffer_by_hand(t)
             before = t.detach().clone()
             for call in self.calls:  # what they were given
                 call.args, call.kwargs = tree_map(
@@ -1980,6 +2031,7 @@ class Watch:
         # Of a module: the number of its first call in this step, and its buffers before that
         self.buffers = WeakKeyDictionary()
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
+        self.owners = WeakKeyDictionary()  # of the buffers of outermost modules
         self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = 0  # the number of calls at the first backward
@@ -2153,6 +2205,7 @@ class Watch:
         if self.fresh:
             self.roots.add(module)
             self.weights.update({_storage(p): True for p in module.parameters()})
+            self.owners.update({_storage(b): ref(module) for b in module.buffers()})
         if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
             self._transfer(calm=True)
             self.tape.stepped(0)
@@ -2307,6 +2360,11 @@ class Watch:
             self.passes += ends[-1].function is not BACKWARD
             self._transfer(calm=True)
             self.tape.stepped(0)
+
+    def _buffer_by_hand(self, t):
+        """The calls that come made it so: their module's buffers are copied once more."""
+        if owner := self.owners.get(_storage(t)):
+            self.buffers.pop(owner(), None)
 
     def _is_weight(self, t):
         frozen = isinstance(t, nn.Parameter) or _storage(t) in self.weights
@@ -2580,7 +2638,7 @@ class Watch:
 
     def _buffers_back(self, calls):
         for module in {call.function for call in calls if call.training and call.grad}:
-            _put_back(module, self.buffers[module][1])
+            _put_back(module, self.buffers.get(module, (0, {}))[1])
 
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
@@ -2648,6 +2706,17 @@ class Watch:
         report = replace(report, micro_batch=max(0, report.micro_batch - over))
         spoilt = [(n, self.tape.maker(b)) for n, b in net.named_buffers() if is_bad(extent(b))]
         lines = {f"buffer {n}": _line(maker.frames) for n, maker in spoilt if maker}
+        for name, maker in spoilt:
+            here = maker and maker.number > self.tape.start and maker.number not in targets
+            if here and report.source == f"buffer {name}":  # written by hand since the last step
+                net.get_buffer(name).nan_to_num_(0.0, 0.0, 0.0)  # what is bad is this very write
+                why = self._replayed(self.tape.needed([maker.number]), [maker.number], net, free)
+                if why.op and not why.source:
+                    return replace(why, names=(*why.names, f"it went into {report.source}"))
+        used = " ".join(report.inputs)
+        written = [f"{n} was written at {lines[n]}" for n in lines if f"({n})" in used]
+        if not report.source and written:
+            report = replace(report, names=(*report.names, *written))
         if report.source == OUTSIDE and "copy_" in report.op:  # a checkpoint that was loaded
             names = [name for name, line in lines.items() if line == report.line]
         else:

@@ -185,9 +185,10 @@ def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soil
 def test_a_bad_weight_is_named_with_its_rows_and_the_operation_that_uses_it_first():
     net = Net()
     net.head.weight.data[1, 1] = math.nan
-    report = str(autopsied(net))
+    moments = {net.first.weight: {"exp_avg_sq": torch.tensor([-1e-9])}}
+    report = str(autopsied(net, state=moments))
     assert "first to use parameter head.weight: aten.addmm" in report
-    assert "head.weight in rows 1 of 3" in report
+    assert "head.weight in rows 1 of 3, optimizer state first.weight.exp_avg_sq (below" in report
 
 
 def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not():
@@ -444,6 +445,25 @@ def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_co
     assert report.verdict == "precision" and "finite" not in report.again
     assert report.cure[0] == "precision" and not any("eps" in went for went in report.tried)
     assert not report.suggestion.startswith("x.float() before")
+
+
+def test_an_eps_that_half_has_rounded_to_zero_is_tried_as_one_that_half_can_hold():
+    some = Y[:, None].half()  # samples of class 0 are 0
+
+    def scaled(h):
+        return h * some / ((h * some).abs().amax(1, keepdim=True) + 1e-8)
+
+    net = Net(scaled)
+    net.norm = nn.Identity()
+    report = autopsied(net, half=True)
+    assert report.verdict == "precision" and "eps = 1e-4" in report.suggestion, report
+    report = autopsied(Net(lambda h: (0 * h + 105).exp().log()), half=True)
+    assert report.verdict == "divergence" and "clamp(max=10)" in report.suggestion, report
+
+
+def test_a_clamp_is_no_advice_where_it_would_replace_a_tiny_number():
+    report = autopsied(Net(lambda h: h + X[:, :5] * (0 * h.sum() + 1e-44).log()))
+    assert report.cure[0] == "eps" and "as small as 9.81e-45" in report.suggestion, report
 
 
 def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_tried():

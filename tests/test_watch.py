@@ -649,6 +649,13 @@ optimizer.zero_grad()
 for step, (x, i) in enumerate(batches, start=1):
     if fault == "script writes":
         x /= x.std(1, keepdim=True)  # script writes
+    if fault == "refreshed" and step == 4:
+        with torch.no_grad():
+            net.mean.copy_(x.sum(0) / (x > 9).sum(0))  # refreshed
+    if fault == "rolled back" and step == 4:
+        net(x, index=i)
+        torch.save(net.state_dict() | {"mean": torch.full((6,), -torch.inf)}, "mean.pt")
+        net.load_state_dict(torch.load("mean.pt"))  # rolled back
     with half:
         loss = net(x, index=i).float().square().mean()  # own scale
     if fault == "loaded":
@@ -695,6 +702,7 @@ if fault == "torch.func":
     ("first written late", 3, "buffer mean is inf at step 6"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
     ("loaded", 3, "already bad: buffer mean, made at script.py"),
+    ("refreshed", 3, "try: division by zero"), ("rolled back", 3, "buffer mean was written at"),
     ("number", 3, "it divides by the number 0"), ("array", 3, "-> data"),
     ("bad number", 3, "bad before torch saw it"), ("never written", 3, "initialise it"),
     ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
