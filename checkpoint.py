@@ -169,14 +169,15 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     return host, [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
-def _write(
+def write(
     path: Path,
     host: Any,
     ready: list[torch.cuda.Event],
     previous: Path | None = None,
     good: Path | None = None,
 ) -> None:
-    """Write `path`. The old file becomes `previous`, `good` a link to the new one."""
+    """Write what snapshot() returned to `path`, whole or not at all. The old file becomes
+    `previous`, `good` a link to the new one."""
     for event in ready:
         event.synchronize()
     content = io.BytesIO()  # not the file: of a full disk torch.save says "unexpected pos 64 vs 0"
@@ -320,7 +321,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             names = f"{', '.join(bad[:3])} ({len(bad)} in all)"
             warnings.warn(f"{path} is left alone: not finite in {names}", stacklevel=3)
             return bad
-        self._pending[path] = self._writer.submit(_write, path, host, ready, *links)
+        self._pending[path] = self._writer.submit(write, path, host, ready, *links)
         return []
 
     def poll(self, *wanted: Path) -> None:

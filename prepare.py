@@ -248,13 +248,11 @@ def precision(run: Run, saved: dict | None) -> float | None:
     with refusing(ValueError):
         fp32.keep_fp32(run.net, args.keep_fp32)
         run.net = policy.prepare(run.net)
-        faults = inject.parse_inject(args.inject)
-        run.injector = inject.Injector(run.net, faults, run.rank, scales=policy.scales)
+        run.injector = inject.Injector(run.net, args.inject, run.model, run.rank, policy.scales)
     # Adam's state has the dtype of the weights, or of their fp32 masters.
     state = torch.float32 if policy.masters else policy.param_dtype
     if why := optim.refusal(state, args.adam_eps, args.betas[1]):
         refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
-    run.injector.attach(run.model)
     return seconds
 
 

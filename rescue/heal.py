@@ -73,7 +73,7 @@ def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.
 
 def batch_again(run: Run, step: int) -> tuple[Tensor, Tensor]:
     """The batch of a step that is over, with the faults that were planted in it."""
-    run.injector.begin(step, state=False)  # not those of weights: these are as they are
+    run.injector.begin(step)  # not those of weights: these are as they are
     return run.injector.batch(*run.stream.at(step - 1))
 
 
@@ -114,21 +114,10 @@ def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Modul
 # --- The turn
 
 def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
-    """Examine a rejected step and do what helps. `kept`: its record, made before the step."""
-    report = examine(run, kept or record_step(run, step, *batch_again(run, step)))
-    if calibrates(run, report):
-        return Cure(report, "")
-    if report.verdict in ("divergence", "not reproducible") and kept is None:
-        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, this "
-                            "is acted on")
-    cure = respond(run, report)
-    if report.verdict != "data":  # steps before the cure would show the same again
-        run.healing.examined_until = run.step
-    return cure
-
-
-def examine(run: Run, kept: autopsy.StepRecord) -> autopsy.Report:
-    """What was wrong with the recorded step. The first time, the guilty rank writes a capsule."""
+    """Examine a rejected step and do what helps. `kept`: its record, made before the step. The
+    first time, the guilty rank writes a capsule."""
+    recorded = kept is not None
+    kept = kept or record_step(run, step, *batch_again(run, step))
     compiled = None
     if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
         compiled = rerun(run, kept, torch.compile(run.model))
@@ -138,16 +127,18 @@ def examine(run: Run, kept: autopsy.StepRecord) -> autopsy.Report:
         num_classes=run.guard.num_classes, precision=run.policy.name,
         scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled,
     ))
-    first = not any(run.folder.glob("bad_step_*"))
-    if report.rank == run.rank and first and not calibrates(run, report):
-        capsule.save(run.folder / f"bad_step_{kept.step}_rank{run.rank}.pt", run, kept, report)
-    return report
-
-
-def calibrates(run: Run, report: autopsy.Report) -> bool:
-    """Whether the step was bad only because of the loss scale, and the scale can fall."""
     harmless = report.verdict in ("calibration", "not reproducible")
-    return harmless and run.scaler.is_enabled() and report.scale > run.scaler.floor
+    if harmless and run.scaler.is_enabled() and report.scale > run.scaler.floor:
+        return Cure(report, "")  # the loss scale was too high, and it can fall
+    if report.rank == run.rank and not any(run.folder.glob("bad_step_*")):
+        capsule.save(run.folder / f"bad_step_{step}_rank{run.rank}.pt", run, kept, report)
+    if report.verdict in ("divergence", "not reproducible") and not recorded:
+        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, this "
+                            "is acted on")
+    cure = respond(run, report)
+    if report.verdict != "data":  # steps before the cure would show the same again
+        run.healing.examined_until = run.step
+    return cure
 
 
 def respond(run: Run, report: autopsy.Report) -> Cure:

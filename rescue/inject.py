@@ -2,8 +2,8 @@
 """
 Inject: plant a fault, because a guard that was never seen to bark is no guard.
 
-    injector = Injector(net, parse_inject("nan:act:groups.1@step=20..22"))
-    injector.attach(model)                    once; model(images, labels) returns (loss, metrics)
+    injector = Injector(net, "nan:act:groups.1@step=20..22", model)
+                    once; model(images, labels), needed for loss and buffer, returns (loss, metrics)
     injector.begin(step, optimizers, scale)   at the beginning of each step
     images, labels = injector.batch(images, labels)   before the batch is cut into micro-batches
 
@@ -21,10 +21,10 @@ the first one. Copy this file alone: it needs torch and nothing else.
 Paste::
 
     import torch
-    from inject import Injector, parse_inject
+    from inject import Injector
 
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    injector = Injector(net, parse_inject("nan:act:0@step=2"))
+    injector = Injector(net, "nan:act:0@step=2")
     for step in (1, 2, 3):
         injector.begin(step)
         net(torch.randn(8, 3))
@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 PLACES = ("input", "label", "act", "loss", "grad", "param", "buffer", "optstate", "scale")
 KINDS = ("nan", "inf", "big")
 ONLY = {"flip": ("act", "grad", "param", "optstate"), "oom": ("act", "grad")}  # of PLACES
+PLACES_OF = dict.fromkeys(KINDS, PLACES) | ONLY
 SPEC = r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?"
 
 
@@ -55,7 +56,7 @@ class Fault(NamedTuple):
 
     kind: str
     where: str
-    name: str | None
+    name: str  # a pattern
     first: int
     last: int
     rank: int | None = None
@@ -67,31 +68,29 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
     faults = []
     for part in filter(None, (part.strip() for part in spec.split(";"))):
         match = re.fullmatch(SPEC, part)
-        if not match or match[1] not in (*KINDS, *ONLY) or match[2] not in PLACES:
+        if not match or match[2] not in PLACES_OF.get(match[1], ()):
+            known = "; ".join(f"{kind} at {', '.join(PLACES_OF[kind])}" for kind in PLACES_OF)
             raise ValueError(
-                f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R] with KIND "
-                f"one of {', '.join((*KINDS, *ONLY))} and WHERE one of {', '.join(PLACES)}")
+                f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R]. There "
+                f"are: {known}")
         kind, where, name, first, last, rank = match.groups()
-        fault = Fault(kind, where, name, int(first), int(last or first), rank and int(rank))
+        last = last or first
+        fault = Fault(kind, where, name or "*", int(first), int(last), rank and int(rank))
         if fault.last < fault.first:
             raise ValueError(f"--inject {part!r}: the last step comes before the first")
-        if where not in ONLY.get(kind, PLACES):
-            places = ", ".join(ONLY[kind])
-            raise ValueError(f"--inject {part!r}: {kind} can be planted at {places} only")
         faults.append(fault)
     return tuple(faults)
 
 
 def fault_value(kind: str, dtype: torch.dtype) -> float | int:
-    """The number to plant. An integer cannot be NaN or inf: it gets what the cast of a NaN or inf
-    leaves. "big": fp16 holds 6e4 but not 6e4 + 6e4; fp32 and bf16 hold 1e30 but not its square."""
+    """The number to plant. An integer cannot be NaN or inf: it gets its smallest or largest number,
+    as the cast of a NaN or inf does. "big": fp16 holds 6e4 but not 6e4 + 6e4; fp32 and bf16 hold
+    1e30 but not its square."""
     if dtype.is_floating_point:
         big = 6e4 if dtype == torch.float16 else 1e30
         return {"nan": math.nan, "inf": math.inf, "big": big}[kind]
-    if dtype in (torch.uint8, torch.bool):
-        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion")
     info = torch.iinfo(dtype)
-    return {"nan": info.min, "inf": info.max, "big": min(10**9, info.max)}[kind]
+    return info.min if kind == "nan" else info.max
 
 
 def flipped(x: Tensor) -> Tensor:
@@ -104,11 +103,8 @@ def flipped(x: Tensor) -> Tensor:
 
 
 def pick(fault: Fault, names: Iterable[str]) -> str:
-    """The first name that fits the fault's NAME (exact, then pattern); without a NAME the first."""
-    names = list(names)
-    fits = names
-    if fault.name is not None:
-        fits = [n for n in names if n == fault.name] or fnmatch.filter(names, fault.name)
+    """The first name that fits the fault's NAME, a pattern."""
+    fits = fnmatch.filter(names, fault.name)
     if not fits:
         there = ", ".join(names) or "none"
         raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {there}")
@@ -123,23 +119,26 @@ def spoil(tree: Any, kind: str) -> Any:
     first = torch.zeros_like(x, dtype=torch.bool)
     first[(0,) * x.dim()] = True
     one = first.to(x.dtype)
-    # By arithmetic, as in a model: a NaN that the script itself writes down would be bad data.
     if kind == "flip":
         leaves[i] = flipped(x)
-    elif kind == "nan" and x.is_floating_point():
-        leaves[i] = x + (-one).sqrt()
-    elif kind == "inf" and x.is_floating_point():
-        leaves[i] = x - (1 - one).log()
-    else:
+    elif kind == "big" or not x.is_floating_point():
         leaves[i] = x.masked_fill(first, fault_value(kind, x.dtype))
+    # By arithmetic, as in a model: a NaN that the script itself writes down would be bad data.
+    elif kind == "nan":
+        leaves[i] = x + (-one).sqrt()
+    else:
+        leaves[i] = x - (1 - one).log()
     return tree_unflatten(leaves, shape)
 
 
 class Injector:
     """Plants faults from outside the step. Without faults every method returns its arguments."""
 
-    def __init__(self, net: nn.Module, faults: Iterable[Fault] = (), rank: int = 0,
-                 scales: bool = True):
+    def __init__(self, net: nn.Module, spec: str = "", model: nn.Module | None = None,
+                 rank: int = 0, scales: bool = True):
+        """ValueError for a spec that does not read, or a name that `net` does not have. scales:
+        whether there is a loss scale."""
+        faults = parse_inject(spec)
         if not scales and any(f.where == "scale" for f in faults):
             raise ValueError("--inject scale: this precision has no loss scale")
         self.net = net
@@ -156,12 +155,15 @@ class Injector:
             strike = functools.partial(self._strike, f)
             if f.where == "act":  # without a name: the first module that has no modules inside
                 every = dict(net.named_modules())
-                names = [n for n, m in every.items() if n and (f.name or not any(m.children()))]
-                module = net.get_submodule(pick(f, names))
+                inner = f.name == "*"
+                names = [n for n, m in every.items() if n and not (inner and any(m.children()))]
+                module = every[pick(f, names)]
                 module.register_forward_hook(lambda m, args, out, strike=strike: strike(out))
             elif f.where == "grad":
                 params = {n: p for n, p in net.named_parameters() if p.requires_grad}
                 params[pick(f, params)].register_hook(strike)
+        if self.faults and model is not None:
+            model.register_forward_hook(self._strike_loss)
 
     def _measure(self, net: nn.Module, args: tuple) -> None:
         self._size = len(args[0])
@@ -178,34 +180,45 @@ class Injector:
             size = self._size
             self._size = 0  # once a pass
             raise torch.OutOfMemoryError(
-                f"planted: no memory for {size} images at {f.name or f.where}")
+                f"planted: no memory for {size} images at {f.where} {f.name}")
         return tree
 
-    def attach(self, model: nn.Module) -> None:
-        """`model` returns (loss, metrics): in training its loss goes through `loss` now."""
+    def _strike_loss(self, model: nn.Module, args: tuple, out: tuple) -> tuple | None:
+        """In training, micro-batch 0 of a step writes the faults of buffers (they stay in later
+        micro-batches) and multiplies the loss by its fault, so that the backward is struck too."""
+        if not model.training:
+            return None
+        first = self.micro == 0
+        loss, *metrics = out
+        if not self.repeats:
+            self.micro += 1
+        if first and not self.repeats:
+            named = self.net.named_buffers()
+            floats = {n: b for n, b in named if b.is_floating_point() and b.numel()}
+            self._write("buffer", floats)
+        for f in self._due("loss") if first else ():
+            loss = loss * fault_value(f.kind, loss.dtype)
+        return loss, *metrics
 
-        def hook(m: nn.Module, args: Any, out: tuple) -> tuple | None:
-            return (self.loss(out[0]), *out[1:]) if m.training else None
-
-        if self.faults:
-            model.register_forward_hook(hook)
-
-    def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None,
-              state: bool = True) -> None:
-        """Arm the faults due in `step`; plant those of param, optstate and scale at once.
-        state=False: a step that is run again, whose weights are as they are."""
+    def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None) -> None:
+        """Arm the faults due in `step`; plant those of param, optstate and scale at once. Without
+        optimizers: a step that is run again, whose weights are as they are."""
         self.step = step
         self.micro = 0
         self.repeats = False
         self._struck.clear()
-        if state:
-            self._write("param", self.net.named_parameters())
-        moments = [(name, t) for optimizer in optimizers for of in optimizer.state.values()
-                   for name, t in of.items() if isinstance(t, Tensor) and t.dim()]
-        if moments:  # a name is a key of the state, as exp_avg
+        if not self.faults:
+            return
+        if optimizers:
+            self._write("param", dict(self.net.named_parameters()))
+        moments = {  # a name is a key of the state, as exp_avg
+            name: t for optimizer in optimizers for state in optimizer.state.values()
+            for name, t in state.items() if isinstance(t, Tensor) and t.dim()
+        }
+        if moments:
             self._write("optstate", moments)
         if scale is not None:
-            self._write("scale", [("scale", scale)])
+            self._write("scale", {"scale": scale})
 
     def repeat(self, micro: int) -> None:
         """Until the next begin() every forward repeats this micro-batch: the loss is struck again,
@@ -215,37 +228,17 @@ class Injector:
 
     def batch(self, images: Any, labels: Any) -> tuple[Any, Any]:
         """The whole batch, with the faults of input and label in sample 0."""
-        for f in self.faults:
-            if f.where == "input":
-                images = self._strike(f, images)
-            elif f.where == "label":
-                labels = self._strike(f, labels)
+        for f in self._due("input"):
+            images = spoil(images, f.kind)
+        for f in self._due("label"):
+            labels = spoil(labels, f.kind)
         return images, labels
-
-    def loss(self, loss: Tensor) -> Tensor:
-        """After each forward where no model is attached. In micro-batch 0 it writes the faults of
-        buffers (they stay in later micro-batches) and multiplies the loss by its fault, so that
-        the backward is struck too."""
-        first = self.micro == 0
-        if not self.repeats:
-            self.micro += 1
-        if first and not self.repeats:
-            named = self.net.named_buffers()
-            self._write("buffer", ((n, b) for n, b in named if b.is_floating_point() and b.numel()))
-        for f in self._due("loss") if first else ():
-            loss = loss * fault_value(f.kind, loss.dtype)
-        return loss
 
     def _due(self, where: str) -> list[Fault]:
         return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
 
-    def _write(self, where: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        due = self._due(where)
-        tensors = dict(named) if due else {}  # nothing is gathered in a step without a fault
-        for f in due:
+    def _write(self, where: str, tensors: dict[str, Tensor]) -> None:
+        for f in self._due(where):
             # .data: a buffer may be saved for a backward to come
             t = tensors[pick(f, tensors)].data
-            if f.kind == "flip":
-                t.copy_(flipped(t))
-            else:
-                t[(0,) * t.dim()] = fault_value(f.kind, t.dtype)
+            t.copy_(spoil(t, f.kind))

@@ -25,7 +25,7 @@ def fork(folder, text, *arguments):
 
 
 def save(path, state):
-    checkpoint._write(path, *snapshot(state))
+    checkpoint.write(path, *snapshot(state))
 
 
 def wrote(checkpoints, state, step, good=False):
@@ -238,7 +238,7 @@ while True:
         host, ready = checkpoint.snapshot({"step": 3})
         checkpoints = Checkpoints(target)
         paths = checkpoints.previous, checkpoints.last_good
-        checkpoint._write(checkpoints.last, host, ready, *paths)
+        checkpoint.write(checkpoints.last, host, ready, *paths)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(nth, status, Checkpoints(target).newest()[1]["step"])

@@ -10,7 +10,7 @@ from torch import nn
 import guards
 from guards import Guard
 from optim import ClippedAdamW
-from rescue.inject import Injector, parse_inject
+from rescue.inject import Injector
 
 
 def network():
@@ -293,5 +293,5 @@ def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
 )  # fmt: skip
 def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
     with pytest.raises(ValueError, match="--inject") as caught:
-        Injector(network(), parse_inject(spec))
+        Injector(network(), spec)
     assert "\n" not in str(caught.value)

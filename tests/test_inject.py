@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rescue.inject import Injector, parse_inject
+from rescue.inject import Injector
 
 
 class Judged(nn.Module):
@@ -23,8 +23,7 @@ class Judged(nn.Module):
 
 def planted(spec):
     model = Judged()
-    injector = Injector(model.net, parse_inject(spec))
-    injector.attach(model)
+    injector = Injector(model.net, spec, model)
     injector.begin(2)
     return model, injector
 
