@@ -68,7 +68,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
@@ -101,10 +101,8 @@ LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
 HALF = (torch.float16, torch.bfloat16)
-FLOATS = tuple(
-    d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
-)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (*NARROW, torch.float32, torch.float64)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
 KEPT = {list: list.extend, dict: dict.update}  # attributes that are written in place
@@ -524,6 +522,8 @@ class Report:
             )
         if self.verdict == "data" and self.source.startswith("a "):
             return "mend this number where it is made: NumPy, a constant, a table"
+        if self.verdict == "data" and 0 < len(self.samples) == self.batch_size:
+            return ALL_BAD
         if self.source.startswith(EARLIER):
             return "that line made it or passed it on: --from-step 0 names the operation"
         if self.verdict == "weights" and not (flags or self.step):
@@ -655,8 +655,13 @@ def examine(
     the step.
     """
     outside = rng_states(record.device)
-    about = {"step": record.step, "rank": record.rank, "advice": advice}
-    about |= {"precision": str(precision), "scale": float(scale)}
+    about = {
+        "step": record.step,
+        "rank": record.rank,
+        "advice": advice,
+        "precision": str(precision),
+        "scale": float(scale),
+    }
     rerun = Rerun(run_step, record, net, about)
     try:
         with _stance("force_eager"):
@@ -670,10 +675,6 @@ def examine(
     finally:
         record.restore()
         set_rng_states(outside, record.device)
-    everything = report.samples and len(report.samples) == rerun.locator.size
-    in_batch = report.verdict == "data" and not report.source.startswith("a ")
-    if everything and in_batch and not report.fix:
-        report = replace(report, fix=ALL_BAD)
     known = record.indices[report.micro_batch]
     indices = tuple(known[i] for i in report.samples) if known else ()
     return replace(report, indices=indices, batch_size=rerun.locator.size)
@@ -737,7 +738,8 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with _stance("default"):
-            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net, {})()
+            rerun.run_step = run_compiled or rerun.run_step
+            symptom = rerun()
         if symptom:
             tried = (f"compiled: {symptom}", "in eager mode: finite")
             return replace(report, verdict="compiler", tried=tried)
@@ -1399,22 +1401,37 @@ def _lines(rerun, line, weak=""):
     return " and ".join(lines), Calls(weak=weak, lines=lines)
 
 
-def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
+@contextmanager
+def island(module: nn.Module, back: torch.dtype | None = None) -> Iterator[None]:
     """Inside, `module` computes in fp32. Its result goes back to the dtype `back`, or stays."""
-    inner = nn.Module()
-    # functional_call exchanges the parameters under this module
-    inner.inner, inner.forward = module, module.forward
+    plain = module.forward
 
     def forward(*args, **kwargs):
-        own = (*module.named_parameters(), *module.named_buffers())
-        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
-        device = _device((args, kwargs, half))
-        with torch.autocast(torch.device(device).type, enabled=False):
-            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            out = torch.func.functional_call(inner, half, args, kwargs)
+        out = _in_fp32(plain, args, kwargs)
         return _exchange(out, back, (torch.float32,)) if back in HALF else out
 
-    return mock.patch.object(module, "forward", forward)
+    with _weights_in(torch.float32, HALF, module), mock.patch.object(module, "forward", forward):
+        yield
+
+
+@contextmanager
+def _weights_in(to, of, net):
+    """Inside, weights and buffers of `net` that are one of the types `of` are `to`."""
+    held = {t: t.data for t in (*net.parameters(), *net.buffers()) if t.dtype in of}
+    for t, data in held.items():
+        t.data = data.to(to)
+    try:
+        yield
+    finally:
+        for t, data in held.items():
+            t.data = data
+
+
+def _in_fp32(function, args, kwargs):
+    """This call without autocast, and with fp32 in place of half."""
+    args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
+    with torch.autocast(torch.device(_device((args, kwargs))).type, enabled=False):
+        return function(*args, **kwargs)
 
 
 class Calls(TorchFunctionMode):
@@ -1451,15 +1468,11 @@ class Calls(TorchFunctionMode):
         meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
         if not self.lines or not meant or _line(_frames()) not in self.lines:
             return func(*args, **kwargs)
-        if self.weak:
-            self.hits += 1
-            args, kwargs = WEAK[self.weak][1](*args, **kwargs)
-            return func(*args, **kwargs)
-        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
-        self.hits += bool(floats)
-        with torch.autocast(torch.device(_device(floats)).type, enabled=False):
-            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            return func(*args, **kwargs)
+        self.hits += 1
+        if not self.weak:
+            return _in_fp32(func, args, kwargs)
+        args, kwargs = WEAK[self.weak][1](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class InDtype(TorchDispatchMode):
@@ -1468,19 +1481,15 @@ class InDtype(TorchDispatchMode):
 
     def __init__(self, to, of, net):
         super().__init__()
-        self.to, self.of = to, of
-        self.held = [t for t in (*net.parameters(), *net.buffers()) if t.dtype in of]
+        self.to, self.of, self.weights = to, of, _weights_in(to, of, net)
 
     def __enter__(self):
-        self.was = [t.data for t in self.held]
-        for t in self.held:
-            t.data = t.data.to(self.to)
+        self.weights.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        for t, data in zip(self.held, self.was, strict=True):
-            t.data = data
+        self.weights.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
