@@ -174,7 +174,10 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
-RAISED = {  # words of torch's
+RAISED = {  # words of the exception
+    "index -?[0-9]+ is not in": "mend these numbers, or make the table or layer larger",
+    "label -?[0-9.]+ is not in": "mend these labels, or leave them out: ignore_index= where one "
+    "means 'no label'; or the last layer has too few classes",
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
     "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
@@ -185,22 +188,19 @@ RAISED = {  # words of torch's
     "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
     "else add a small diagonal, or take torch.linalg.lstsq",
 }
-FITS = {  # what is out of range
-    "index": "mend these numbers, or make the table or layer larger",
-    "label": "mend these labels, or leave them out: ignore_index= where one means 'no label'; or "
-    "the last layer has too few classes",
-}
+
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
 TINY = (
     "the divisor is not 0 but as small as {}: find out why (a product of many factors, an exp of "
     "a large negative number): take logarithms or shorter pieces; an eps of 1e-6 would replace it"
 )
-BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
 )
+BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
     "not at single ones"
@@ -427,8 +427,7 @@ class Report:
     made: str = ""  # what the result holds; "" = the operation raised
     result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
-    largest: float = 0.0  # the largest finite magnitude among the inputs
-    lowest: float = 0.0  # the lowest number of the first input
+    spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
     source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
     again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
     entered: str = ""  # the sum or product which the -inf that was made here went into
@@ -455,6 +454,11 @@ class Report:
         return "still bad" in "".join(self.tried) and not self.cure[0]
 
     @property
+    def largest(self) -> float:
+        """The largest finite magnitude among the inputs."""
+        return max((abs(v) for span in self.spans for v in span if _is_real(v)), default=0.0)
+
+    @property
     def grown(self) -> bool:
         """Finite inputs so large that their result overflows."""
         large = self.largest > (1e3 if self.failed else 1e6)
@@ -465,7 +469,7 @@ class Report:
         """A number below 0, not 0 or its rounding: a clamp would hide what is wrong with it."""
         roots = ("sqrt", "rsqrt", "log", "log2", "log10", "pow")
         forward = self.phase == "forward" and self.weak in roots
-        return forward and self.lowest < -1e-3 * self.largest
+        return forward and self.spans[0][0] < -1e-3 * self.largest
 
     @property
     def weak(self) -> str:
@@ -496,8 +500,7 @@ class Report:
             half = self.result.partition("[")[0]
             back = "" if "result" in kind else f".to(torch.{half})"
             island = "with torch.autocast(x.device.type, enabled=False)"
-            code = re.sub(r"(^|\.)(\d+)(?![^.])", r"[\2]", name)  # blocks[9].fc1
-            code = f"net{code}" if code.startswith("[") else code
+            code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
             own = f"{code}.float(), and then " if "weights" in kind else ""
             return f"{name} in fp32: {own}{island}: y = {code}(x.float()){back}"
         if kind == "line":
@@ -506,15 +509,9 @@ class Report:
             whole = f"--precision {name}" if flags else f"the whole step in {name}"
             if self.weak == "to_copy":
                 return f"{WEAK['to_copy'][0]}, or {whole}"
-            late = "".join(t for t in self.tried if t.startswith("x.float() at"))
-            if "bad (loss" in late:
-                log = f"; {WEAK[self.weak][0]}" if self.weak.startswith("log") else ""
-                rounded = f"its operands are rounded before {line}, float() there is too late"
-                return f"{whole}: {rounded}{log}"
-            if "bad" in late:
-                return f"{whole}: float() at {line} alone is not enough"
-            alone = self.module or "could not" in late
-            return whole if alone else f"{whole}, or x.float() before {line} (not tried)"
+            if any(re.match(r"x\.float\(\) at .* bad", sentence) for sentence in self.tried):
+                whole += f": float() at {line} is not enough, or too late for what was rounded before"
+            return f"{whole}; {WEAK[self.weak][0]}" if self.weak.startswith("log") else whole
         if self.source == WRITTEN:
             return (
                 f"the script writes this number itself, at {line}: "
@@ -526,8 +523,7 @@ class Report:
             return ALL_BAD
         if self.source.startswith(EARLIER):
             return "that line made it or passed it on: --from-step 0 names the operation"
-        if self.verdict == "weights" and not (flags or self.step):
-            return "it was bad before the first step: initialise it, or load another checkpoint"
+
         if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
@@ -537,13 +533,12 @@ class Report:
         made_here = self.verdict in ("divergence", "precision") and not self.source
         if made_here and self.negative:
             return (
-                f"{self.weak} of a negative number ({self.lowest:.3g}): find out why it is "
+                f"{self.weak} of a negative number ({self.spans[0][0]:.3g}): find out why it is "
                 "negative (a sign, a formula, a difference that was rounded): a clamp hides it; "
                 "where it may be negative by right, the clamp is the cure"
             )
-        spans = re.findall(r"(\S+) \.\. (\S+)", " ".join(self.inputs))
-        if made_here and self.weak == "div" and len(spans) == 2 and float(spans[1][0]) > 0:
-            return TINY.format(spans[1][0])
+        if made_here and self.weak == "div" and self.spans[1:] and self.spans[1][0] > 0:
+            return TINY.format(f"{self.spans[1][0]:.3g}")
         if made_here and self.weak and not self.failed:
             return WEAK[self.weak][0]
         if self.verdict != "divergence" or self.grown:
@@ -556,7 +551,7 @@ class Report:
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
             return UNWRITTEN
-        if any(" -inf .. " in text for text in self.inputs):
+        if any(lowest == -inf for lowest, _ in self.spans):
             return MASKED
         return (
             "this operation has no finite value at these inputs: "
@@ -696,13 +691,12 @@ def _judge(rerun, report):
                 names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
         return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
-        words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
-        if where.wrong or re.search(words, report.symptom):
-            fix = next((FITS[what] for what in FITS if what in str(where.wrong)), "")
-            return replace(report, verdict="data", names=where.wrong, fix=fix)
+        fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
+        report = replace(report, names=where.wrong, fix=fix)
+        of_torch = r"(Target|index) -?\d+ is out|index out of range in|Class values"
+        if where.wrong or re.search(of_torch, report.symptom):
+            return replace(report, verdict="data")
         overflow = "without overflow" in report.symptom and not exact
-        fix = next((fix for words, fix in RAISED.items() if words in str(rerun.error)), "")
-        report = replace(report, fix=fix)
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
@@ -725,8 +719,7 @@ def _judge(rerun, report):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
         verdict = other.origin or ("precision" if _only_half(other) else "divergence")
         return replace(other, verdict=verdict)
-    number = report.fix == NOT_FINITE
-    return replace(report, verdict="data" if number else "divergence")
+    return replace(report, verdict="data" if report.fix == NOT_FINITE else "divergence")
 
 
 def _only_half(report):
@@ -859,7 +852,7 @@ OUTSIDE = "a tensor from outside of torch (NumPy, a file)"
 OPAQUE = "memory of torch.empty that no operation of torch wrote"
 UNKNOWN = "what compiled code or another library made"
 EARLIER = "a tensor of an earlier step"
-STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", EARLIER)
+STATE = ("parameter ", "buffer ", "attribute ", EARLIER)
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
@@ -923,8 +916,6 @@ class Locator(TorchDispatchMode):
         self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
         for name, p in net.named_parameters(prefix):
             self._known[_storage(p)] = f"parameter {name}"
-            if p.grad is not None:
-                self._known[_storage(p.grad)] = f"old gradient of {name}"
 
     def __enter__(self):
         if self.net is not None:
@@ -986,7 +977,7 @@ class Locator(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         rule = _rule(func)
-        given = dict(enumerate(args)) | kwargs
+        given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
         inputs = _flat((args, kwargs))
         written = _flat([given.get(k) for k in rule.writes])
@@ -1116,8 +1107,7 @@ class Locator(TorchDispatchMode):
             node=name,
             line=line or _line(stack),
             call=call,
-            largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
-            lowest=spans[0][1][0] if spans else 0.0,
+            spans=tuple(span for _, span in spans),
             inputs=(
                 *(self._shown(t, span) for t, span in spans),
                 *(f"the number {a:.3g}" for a in self.numbers),
@@ -1204,8 +1194,8 @@ class Locator(TorchDispatchMode):
                     self._carries(t, to, inner)
                     break
             # What a loop over the samples has made is put together.
-            if rule.joins and not sources and len(given.get(0, ())) == self.size:
-                d = given.get(1, given.get("dim", 0))
+            if rule.joins and not sources and len(given["tensors"]) == self.size:
+                d = given.get("dim", 0)
                 if t.shape[d] == self.size:
                     self._carries(t, d % t.dim(), 1)
 
@@ -1231,17 +1221,10 @@ def _rule(func):
     schema = func._schema
     name = schema.name.partition("::")[2].strip("_")
     pointwise = torch.Tag.pointwise in func.tags or name == "copy"
-    writes = [
-        key
-        for k, a in enumerate(schema.arguments)
-        if a.alias_info and a.alias_info.is_write
-        for key in (k, a.name)
-    ]
-    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
-        writes = [3, 4]  # the running statistics, of which the schema does not say so
-    over = next(
-        ((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None
-    )
+    names = [a.name for a in schema.arguments]
+    writes = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name):  # the schema does not say so
+        writes = ["running_mean", "running_var"]
 
     def follow(given, k, number, source, d, t):
         """The dimension of result `number` that is dimension `d` of input k (from the end)."""
@@ -1251,12 +1234,12 @@ def _rule(func):
         elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
             if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
-        elif name == "index" and d == 0 and _in_order(given[1][0], size):
+        elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
             pass
         elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
-        elif over:
-            dims = given.get(over[0], given.get(over[1]))
+        elif "dim" in names or "dims" in names:
+            dims = given.get("dim", given.get("dims"))
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
             if name == "stack":
@@ -1270,6 +1253,7 @@ def _rule(func):
         return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
     return SimpleNamespace(
+        names=names,
         writes=writes,
         pointwise=pointwise,
         follow=follow,
