@@ -905,7 +905,7 @@ class Locator(TorchDispatchMode):
         """Those with the size of the batch hold a row for each sample."""
         inside = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap: a row is no sample
         for t in tensors if self.size > 1 else ():
-            if self.size in t.shape[:2] and t.layout is torch.strided and not inside(t):
+            if self.size in t.shape[:2] and not inside(t):
                 self._carries(t, t.shape.index(self.size), 1)
 
     def _name(self, net, prefix=""):
@@ -949,13 +949,12 @@ class Locator(TorchDispatchMode):
             # 0: the batch was cut out by operations that were watched
             self.size = self.size or _batch_size(_batched(given))
             self.follow(given)
-        time_first = getattr(module, "batch_first", True) is False
-        if time_first and given and given[0].dim() == 3:
-            time, samples = given[0].shape[:2]
-            if time == self.size and samples != time:  # time was taken for the batch
-                self.size = samples
-                self._rows.clear()
-                self.follow(given)
+        sequence = given and given[0].dim() == 3 and len(given[0]) == self.size
+        if sequence and getattr(module, "batch_first", True) is False:
+            # time was taken for the batch
+            self.size = given[0].shape[1]
+            self._rows.clear()
+            self.follow(given)
         self._stack.append((name, self.calls[name]))
         self._mark()
 
@@ -980,10 +979,10 @@ class Locator(TorchDispatchMode):
         given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
         inputs = _flat((args, kwargs))
-        written = _flat([given.get(k) for k in rule.writes])
-        kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        written = {id(t): t for t in _flat([given.get(name) for name in rule.writes])}
+        kept = [a.clone() if id(a) in written else a for a in args]
         if rule.overwrites:
-            inputs = [t for t in inputs if not any(t is w for w in written)]
+            inputs = [t for t in inputs if id(t) not in written]
         spans = _spans(inputs) if written else []  # now: it overwrites its evidence
         if rule.index:
             self._check_index(rule.index(*args), func, inputs)
@@ -994,7 +993,7 @@ class Locator(TorchDispatchMode):
             self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
             raise
         before = {_storage(t) for t in inputs}
-        outs = _flat(out) + written
+        outs = [*_flat(out), *written.values()]
         if self._rows:
             try:
                 self._carry(rule, given, inputs, outs, before)
@@ -1012,23 +1011,23 @@ class Locator(TorchDispatchMode):
                 del self._known[storage]  # written now
             if is_bad(span := extent(t)):
                 spans = spans or _spans(inputs)
-                wanted = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
-                again = partial(_again, func, kept, kwargs)
-                self.causes[storage] = self._bad(func, rule, spans, t, span, wanted, again)
+                self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
             elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
                 del self.causes[storage]  # wholly overwritten
             elif rule.empty:
                 self._known[storage] = OPAQUE
         return out
 
-    def _bad(self, func, rule, spans, t, span, wanted, again):
-        """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
+    def _bad(self, call, spans, t, span):
+        """What made the bad result `t` of the call (func, args, kwargs)."""
+        func, args, kwargs = call
+        rule = _rule(func)
+        wanted = any(isinstance(a, float) and not _is_real(a) for a in (*args, *kwargs.values()))
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
             samples = self._samples(t)
-            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some.
-            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
-            if not spreads and 0 < len(samples) < (len(birth.samples) or self.size):
+            # Born elsewhere, it enters the batch here; or it goes on in some of the rows only.
+            if 0 < len(samples) < (len(birth.samples) or self.size):
                 birth = replace(birth, samples=samples)
             return number, birth
         masks = number == LAWFUL
@@ -1050,10 +1049,8 @@ class Locator(TorchDispatchMode):
             return next(self._clock), replace(birth, op=f"torch.{by}")
         if not all(abs(number) < inf for number in self.numbers):
             birth = replace(birth, fix=NOT_FINITE)
-        if rule.empty:  # which of it is used is not known yet
-            birth = replace(birth, samples=())
         self.births[birth.line] = True
-        return next(self._clock), replace(birth, again=again())
+        return next(self._clock), replace(birth, again=_again(*call))
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -1077,7 +1074,7 @@ class Locator(TorchDispatchMode):
         if not name or not func:
             return NOBODY
         self._cut(t)
-        birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
+        birth = replace(self._birth(func, spans, t), source=name)
         number = LAWFUL if mask else next(self._clock)
         return self.causes.setdefault(storage, (number, birth))
 
@@ -1118,13 +1115,13 @@ class Locator(TorchDispatchMode):
         if out is None:
             return birth
         bad = [span for _, span in spans if is_bad(span)]
-        nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
+
         return replace(
             birth,
             made=_made(extent(out)),
             result=_type(out),
             source="" if all(map(is_mask, bad)) else CONSTANT,
-            samples=self._samples(out, nan),
+            samples=self._samples(out),
         )
 
     def _shown(self, t, span):
@@ -1150,7 +1147,7 @@ class Locator(TorchDispatchMode):
     # shape through which it is viewed.
 
     def _carries(self, t, d, inner):
-        if t.stride(d):
+        if t.layout is torch.strided and t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
     def _cut(self, t):
@@ -1189,7 +1186,7 @@ class Locator(TorchDispatchMode):
             if part and storage in self._rows:
                 continue  # a view, or written in part
             self._rows.pop(storage, None)  # overwritten
-            for k, source, (d, inner) in sources if t.layout is torch.strided else ():
+            for k, source, (d, inner) in sources:
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
