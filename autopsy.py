@@ -70,7 +70,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import count, takewhile
@@ -433,7 +433,7 @@ class Report:
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     samples: tuple[int, ...] = ()  # positions in the micro-batch
-    batch_size: int = 0  # by what they were counted; 0: not known
+    batch_size: int = 0  # by what they were counted
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
     repeated: bool = True  # the step was run again, in fp32 too
@@ -475,7 +475,7 @@ class Report:
     def weak(self) -> str:
         """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
-        for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
+        for name in (self.node, *self.op.split(".")[1:2]):
             other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
             name = re.sub(other, "", name.lower())
             harmless = name in ("mul", "mean") and self.made != "nan"
@@ -591,8 +591,7 @@ class Report:
             where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
             yield where + _few(self.names, 5)
         if self.samples:
-            size = f" of {self.batch_size}" if self.batch_size else ""
-            known = f": positions in the batch{size}"
+            known = f": positions in the batch of {self.batch_size}"
             if self.indices:
                 known = f" (in the data set: {_few(self.indices)})"
             place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
@@ -672,7 +671,7 @@ def examine(
         set_rng_states(outside, record.device)
     known = record.indices[report.micro_batch]
     indices = tuple(known[i] for i in report.samples) if known else ()
-    return replace(report, indices=indices, batch_size=rerun.locator.size)
+    return replace(report, indices=indices)
 
 
 def _judge(rerun, report):
@@ -747,22 +746,17 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             names, wrong = _outside_of("label", labels, 0, num_classes - 1, lawful)
             if names:
                 rows = wrong.reshape(len(labels), -1).any(1).nonzero().flatten().tolist()
-                found = {"names": names, "samples": tuple(rows), "micro_batch": k}
-                return replace(report, verdict="data", **found)
+                found = {"names": names, "samples": tuple(rows), "batch_size": len(labels)}
+                return replace(report, verdict="data", micro_batch=k, **found)
     verdict = "calibration" if report.scale > 1 else "not reproducible"
     return replace(report, verdict=verdict)
 
 
 def _labels(batch):
     """Whole numbers among the later items of a tuple; in a mapping what is called so."""
-    every = dict(inner_tensors(batch)).items()
-    return [
-        t
-        for name, t in every
-        if (re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0")
-        and t.dim()
-        and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
-    ]
+    later = re.compile(r"[1-9]\d*|.*\.(labels?|targets?)")
+    named = [t for name, t in inner_tensors(batch) if later.fullmatch(name) and t.dim()]
+    return [t for t in named if not (t.is_floating_point() or t.is_complex())]
 
 
 def _outside_of(what, index, low, high, lawful):
@@ -831,11 +825,12 @@ class Rerun:
         if self.error:
             line = _line(_frames_in(traceback.format_tb(self.error.__traceback__)))
             frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
-            modules = [frame.f_locals.get("self") for frame in reversed(frames)]
-            named = (where.names[m] for m in modules if isinstance(m, nn.Module))
-            module = next(filter(None, named), "")
+            inner = [frame.f_locals.get("self") for frame in reversed(frames)]
+            modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
+            module = next(filter(None, modules), "")
             raised = Report(op=type(self.error).__name__, module=module, phase="forward", line=line)
-            birth = where.failed or where.blame(_bad_locals(self.error)) or raised
+            variables = [v for frame in frames for v in frame.f_locals.values()]
+            birth = where.failed or where.blame(filter(torch.is_tensor, variables)) or raised
         elif symptom:
             if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
                 self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN
@@ -1012,7 +1007,7 @@ class Locator(TorchDispatchMode):
             if is_bad(span := extent(t)):
                 spans = spans or _spans(inputs)
                 self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
-            elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
+            elif storage in self.causes and not _is_part(t):
                 del self.causes[storage]  # wholly overwritten
             elif rule.empty:
                 self._known[storage] = OPAQUE
@@ -1110,12 +1105,12 @@ class Locator(TorchDispatchMode):
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
+            batch_size=self.size,
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )
         if out is None:
             return birth
         bad = [span for _, span in spans if is_bad(span)]
-
         return replace(
             birth,
             made=_made(extent(out)),
@@ -1152,17 +1147,17 @@ class Locator(TorchDispatchMode):
 
     def _cut(self, t):
         """A piece of a table that is as long as the batch holds its samples, too."""
-        if _storage(t) not in self._rows and _values(t).nbytes < _storage(t).nbytes():
+        if _storage(t) not in self._rows and _is_part(t):
             self.follow([t])
 
     def _dim(self, t):
         """(the dimension of `t` that is the batch, its elements a sample), or None."""
-        strided = t.layout is torch.strided
-        step = self._rows.get(_storage(t), 0) // t.element_size() if strided else 0
-        for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
-            whole = stride and n > 1 and step % stride == 0
-            if whole and n % (self.size * (step // stride)) == 0:
-                return d, step // stride
+        step = self._rows.get(_storage(t), 0) // t.element_size()
+        strided = step and t.layout is torch.strided
+        for d, stride in enumerate(t.stride() if strided else ()):
+            inner = step // max(stride, 1)
+            if inner * stride == step and t.shape[d] % (self.size * inner) == 0:
+                return d, inner
         return None
 
     def _samples(self, t, wrong=None):
@@ -1182,8 +1177,8 @@ class Locator(TorchDispatchMode):
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
         for number, t in enumerate(outs):
-            part = (storage := _storage(t)) in before or _values(t).nbytes < storage.nbytes()
-            if part and storage in self._rows:
+            storage = _storage(t)
+            if storage in self._rows and (storage in before or _is_part(t)):
                 continue  # a view, or written in part
             self._rows.pop(storage, None)  # overwritten
             for k, source, (d, inner) in sources:
@@ -1506,6 +1501,11 @@ def _storage(t):
     return _values(t).untyped_storage()
 
 
+def _is_part(t):
+    """A view of a piece of its storage."""
+    return _values(t).nbytes < _storage(t).nbytes()
+
+
 def _spans(tensors):
     """(tensor, extent) of those with real numbers."""
     return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
@@ -1567,8 +1567,6 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
     if isinstance(tree, Tensor):
         yield prefix, tree
         return
-    if is_dataclass(tree) and not isinstance(tree, type):
-        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
     if isinstance(tree, list | tuple):
         tree = dict(enumerate(tree))
     elif not isinstance(tree, Mapping):
@@ -1625,12 +1623,6 @@ def _few(items, n=8, between=", "):
     more = f" and {len(items) - n} more" if len(items) > n else ""
     return between.join(map(str, items[:n])) + more
 
-
-def _bad_locals(error):
-    """The bad variables in the frames of an exception."""
-    frames = traceback.walk_tb(error.__traceback__)
-    every = [v for frame, _ in frames for v in frame.f_locals.values()]
-    return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
 def _frames():
