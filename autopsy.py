@@ -105,7 +105,7 @@ NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*NARROW, torch.float32, torch.float64)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
-KEPT = {list: list.extend, dict: dict.update}  # attributes that are written in place
+KEPT = (list, dict)  # attributes that are written in place
 EPS = 1e-6
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
 
@@ -376,7 +376,7 @@ def _carry_back(carried):
         for name, (value, held) in before.items():
             if type(value) in KEPT:
                 value.clear()
-                KEPT[type(value)](value, held)
+                value.__init__(held)  # the same object, filled again
             vars(module)[name] = value
 
 
@@ -510,7 +510,7 @@ class Report:
             if self.weak == "to_copy":
                 return f"{WEAK['to_copy'][0]}, or {whole}"
             if any(re.match(r"x\.float\(\) at .* bad", sentence) for sentence in self.tried):
-                whole += f": float() at {line} is not enough, or too late for what was rounded before"
+                whole += f": float() at {line} is not enough, or its operands are rounded before"
             return f"{whole}; {WEAK[self.weak][0]}" if self.weak.startswith("log") else whole
         if self.source == WRITTEN:
             return (
@@ -1039,7 +1039,7 @@ class Locator(TorchDispatchMode):
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
             by = self.functions.name  # a function that fills with NaN by itself is an operation
-            if WRITERS.search(by) or birth.phase == "backward":
+            if re.search(WRITERS, by):
                 return next(self._clock), replace(birth, source=WRITTEN)
             return next(self._clock), replace(birth, op=f"torch.{by}")
         if not all(abs(number) < inf for number in self.numbers):
@@ -1197,13 +1197,14 @@ def _in_order(index, size):
     return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
 
 
-STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # other dimensions; the batch stays
-DROPS = re.compile(
-    "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
-)
-SUMS = re.compile("(b|add|badd)?b?mm|sum|mean|dot|linear|convolution|(add)?mv|(index|scatter)_add")
-WRITERS = re.compile("^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num")  # the script's own
-CONSTANTS = ("fill", "masked_fill", "index_fill", "full", "full_like", "new_full", "scalar_tensor")
+# Of operations: the batch does not stay in the results of the first; in those of the second it
+# does, in other dimensions.
+DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
+STAYS = "nll_loss|embedding$|ctc_loss|linalg"
+MATMUL = "(b|add|badd)?b?mm|(add)?mv"
+SUMS = f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"
+CONSTANTS = "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor"
+WRITERS = "^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num"  # functions: the script's own
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
@@ -1223,12 +1224,12 @@ def _rule(func):
         size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
-        elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
+        elif re.fullmatch(MATMUL, name):
             if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
         elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
             pass
-        elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
+        elif re.search(DROPS, name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
         elif "dim" in names or "dims" in names:
             dims = given.get("dim", given.get("dims"))
@@ -1240,7 +1241,7 @@ def _rule(func):
                 return None
             elif t.dim() < source.dim():
                 d -= sum(x < d for x in dims)
-        elif t.dim() != source.dim() and not STAYS.search(name):
+        elif t.dim() != source.dim() and not re.search(STAYS, name):
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
@@ -1251,10 +1252,10 @@ def _rule(func):
         follow=follow,
         index=INDEX.get(name),
         overwrites=name in OVERWRITES,
-        constant=name in CONSTANTS,
+        constant=re.fullmatch(CONSTANTS, name),
         empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
         joins=name in ("stack", "cat"),
-        sums=SUMS.fullmatch(name),
+        sums=re.fullmatch(SUMS, name),
         takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
     )
