@@ -195,6 +195,7 @@ TINY = (
     "the divisor is not 0 but as small as {}: find out why (a product of many factors, an exp of "
     "a large negative number): take logarithms or shorter pieces; an eps of 1e-6 would replace it"
 )
+TOO_LOW = "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
 NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
@@ -487,34 +488,11 @@ class Report:
 
     @property
     def suggestion(self) -> str:
-        (kind, name), flags = self.cure, self.advice == "flags"
-        line = self.line or "that line"
         if self.fix:
             return self.fix
-        written = re.search(r"the number (-1e\+\d+)", " ".join(self.inputs))  # a mask's
-        if written and self.verdict == "precision" and self.result.startswith("float16"):
-            return f"torch.finfo(x.dtype).min for {written[1]}, which does not fit into half"
-        if kind.startswith("module"):
-            if flags:
-                return f"--keep-fp32 '{name}'"
-            half = self.result.partition("[")[0]
-            back = "" if "result" in kind else f".to(torch.{half})"
-            island = "with torch.autocast(x.device.type, enabled=False)"
-            code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
-            own = f"{code}.float(), and then " if "weights" in kind else ""
-            return f"{name} in fp32: {own}{island}: y = {code}(x.float()){back}"
-        if kind == "line":
-            return f"x.float() before {name}, with autocast off there"
-        if kind == "precision":
-            whole = f"--precision {name}" if flags else f"the whole step in {name}"
-            if self.weak == "to_copy":
-                return f"{WEAK['to_copy'][0]}, or {whole}"
-            if any(re.match(r"x\.float\(\) at .* bad", sentence) for sentence in self.tried):
-                whole += f": float() at {line} is not enough, or its operands are rounded before"
-            return f"{whole}; {WEAK[self.weak][0]}" if self.weak.startswith("log") else whole
         if self.source == WRITTEN:
             return (
-                f"the script writes this number itself, at {line}: "
+                f"the script writes this number itself, at {self.line}: "
                 "leave it out of the loss, or write another"
             )
         if self.verdict == "data" and self.source.startswith("a "):
@@ -545,7 +523,7 @@ class Report:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
             first = "look at these samples, no other does this; else "
             new = self.verdict == "divergence" and not self.step
-            advice = UNTRAINED if new else VERDICTS[self.verdict][not flags]
+            advice = UNTRAINED if new else VERDICTS[self.verdict][self.advice != "flags"]
             return first + advice if few and self.verdict == "divergence" else advice
         if not self.op:
             return "no operation was seen that made it: it was made in another thread or library"
@@ -1044,6 +1022,8 @@ class Locator(TorchDispatchMode):
             return next(self._clock), replace(birth, op=f"torch.{by}")
         if not all(abs(number) < inf for number in self.numbers):
             birth = replace(birth, fix=NOT_FINITE)
+        if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
+            birth = replace(birth, fix=TOO_LOW)
         self.births[birth.line] = True
         return next(self._clock), replace(birth, again=_again(*call))
 
@@ -1310,7 +1290,7 @@ def _try(rerun, report):
     """The report with the cures that were tried, up to the first that was finite: the guilty module
     in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     tried = []
-    for what, context, cure in _cures(rerun, report):
+    for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
         if rerun.error and type(rerun.error).__name__ not in report.symptom:
@@ -1320,38 +1300,57 @@ def _try(rerun, report):
         tried.append(f"{what}: {went}")
         report = replace(report, tried=tuple(tried))
         if went == "finite":
-            return replace(report, cure=cure)
+            return replace(report, cure=cure, fix=report.fix or advice)
     return report
 
 
 def _cures(rerun, report):
-    """(as text, the context of a run, Report.cure), one after the other."""
-    precision, line = report.verdict == "precision", report.line
-    modules = dict(rerun.net.named_modules())
-    # a loss around the network is not part of it
-    name = report.module if precision and report.module in modules else ""
-    kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
-    half = getattr(torch, report.result.partition("[")[0], None)
-    while name:
-        weights = any(p.dtype in HALF for p in modules[name].parameters())
-        for kind in kinds:
-            context = island(modules[name], None if "result" in kind else half)
-            cure = (f"{kind}, half weights" if weights else kind, name)
-            yield f"{name} in fp32{kind.removeprefix('module')}", context, cure
-        name = name.rpartition(".")[0]
-    weak = report.weak
+    """(as text, the context of a run, Report.cure, the advice if it helps), one after the other."""
+    line, weak = report.line, report.weak
     advice, mend = WEAK.get(weak, ("", None))
     if mend and report.verdict == "divergence" and not report.fix:
         where, calls = _lines(rerun, line, weak)
-        yield f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak)
-    if precision and line:
+        yield f"{advice.rpartition(': ')[2]} at {where}", calls, ("eps", weak), ""
+    if report.verdict != "precision":
+        return
+    yield from _islands(rerun, report)
+    late = ""
+    if line:
         where, calls = _lines(rerun, line)
-        yield f"x.float() at {where}", calls, ("line", where)
-    if precision and report.result.startswith("float16"):
-        bf16 = InDtype(torch.bfloat16, (torch.float16,), rerun.net)
-        yield "the whole step in bf16", bf16, ("precision", "bf16")
-    if precision:
-        yield "the whole step in fp32", None, ("precision", "fp32")
+        before = f"x.float() before {where}, with autocast off there"
+        yield f"x.float() at {where}", calls, ("line", where), before
+        late = f": float() at {line} is not enough, or its operands are rounded before"
+    if weak.startswith("log"):
+        late += f"; {advice}"
+    kinds = {"fp32": None}
+    if report.result.startswith("float16"):
+        kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
+    for kind, context in kinds.items():
+        whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
+        mended = f"{advice}, or {whole}" if weak == "to_copy" else whole + late
+        yield f"the whole step in {kind}", context, ("precision", kind), mended
+
+
+def _islands(rerun, report):
+    """The guilty module in fp32, then its parents; its result goes back to half, or does not."""
+    modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
+    # a loss around the network is not part of it
+    name = report.module if report.module in modules else ""
+    half = report.result.partition("[")[0]
+    while name:
+        code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
+        begin = "with torch.autocast(x.device.type, enabled=False)"
+        weights = ""
+        if any(p.dtype in HALF for p in modules[name].parameters()):
+            weights, begin = ", half weights", f"{code}.float(), and then {begin}"
+        for stays in sorted(("", ", result in fp32"), reverse=not flags):
+            context = island(modules[name], None if stays else getattr(torch, half, None))
+            back = "" if stays else f".to(torch.{half})"
+            advice = f"{name} in fp32: {begin}: y = {code}(x.float()){back}"
+            if flags:
+                advice = f"--keep-fp32 '{name}'"
+            yield f"{name} in fp32{stays}", context, (f"module{stays}{weights}", name), advice
+        name = name.rpartition(".")[0]
 
 
 def _lines(rerun, line, weak=""):
