@@ -74,7 +74,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import count, takewhile
-from math import frexp, inf
+from math import frexp, inf, isfinite
 from multiprocessing.process import BaseProcess
 from textwrap import shorten
 from types import ModuleType, SimpleNamespace
@@ -152,16 +152,16 @@ VERDICTS = {
 }
 
 
-def _first(mend):
-    """Changes the first argument of a call."""
-    return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
+def _clamp(**bounds):
+    """Bounds the first argument of a call."""
+    return lambda x, *args, **kwargs: ((x.clamp(**bounds), *args), kwargs)
 
 
-CLAMP = _first(lambda x: x.clamp(min=EPS))
-INSIDE = _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+CLAMP = _clamp(min=EPS)
+INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
 UNMASK = (
     "over a wholly masked row: write -1e4 into the mask instead of -inf",
-    _first(lambda x: x.clamp(min=-1e4)),
+    _clamp(min=-1e4),
 )
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
 NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
@@ -233,7 +233,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
     "log1p": (
         "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
-        _first(lambda x: x.clamp(min=-1 + EPS)),
+        _clamp(min=-1 + EPS),
     ),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": (
@@ -244,16 +244,19 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
         lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
     ),
-    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + EPS)),
+    "reciprocal": (
+        "division by zero: 1 / (x + eps), eps = 1e-6",
+        lambda x, *a, **k: ((x + EPS, *a), k),
+    ),
     "exp": (
         "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
         "that are not normalised, a high rate), and bound it: "
         "exp(x.clamp(max=40))",
-        _first(lambda x: x.clamp(max=40)),
+        _clamp(max=40),
     ),
     "acosh": (
         "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
-        _first(lambda x: x.clamp(min=1 + EPS)),
+        _clamp(min=1 + EPS),
     ),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
@@ -468,9 +471,9 @@ class Report:
     @property
     def negative(self) -> bool:
         """A number below 0, not 0 or its rounding: a clamp would hide what is wrong with it."""
-        roots = ("sqrt", "rsqrt", "log", "log2", "log10", "pow")
-        forward = self.phase == "forward" and self.weak in roots
-        return forward and self.spans[0][0] < -1e-3 * self.largest
+        _, mend = WEAK.get(self.weak, ("", None))
+        clamped = self.phase == "forward" and mend is CLAMP
+        return clamped and self.spans[0][0] < -1e-3 * self.largest
 
     @property
     def weak(self) -> str:
@@ -677,16 +680,18 @@ def _judge(rerun, report):
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
-    if where.ignored is not None and report.weak in means:
-        names = (f"every label is ignored ({where.ignored}): their mean is 0/0",)
-        return replace(report, verdict="data", names=names, fix=NO_LABEL)
+    ignored = f"every label is ignored ({where.ignored}): their mean is 0/0"
+    roots = ("batch_norm", "sqrt", "rsqrt", "pow")
     negative = [n for n, b in _statistics(rerun.net).items() if "var" in n and extent(b)[0] < 0]
-    if negative and report.weak in ("batch_norm", "sqrt", "rsqrt", "pow"):
-        names = (f"{_few(negative, 1)} is below 0",)
-        return replace(report, verdict="weights", names=names, fix=WEAK["batch_norm"][0])
-    if report.weak == "ctc_loss" and report.made == "inf":
-        names = ("a target that has no alignment with its input",)
-        return replace(report, verdict="data", names=names, fix=WEAK["ctc_loss"][0])
+    below = f"{_few(negative, 1)} is below 0"
+    unaligned = "a target that has no alignment with its input"
+    for fits, verdict, name, weak in (
+        (where.ignored is not None and report.weak in means, "data", ignored, "nll_loss"),
+        (negative and report.weak in roots, "weights", below, "batch_norm"),
+        (report.weak == "ctc_loss" and report.made == "inf", "data", unaligned, "ctc_loss"),
+    ):
+        if fits:
+            return replace(report, verdict=verdict, names=(name,), fix=WEAK[weak][0])
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
@@ -847,7 +852,7 @@ class Locator(TorchDispatchMode):
         self.failed = None  # the operation that raised
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
-        self.births = {}  # "file:line in function" of all that made a bad number, in order
+        self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
         self.wrong = ()  # "label 3 is not in 0..2"
         self.lawful = {-100}  # every ignore_index seen
         self._stack = [("", 0)]  # modules under way: name, which call
@@ -893,9 +898,8 @@ class Locator(TorchDispatchMode):
     def __enter__(self):
         if self.net is not None:
             self._name(self.net)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.set_anomaly_enabled(True, check_nan=False)
         self._handles = (
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
@@ -904,7 +908,7 @@ class Locator(TorchDispatchMode):
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._anomaly.__exit__()
+        torch.set_anomaly_enabled(*self._anomaly)
         for handle in self._handles:
             handle.remove()
 
@@ -1017,14 +1021,13 @@ class Locator(TorchDispatchMode):
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
             by = self.functions.name  # a function that fills with NaN by itself is an operation
-            if re.search(WRITERS, by):
-                return next(self._clock), replace(birth, source=WRITTEN)
-            return next(self._clock), replace(birth, op=f"torch.{by}")
-        if not all(abs(number) < inf for number in self.numbers):
+            maker = {"source": WRITTEN} if re.search(WRITERS, by) else {"op": f"torch.{by}"}
+            return next(self._clock), replace(birth, **maker)
+        if not all(map(isfinite, self.numbers)):
             birth = replace(birth, fix=NOT_FINITE)
         if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
             birth = replace(birth, fix=TOO_LOW)
-        self.births[birth.line] = True
+        self.births[birth.line] = birth.weak
         return next(self._clock), replace(birth, again=_again(*call))
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
@@ -1363,12 +1366,10 @@ def _lines(rerun, line, weak=""):
     while len(lines) < 4:
         with Locator(rerun.net) as where:
             symptom = rerun(Calls(weak=weak, lines=lines))
-        birth = where.blame(rerun.results.values()) if symptom and not rerun.error else None
-        more = [] if weak or symptom else where.births
-        if birth and (not weak or birth.weak == weak):
-            more = [birth.line]
+        births = where.births.items() if symptom or not weak else ()
+        more = [at for at, kind in births if at not in (*meant, *lines) and weak in ("", kind)]
         # no line of a library: nobody can mend that
-        more = [at for at in more if at not in (*meant, *lines) and ", called from" not in at]
+        more = [at for at in more if ", called from" not in at]
         if not more:
             break
         lines.append(more[0])
