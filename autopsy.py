@@ -579,9 +579,9 @@ class Report:
             yield f"samples {_few(self.samples)} {place}{known}"
         elif self.micro_batch:
             yield f"in micro-batch {self.micro_batch}, rank {self.rank}"
-        if self.verdict in ("precision", "divergence") and self.repeated:
-            finite = "finite" if self.verdict == "precision" else "bad as well"
-            yield "the same batch in fp32: " + finite
+        in_fp32 = {"precision": "finite", "divergence": "bad as well"}
+        if self.repeated and self.verdict in in_fp32:
+            yield "the same batch in fp32: " + in_fp32[self.verdict]
         yield from (f"tried: {sentence}" for sentence in self.tried)
         yield f"try: {self.suggestion}"
 
@@ -1007,14 +1007,13 @@ class Locator(TorchDispatchMode):
             if 0 < len(samples) < (len(birth.samples) or self.size):
                 birth = replace(birth, samples=samples)
             return number, birth
-        masks = number == LAWFUL
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
-        spoils = birth and birth.source and not is_mask(span) and not rule.takes_masks
-        if masks and birth and (added or spoils):
+        spoilt = not is_mask(span) and not rule.takes_masks
+        if birth and (added or (birth.source and spoilt)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
-        if is_mask(span) and (masks or wanted):
+        if is_mask(span) and (wanted or number == LAWFUL):
             return LAWFUL, birth or self._birth(func, spans, t)
         birth = self._birth(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
@@ -1323,15 +1322,13 @@ def _cures(rerun, report):
         before = f"x.float() before {where}, with autocast off there"
         yield f"x.float() at {where}", calls, ("line", where), before
         late = f": float() at {line} is not enough, or its operands are rounded before"
-    if weak.startswith("log"):
-        late += f"; {advice}"
+    known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
     kinds = {"fp32": None}
     if report.result.startswith("float16"):
         kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
     for kind, context in kinds.items():
         whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
-        mended = f"{advice}, or {whole}" if weak == "to_copy" else whole + late
-        yield f"the whole step in {kind}", context, ("precision", kind), mended
+        yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
 
 
 def _islands(rerun, report):
