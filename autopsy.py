@@ -174,10 +174,14 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
+INDICES = "mend these numbers, or make the table or layer larger"
+LABELS = (
+    "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the last "
+    "layer has too few classes"
+)
 RAISED = {  # words of the exception
-    "index -?[0-9]+ is not in": "mend these numbers, or make the table or layer larger",
-    "label -?[0-9.]+ is not in": "mend these labels, or leave them out: ignore_index= where one "
-    "means 'no label'; or the last layer has too few classes",
+    r"index -?\d+ is (not in|out)|index out of range in": INDICES,
+    r"label \S+ is not in|Target -?\d+ is out|Class values": LABELS,
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
     "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
@@ -468,12 +472,6 @@ class Report:
         large = self.largest > (1e3 if self.failed else 1e6)
         return self.made != "nan" and large and not self.source
 
-    @property
-    def negative(self) -> bool:
-        """A number below 0, not 0 or its rounding: a clamp would hide what is wrong with it."""
-        _, mend = WEAK.get(self.weak, ("", None))
-        clamped = self.phase == "forward" and mend is CLAMP
-        return clamped and self.spans[0][0] < -1e-3 * self.largest
 
     @property
     def weak(self) -> str:
@@ -511,17 +509,20 @@ class Report:
                 "(a row without entries), write 0 before the sum or product; label_smoothing gives "
                 "masked classes a share, too: none there"
             )
-        made_here = self.verdict in ("divergence", "precision") and not self.source
-        if made_here and self.negative:
-            return (
-                f"{self.weak} of a negative number ({self.spans[0][0]:.3g}): find out why it is "
-                "negative (a sign, a formula, a difference that was rounded): a clamp hides it; "
-                "where it may be negative by right, the clamp is the cure"
-            )
-        if made_here and self.weak == "div" and self.spans[1:] and self.spans[1][0] > 0:
-            return TINY.format(f"{self.spans[1][0]:.3g}")
-        if made_here and self.weak and not self.failed:
-            return WEAK[self.weak][0]
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+            advice, mend = WEAK[self.weak]
+            lowest = [low for low, _ in self.spans] or [0.0]  # of whole numbers nothing is known
+            below_0 = self.phase == "forward" and lowest[0] < -1e-3 * self.largest
+            if mend is CLAMP and below_0:  # not 0, or its rounding
+                return (
+                    f"{self.weak} of a negative number ({lowest[0]:.3g}): find out why it is "
+                    "negative (a sign, a formula, a difference that was rounded): a clamp hides "
+                    "it; where it may be negative by right, the clamp is the cure"
+                )
+            if self.weak == "div" and lowest[-1] > 0 and lowest[1:]:
+                return TINY.format(f"{lowest[-1]:.3g}")
+            if not self.failed:
+                return advice
         if self.verdict != "divergence" or self.grown:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
             first = "look at these samples, no other does this; else "
@@ -673,8 +674,7 @@ def _judge(rerun, report):
     if report.op and not report.made:  # the step raised, and not because of a bad number
         fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
         report = replace(report, names=where.wrong, fix=fix)
-        of_torch = r"(Target|index) -?\d+ is out|index out of range in|Class values"
-        if where.wrong or re.search(of_torch, report.symptom):
+        if fix in (INDICES, LABELS):
             return replace(report, verdict="data")
         overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
