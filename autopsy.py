@@ -367,8 +367,12 @@ def _put_back(net, copies):
 
 def _attributes(module):
     """What a module carries without a buffer: hidden states, counters, short lists."""
-    every = [(n, v) for n, v in vars(module).items() if n not in INTERNAL]
-    return {n: v for n, v in every if not isinstance(v, tuple | list | dict) or len(v) < 99}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in INTERNAL
+        and (not isinstance(value, tuple | list | dict) or len(value) < 99)
+    }
 
 
 def _carried(net):
@@ -496,13 +500,12 @@ class Report:
                 f"the script writes this number itself, at {self.line}: "
                 "leave it out of the loss, or write another"
             )
-        if self.verdict == "data" and self.source.startswith("a "):
+        if self.source.startswith(EARLIER):
+            return "that line made it or passed it on: --from-step 0 names the operation"
+        if self.source.startswith("a "):
             return "mend this number where it is made: NumPy, a constant, a table"
         if self.verdict == "data" and 0 < len(self.samples) == self.batch_size:
             return ALL_BAD
-        if self.source.startswith(EARLIER):
-            return "that line made it or passed it on: --from-step 0 names the operation"
-
         if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
@@ -523,12 +526,13 @@ class Report:
                 return TINY.format(f"{lowest[-1]:.3g}")
             if not self.failed:
                 return advice
-        if self.verdict != "divergence" or self.grown:
+        advice = VERDICTS[self.verdict][self.advice != "flags"]
+        if self.verdict != "divergence":
+            return advice
+        if self.grown:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
-            first = "look at these samples, no other does this; else "
-            new = self.verdict == "divergence" and not self.step
-            advice = UNTRAINED if new else VERDICTS[self.verdict][self.advice != "flags"]
-            return first + advice if few and self.verdict == "divergence" else advice
+            first = "look at these samples, no other does this; else " if few else ""
+            return first + (advice if self.step else UNTRAINED)
         if not self.op:
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
@@ -596,10 +600,9 @@ def agree(report: Report) -> Report:
     A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return report
-    every = [None] * dist.get_world_size()
-    grave = list(VERDICTS).index(report.verdict)
-    dist.all_gather_object(every, (grave, report.rank, report))
-    return min(every, key=lambda entry: entry[:2])[2]
+    every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
+    dist.all_gather_object(every, report)
+    return min(every, key=lambda other: (verdicts.index(other.verdict), other.rank))
 
 
 # --- The examination
@@ -1591,8 +1594,7 @@ def _batch_size(tensors):
     # of two dimensions of real numbers the second is no time, but columns
     heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in tensors]
     counts = Counter(n for head in heads for n in dict.fromkeys(head))
-    firsts = [head[0] for head in heads if head]
-    return max(counts, key=lambda n: (counts[n], n in firsts), default=0)
+    return max(counts, key=counts.get, default=0)  # of equals the one that came first
 
 
 def _exchange(tree, to, of):
