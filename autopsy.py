@@ -85,6 +85,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import (
@@ -333,7 +334,7 @@ class StepRecord:
 
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
         self.step, self.rank, self.net = step, rank, net
-        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
+        self.device = _device(list(net.parameters()))
         self.buffers = _copied_buffers(net)
         self.carried = _carried(net)
         self.rng = rng_states(self.device)
@@ -343,7 +344,7 @@ class StepRecord:
 
     def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
         self.batches.append(batch)
-        self.indices.append(None if indices is None else [int(i) for i in indices])
+        self.indices.append([] if indices is None else [int(i) for i in indices])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -754,9 +755,6 @@ def _outside_of(what, index, low, high, lawful):
     return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
 
 
-# Fused attention knows half only; its plain mathematics knows fp32.
-PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
-
 
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
@@ -772,14 +770,15 @@ class Rerun:
         self.record.restore()
         self.error = None
         clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
-        plain = PLAIN_ATTENTION() if fp32 else nullcontext()
+        # Fused attention knows half only; its plain mathematics knows fp32.
+        attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
         try:
-            with warnings.catch_warnings(), context or nullcontext(), plain:
+            with warnings.catch_warnings(), context or nullcontext(), attention:
                 warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
-                        context.take(batch, len(self.record.indices[k] or ()))
+                        context.take(batch, len(self.record.indices[k]))
                     out = self.run_step(batch, fp32)
                     if not isinstance(out, tuple):
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
