@@ -434,7 +434,7 @@ class Report:
     op: str = ""  # "aten.log.default"; "" = no operation is guilty
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
-    phase: str = ""  # "forward" or "backward"
+    phase: str = "forward"  # or "backward", "optimizer"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
     made: str = ""  # what the result holds; "" = the operation raised
@@ -727,14 +727,14 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     if names := tuple(name + _bad_rows(t) for name, t in named.items() if is_bad(extent(t))):
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict="weights", names=names, symptom=symptom)
+    where = rerun.locator
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
+        where.take(batch)
         for labels in _labels(batch):
-            lawful = rerun.locator.lawful
-            names, wrong = _outside_of("label", labels, 0, num_classes - 1, lawful)
+            names, wrong = _outside_of("label", labels, 0, num_classes - 1, where.lawful)
             if names:
-                rows = wrong.reshape(len(labels), -1).any(1).nonzero().flatten().tolist()
-                found = {"names": names, "samples": tuple(rows), "batch_size": len(labels)}
-                return replace(report, verdict="data", micro_batch=k, **found)
+                found = {"samples": where._samples(labels, wrong), "batch_size": where.size}
+                return replace(report, verdict="data", names=names, micro_batch=k, **found)
     verdict = "calibration" if report.scale > 1 else "not reproducible"
     return replace(report, verdict=verdict)
 
@@ -813,7 +813,7 @@ class Rerun:
             inner = [frame.f_locals.get("self") for frame in reversed(frames)]
             modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
             module = next(filter(None, modules), "")
-            raised = Report(op=type(self.error).__name__, module=module, phase="forward", line=line)
+            raised = Report(op=type(self.error).__name__, module=module, line=line)
             variables = [v for frame in frames for v in frame.f_locals.values()]
             birth = where.failed or where.blame(filter(torch.is_tensor, variables)) or raised
         elif symptom:
@@ -1068,9 +1068,8 @@ class Locator(TorchDispatchMode):
         if node is not None and not repeats:
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = _frames_in(node.metadata.get("traceback_", ()))
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
+            if name == "AccumulateGrad":
+                owner = self._known.get(_storage(node.variable), "").removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
             elif len(self._stack) == 1:
                 number = node._sequence_nr()
