@@ -193,7 +193,6 @@ RAISED = {  # words of the exception
     "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
     "else add a small diagonal, or take torch.linalg.lstsq",
 }
-
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
 TINY = (
@@ -206,7 +205,6 @@ NOT_FINITE = (
     "a count of 0)"
 )
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
-
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
     "not at single ones"
@@ -371,8 +369,7 @@ def _attributes(module):
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in INTERNAL
-        and (not isinstance(value, tuple | list | dict) or len(value) < 99)
+        if name not in INTERNAL and (not isinstance(value, tuple | list | dict) or len(value) < 99)
     }
 
 
@@ -476,7 +473,6 @@ class Report:
         """Finite inputs so large that their result overflows."""
         large = self.largest > (1e3 if self.failed else 1e6)
         return self.made != "nan" and large and not self.source
-
 
     @property
     def weak(self) -> str:
@@ -648,7 +644,7 @@ def examine(
             report = rerun.watch()
             if report.symptom:
                 report = _judge(rerun, report)
-                if try_cures and report.made:
+                if try_cures:
                     report = _try(rerun, report)
             else:
                 report = _finite(rerun, report, state, num_classes, run_compiled)
@@ -669,8 +665,7 @@ def _judge(rerun, report):
         held = _bad_rows(table) if origin == "weights" else f" holds {report.made}"
         holds = report.source + held
         names = [holds] if report.source != WRITTEN else []
-        batch = rerun.record.batches[report.micro_batch] if report.samples else ()
-        for _, t in inner_tensors(batch):
+        for _, t in inner_tensors(rerun.record.batches[report.micro_batch]):
             name, samples = where._known.get(_storage(t), report.source), where._samples(t)
             if name != report.source and samples and not is_mask(extent(t)):
                 names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
@@ -755,7 +750,6 @@ def _outside_of(what, index, low, high, lawful):
     return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
 
 
-
 class Rerun:
     """The recorded step, as often as needed, each time from the same buffers and random numbers."""
 
@@ -789,8 +783,8 @@ class Rerun:
                     self.results = results
                     for name, t in results.items():
                         span = extent(t)
-                        mask = name.startswith("buffer ") and is_mask(span)
-                        if is_bad(span) and not (mask and not STATISTIC.search(name)):
+                        mask = name.startswith("buffer ") and not STATISTIC.search(name)
+                        if is_bad(span) and not (mask and is_mask(span)):
                             return f"{name} is {_made(span)}"
         except Exception as error:
             self.error = error
@@ -883,9 +877,9 @@ class Locator(TorchDispatchMode):
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Those with the size of the batch hold a row for each sample."""
-        inside = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap: a row is no sample
         for t in tensors if self.size > 1 else ():
-            if self.size in t.shape[:2] and not inside(t):
+            # not within vmap, where a row is no sample
+            if self.size in t.shape[:2] and _values(t) is t:
                 self._carries(t, t.shape.index(self.size), 1)
 
     def _name(self, net, prefix=""):
@@ -1424,7 +1418,7 @@ class Calls(TorchFunctionMode):
         self.name = name
         if name == "one_hot" and self.locator:  # it is no operation of aten
             ranges = INDEX[name](*args, **kwargs)
-            self.locator._check_index(ranges, "torch.one_hot", _flat((args, kwargs)))
+            self.locator._check_index(ranges, "torch.one_hot", ())
         if func is Tensor.backward and args[0].numel() == 1 and kwargs["gradient"] is None:
             self.root = float(args[0].detach())
             slope = torch.ones_like(args[0]) / self.factor
@@ -1620,7 +1614,6 @@ def _few(items, n=8, between=", "):
     items = list(items)
     more = f" and {len(items) - n} more" if len(items) > n else ""
     return between.join(map(str, items[:n])) + more
-
 
 
 def _frames():
