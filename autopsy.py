@@ -175,14 +175,14 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
-INDICES = "mend these numbers, or make the table or layer larger"
-LABELS = (
+WRONG_INDEX = "mend these numbers, or make the table or layer larger"
+WRONG_LABEL = (
     "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the last "
     "layer has too few classes"
 )
 RAISED = {  # words of the exception
-    r"index -?\d+ is (not in|out)|index out of range in": INDICES,
-    r"label \S+ is not in|Target -?\d+ is out|Class values": LABELS,
+    r"index -?\d+ is (not in|out)|index out of range in": WRONG_INDEX,
+    r"label \S+ is not in|Target -?\d+ is out|Class values": WRONG_LABEL,
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
     "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
@@ -673,7 +673,7 @@ def _judge(rerun, report):
     if report.op and not report.made:  # the step raised, and not because of a bad number
         fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
         report = replace(report, names=where.wrong, fix=fix)
-        if fix in (INDICES, LABELS):
+        if fix in (WRONG_INDEX, WRONG_LABEL):
             return replace(report, verdict="data")
         overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
@@ -1337,7 +1337,8 @@ def _islands(rerun, report):
         begin = "with torch.autocast(x.device.type, enabled=False)"
         weights = ""
         if any(p.dtype in HALF for p in modules[name].parameters()):
-            weights, begin = ", half weights", f"{code}.float(), and then {begin}"
+            weights = ", half weights"
+            begin = f"{code}.float(), and then {begin}"
         for stays in sorted(("", ", result in fp32"), reverse=not flags):
             context = island(modules[name], None if stays else getattr(torch, half, None))
             back = "" if stays else f".to(torch.{half})"
