@@ -672,7 +672,7 @@ def _judge(rerun, report):
         return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
         fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
-        report = replace(report, names=where.wrong, fix=fix)
+        report = replace(report, fix=fix)
         if fix in (WRONG_INDEX, WRONG_LABEL):
             return replace(report, verdict="data")
         overflow = "without overflow" in report.symptom and not exact
@@ -849,7 +849,7 @@ class Locator(TorchDispatchMode):
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
-        self.wrong = ()  # "label 3 is not in 0..2"
+
         self.lawful = {-100}  # every ignore_index seen
         self._stack = [("", 0)]  # modules under way: name, which call
         # Autograd's sequence number where a module begins or ends, and the module from there on.
@@ -1107,12 +1107,12 @@ class Locator(TorchDispatchMode):
             self.lawful.update(ignore)
             if ignore and bool((index == ignore[0]).all()):
                 self.ignored = ignore[0]
-            self.wrong, wrong = _outside_of(what, index, low, high, ignore)
-            if self.wrong:
+            names, wrong = _outside_of(what, index, low, high, ignore)
+            if names:
                 self._cut(index)
                 birth = self._birth(func, _spans(inputs))
-                self.failed = replace(birth, samples=self._samples(index, wrong))
-                raise IndexError(self.wrong[0])
+                self.failed = replace(birth, names=names, samples=self._samples(index, wrong))
+                raise IndexError(names[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations
     # that keep it: then one step along the batch is a fixed number of bytes there, whatever the
