@@ -68,13 +68,13 @@ import warnings
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import count, takewhile
-from math import frexp, inf
+from math import frexp, inf, isfinite
 from multiprocessing.process import BaseProcess
 from textwrap import shorten
 from types import ModuleType, SimpleNamespace
@@ -85,6 +85,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import (
@@ -101,13 +102,11 @@ LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
 HALF = (torch.float16, torch.bfloat16)
-FLOATS = tuple(
-    d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point
-)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (*NARROW, torch.float32, torch.float64)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
-KEPT = {list: list.extend, dict: dict.update}  # attributes that are written in place
+KEPT = (list, dict)  # attributes that are written in place
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
 SECOND_MOMENT = re.compile("(exp_avg_sq|square_avg|sum)$")  # of which an optimizer takes the root
@@ -160,16 +159,16 @@ def _eps(x):
     return EPS_IN_HALF if x.dtype is torch.float16 else EPS
 
 
-def _first(mend):
-    """Changes the first argument of a call."""
-    return lambda x, *args, **kwargs: ((mend(x), *args), kwargs)
+def _clamp(**bounds):
+    """Bounds the first argument of a call."""
+    return lambda x, *args, **kwargs: ((x.clamp(**bounds), *args), kwargs)
 
 
-CLAMP = _first(lambda x: x.clamp(min=EPS))
-INSIDE = _first(lambda x: x.clamp(-1 + EPS, 1 - EPS))
+CLAMP = _clamp(min=EPS)
+INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
 UNMASK = (
     "over a wholly masked row: write -1e4 into the mask instead of -inf",
-    _first(lambda x: x.clamp(min=-1e4)),
+    _clamp(min=-1e4),
 )
 NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
 NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
@@ -182,7 +181,14 @@ ONE = (
     "the spread of one number is 0 / 0: no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
-RAISED = {  # words of torch's
+WRONG_INDEX = "mend these numbers, or make the table or layer larger"
+WRONG_LABEL = (
+    "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the last "
+    "layer has too few classes"
+)
+RAISED = {  # words of the exception
+    r"index -?\d+ is (not in|out)|index out of range in": WRONG_INDEX,
+    r"label \S+ is not in|Target -?\d+ is out|Class values": WRONG_LABEL,
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
     "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
     "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
@@ -193,11 +199,6 @@ RAISED = {  # words of torch's
     "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
     "else add a small diagonal, or take torch.linalg.lstsq",
 }
-FITS = {  # what is out of range
-    "index": "mend these numbers, or make the table or layer larger",
-    "label": "mend these labels, or leave them out: ignore_index= where one means 'no label'; or "
-    "the last layer has too few classes",
-}
 ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
 GROWN = "the gradient norm has grown"
 TINY = (
@@ -205,11 +206,12 @@ TINY = (
     "determinant, an exp of a large negative number): take logarithms (logsumexp, logdet), shorter "
     "pieces or float64; an eps or a clamp of 1e-6 would replace it, and its gradient"
 )
-BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+TOO_LOW = "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
 NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
 )
+BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a wrong file), "
     "not at single ones"
@@ -241,7 +243,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
     "log1p": (
         "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
-        _first(lambda x: x.clamp(min=-1 + EPS)),
+        _clamp(min=-1 + EPS),
     ),
     "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
     "div": (
@@ -252,16 +254,19 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
         lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
     ),
-    "reciprocal": ("division by zero: 1 / (x + eps), eps = 1e-6", _first(lambda x: x + _eps(x))),
+    "reciprocal": (
+        "division by zero: 1 / (x + eps), eps = 1e-6",
+        lambda x, *a, **k: ((x + _eps(x), *a), k),
+    ),
     "exp": (
         "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
         "that are not normalised, a high rate); of a sum of them take logsumexp; or bound it: "
         "exp(x.clamp(max=40))",
-        _first(lambda x: x.clamp(max=10 if x.dtype is torch.float16 else 40)),
+        lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
     ),
     "acosh": (
         "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
-        _first(lambda x: x.clamp(min=1 + EPS)),
+        _clamp(min=1 + EPS),
     ),
     "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
@@ -340,7 +345,7 @@ class StepRecord:
 
     def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
         self.step, self.rank, self.net = step, rank, net
-        self.device = next((p.device for p in net.parameters()), torch.device("cpu"))
+        self.device = _device(list(net.parameters()))
         self.buffers = _copied_buffers(net)
         self.carried = _carried(net)
         self.rng = rng_states(self.device)
@@ -350,7 +355,7 @@ class StepRecord:
 
     def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
         self.batches.append(batch)
-        self.indices.append(None if indices is None else [int(i) for i in indices])
+        self.indices.append([] if indices is None else [int(i) for i in indices])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -374,8 +379,11 @@ def _put_back(net, copies):
 
 def _attributes(module):
     """What a module carries without a buffer: hidden states, counters, short lists."""
-    every = [(n, v) for n, v in vars(module).items() if n not in INTERNAL]
-    return {n: v for n, v in every if not isinstance(v, tuple | list | dict) or len(v) < 99}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in INTERNAL and (not isinstance(value, tuple | list | dict) or len(value) < 99)
+    }
 
 
 def _carried(net):
@@ -391,7 +399,7 @@ def _carry_back(carried):
         for name, (value, held) in before.items():
             if type(value) in KEPT:
                 value.clear()
-                KEPT[type(value)](value, held)
+                value.__init__(held)  # the same object, filled again
             vars(module)[name] = value
 
 
@@ -436,20 +444,19 @@ class Report:
     op: str = ""  # "aten.log.default"; "" = no operation is guilty
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
-    phase: str = ""  # "forward" or "backward"
+    phase: str = "forward"  # or "backward", "optimizer"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
     made: str = ""  # what the result holds; "" = the operation raised
     result: str = ""  # dtype and shape of the result
     inputs: tuple[str, ...] = ()
-    largest: float = 0.0  # the largest finite magnitude among the inputs
-    lowest: float = 0.0  # the lowest number of the first input
+    spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
     source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
     again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     samples: tuple[int, ...] = ()  # positions in the micro-batch
-    batch_size: int = 0  # by what they were counted; 0: not known
+    batch_size: int = 0  # by what they were counted
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
     repeated: bool = True  # the step was run again, in fp32 too
@@ -470,23 +477,21 @@ class Report:
         return "still bad" in "".join(self.tried) and not self.cure[0]
 
     @property
+    def largest(self) -> float:
+        """The largest finite magnitude among the inputs."""
+        return max((abs(v) for span in self.spans for v in span if _is_real(v)), default=0.0)
+
+    @property
     def grown(self) -> bool:
         """Finite inputs so large that their result overflows."""
         large = self.largest > (1e3 if self.failed else 1e6)
         return self.made != "nan" and large and not self.source
 
     @property
-    def negative(self) -> bool:
-        """A number below 0, not 0 or its rounding: a clamp would hide what is wrong with it."""
-        roots = ("sqrt", "rsqrt", "log", "log2", "log10", "pow")
-        forward = self.phase == "forward" and self.weak in roots
-        return forward and self.lowest < -1e-3 * self.largest
-
-    @property
     def weak(self) -> str:
         """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
-        for name in (self.node, self.op.partition(".")[2].partition(".")[0]):
+        for name in (self.node, *self.op.split(".")[1:2]):
             other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
             name = re.sub(other, "", name.lower())
             harmless = name in ("mul", "mean") and self.made != "nan"
@@ -506,79 +511,51 @@ class Report:
 
     @property
     def suggestion(self) -> str:
-        (kind, name), flags = self.cure, self.advice == "flags"
-        line = self.line or "that line"
         if self.fix:
             return self.fix
-        written = re.search(r"the number (-1e\+\d+)", " ".join(self.inputs))  # a mask's
-        if written and self.verdict == "precision" and self.result.startswith("float16"):
-            return f"torch.finfo(x.dtype).min for {written[1]}, which does not fit into half"
-        if kind.startswith("module"):
-            if flags:
-                return f"--keep-fp32 '{name}'"
-            half = self.result.partition("[")[0]
-            back = "" if "result" in kind else f".to(torch.{half})"
-            island = "with torch.autocast(x.device.type, enabled=False)"
-            code = re.sub(r"(^|\.)(\d+)(?![^.])", r"[\2]", name)  # blocks[9].fc1
-            code = f"net{code}" if code.startswith("[") else code
-            own = f"{code}.float(), and then " if "weights" in kind else ""
-            return f"{name} in fp32: {own}{island}: y = {code}(x.float()){back}"
-        if kind == "line":
-            return f"x.float() before {name}, with autocast off there"
-        if kind == "precision":
-            whole = f"--precision {name}" if flags else f"the whole step in {name}"
-            if self.weak == "to_copy":
-                return f"{WEAK['to_copy'][0]}, or {whole}"
-            late = "".join(t for t in self.tried if t.startswith("x.float() at"))
-            if "bad (loss" in late:
-                log = f"; {WEAK[self.weak][0]}" if self.weak.startswith("log") else ""
-                rounded = f"its operands are rounded before {line}, float() there is too late"
-                return f"{whole}: {rounded}{log}"
-            if "bad" in late:
-                return f"{whole}: float() at {line} alone is not enough"
-            alone = self.module or "could not" in late
-            return whole if alone else f"{whole}, or x.float() before {line} (not tried)"
         if self.source == WRITTEN:
             return (
-                f"the script writes this number itself, at {line}: "
+                f"the script writes this number itself, at {self.line}: "
                 "leave it out of the loss, or write another"
             )
-        if self.verdict == "data" and self.source.startswith("a "):
-            return "mend this number where it is made: NumPy, a constant, a table"
         if self.source.startswith(EARLIER):
             return "that line made it or passed it on: --from-step 0 names the operation"
-        if self.verdict == "weights" and not (flags or self.step):
-            return "it was bad before the first step: initialise it, or load another checkpoint"
+        if self.source.startswith("a "):
+            return "mend this number where it is made: NumPy, a constant, a table"
+        if self.verdict == "data" and 0 < len(self.samples) == self.batch_size:
+            return ALL_BAD
         if self.entered and self.verdict != "data":
             return (
                 "-inf is a mask up to a softmax or a maximum only: where nothing is left "
                 "(a row without entries), write 0 before the sum or product; label_smoothing gives "
                 "masked classes a share, too: none there"
             )
-        made_here = self.verdict in ("divergence", "precision") and not self.source
-        if made_here and self.negative:
-            return (
-                f"{self.weak} of a negative number ({self.lowest:.3g}): find out why it is "
-                "negative (a sign, a formula, a difference that was rounded): a clamp hides it; "
-                "where it may be negative by right, the clamp is the cure"
-            )
-        spans = re.findall(r"(\S+) \.\. (\S+)", " ".join(self.inputs))
-        small = self.weak in ("div", "log", "log2", "log10") and len(spans) == 2
-        if made_here and small and float(spans[1][0]) > 0:
-            return TINY.format(spans[1][0])
-        if made_here and self.weak and not self.failed:
-            return self.cure_of_weak
-        if self.verdict != "divergence" or self.grown:
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+            lowest = [low for low, _ in self.spans] or [0.0]  # of whole numbers nothing is known
+            below_0 = self.phase == "forward" and lowest[0] < -1e-3 * self.largest
+            if WEAK[self.weak][1] is CLAMP and below_0:  # not 0, or its rounding
+                return (
+                    f"{self.weak} of a negative number ({lowest[0]:.3g}): find out why it is "
+                    "negative (a sign, a formula, a difference that was rounded): a clamp hides "
+                    "it; where it may be negative by right, the clamp is the cure"
+                )
+            divides = self.weak == "div" or self.weak.startswith("log")
+            if divides and lowest[-1] > 0 and lowest[1:]:
+                return TINY.format(f"{lowest[-1]:.3g}")
+            if not self.failed:
+                return self.cure_of_weak
+        advice = VERDICTS[self.verdict][self.advice != "flags"]
+        if self.verdict != "divergence":
+            return advice
+        if self.grown:
             few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
-            first = "look at these samples, no other does this; else "
-            new = self.verdict == "divergence" and not self.step
-            advice = UNTRAINED if new else VERDICTS[self.verdict][not flags]
-            return first + advice if few and self.verdict == "divergence" else advice
+            first = "look at these samples, no other does this; else " if few else ""
+            return first + (advice if self.step else UNTRAINED)
         if not self.op:
             return "no operation was seen that made it: it was made in another thread or library"
         if self.source == OPAQUE:
             return UNWRITTEN
-        if any(" -inf .. " in text for text in self.inputs):
+        if any(lowest == -inf for lowest, _ in self.spans):
             return MASKED
         if re.search(r"\d in float64", self.again):
             return (
@@ -623,17 +600,16 @@ class Report:
             where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
             yield where + _few(self.names, 5)
         if self.samples:
-            size = f" of {self.batch_size}" if self.batch_size else ""
-            known = f": positions in the batch{size}"
+            known = f": positions in the batch of {self.batch_size}"
             if self.indices:
                 known = f" (in the data set: {_few(self.indices)})"
             place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
             yield f"samples {_few(self.samples)} {place}{known}"
         elif self.micro_batch:
             yield f"in micro-batch {self.micro_batch}, rank {self.rank}"
-        if self.verdict in ("precision", "divergence") and self.repeated:
-            finite = "finite" if self.verdict == "precision" else "bad as well"
-            yield "the same batch in fp32: " + finite
+        in_fp32 = {"precision": "finite", "divergence": "bad as well"}
+        if self.repeated and self.verdict in in_fp32:
+            yield "the same batch in fp32: " + in_fp32[self.verdict]
         yield from (f"tried: {sentence}" for sentence in self.tried)
         yield f"try: {self.suggestion}"
 
@@ -647,10 +623,9 @@ def agree(report: Report) -> Report:
     A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return report
-    every = [None] * dist.get_world_size()
-    grave = list(VERDICTS).index(report.verdict)
-    dist.all_gather_object(every, (grave, report.rank, report))
-    return min(every, key=lambda entry: entry[:2])[2]
+    every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
+    dist.all_gather_object(every, report)
+    return min(every, key=lambda other: (verdicts.index(other.verdict), other.rank))
 
 
 # --- The examination
@@ -682,28 +657,29 @@ def examine(
     the step.
     """
     outside = rng_states(record.device)
-    about = {"step": record.step, "rank": record.rank, "advice": advice}
-    about |= {"precision": str(precision), "scale": float(scale)}
+    about = {
+        "step": record.step,
+        "rank": record.rank,
+        "advice": advice,
+        "precision": str(precision),
+        "scale": float(scale),
+    }
     rerun = Rerun(run_step, record, net, about)
     try:
         with _stance("force_eager"):
             report = rerun.watch()
             if report.symptom:
                 report = _judge(rerun, report, state)
-                if try_cures and report.made:
+                if try_cures:
                     report = _try(rerun, report)
             else:
                 report = _finite(rerun, report, state, num_classes, run_compiled)
     finally:
         record.restore()
         set_rng_states(outside, record.device)
-    everything = report.samples and len(report.samples) == rerun.locator.size
-    in_batch = report.verdict == "data" and not report.source.startswith("a ")
-    if everything and in_batch and not report.fix:
-        report = replace(report, fix=ALL_BAD)
     known = record.indices[report.micro_batch]
     indices = tuple(known[i] for i in report.samples) if known else ()
-    return replace(report, indices=indices, batch_size=rerun.locator.size)
+    return replace(report, indices=indices)
 
 
 def _bad_state(rerun, state):
@@ -732,33 +708,32 @@ def _judge(rerun, report, state):
         if origin == "weights":
             others = _bad_state(rerun, state)
             names += [name for name in others if not name.startswith(report.source)]
-        batch = rerun.record.batches[report.micro_batch] if report.samples else ()
-        for _, t in inner_tensors(batch):
+        for _, t in inner_tensors(rerun.record.batches[report.micro_batch]):
             name, samples = where._known.get(_storage(t), report.source), where._samples(t)
             if name != report.source and samples and not is_mask(extent(t)):
                 names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
         return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
-        words = r"(Target|index) -?\d+ is out|index out of range in|Class values"
-        if where.wrong or re.search(words, report.symptom):
-            fix = next((FITS[what] for what in FITS if what in str(where.wrong)), "")
-            return replace(report, verdict="data", names=where.wrong, fix=fix)
-        overflow = "without overflow" in report.symptom and not exact
-        fix = next((fix for words, fix in RAISED.items() if words in str(rerun.error)), "")
+        fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
         report = replace(report, fix=fix)
+        if fix in (WRONG_INDEX, WRONG_LABEL):
+            return replace(report, verdict="data")
+        overflow = "without overflow" in report.symptom and not exact
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
-    if where.ignored is not None and report.weak in means:
-        names = (f"every label is ignored ({where.ignored}): their mean is 0/0",)
-        return replace(report, verdict="data", names=names, fix=NO_LABEL)
+    ignored = f"every label is ignored ({where.ignored}): their mean is 0/0"
+    roots = ("batch_norm", "sqrt", "rsqrt", "pow")
     negative = [n for n, b in _statistics(rerun.net).items() if "var" in n and extent(b)[0] < 0]
-    if negative and report.weak in ("batch_norm", "sqrt", "rsqrt", "pow"):
-        names = (f"{_few(negative, 1)} is below 0",)
-        return replace(report, verdict="weights", names=names, fix=WEAK["batch_norm"][0])
-    if report.weak == "ctc_loss" and report.made == "inf":
-        names = ("a target that has no alignment with its input",)
-        return replace(report, verdict="data", names=names, fix=WEAK["ctc_loss"][0])
+    below = f"{_few(negative, 1)} is below 0"
+    unaligned = "a target that has no alignment with its input"
+    for fits, verdict, name, weak in (
+        (where.ignored is not None and report.weak in means, "data", ignored, "nll_loss"),
+        (negative and report.weak in roots, "weights", below, "batch_norm"),
+        (report.weak == "ctc_loss" and report.made == "inf", "data", unaligned, "ctc_loss"),
+    ):
+        if fits:
+            return replace(report, verdict=verdict, names=(name,), fix=WEAK[weak][0])
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5 and not rerun(Calls(factor)):
@@ -768,8 +743,7 @@ def _judge(rerun, report, state):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
         verdict = other.origin or ("precision" if _only_half(other) else "divergence")
         return replace(other, verdict=verdict)
-    number = report.fix == NOT_FINITE
-    return replace(report, verdict="data" if number else "divergence")
+    return replace(report, verdict="data" if report.fix == NOT_FINITE else "divergence")
 
 
 def _only_half(report):
@@ -781,35 +755,31 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with _stance("default"):
-            symptom = Rerun(run_compiled or rerun.run_step, rerun.record, rerun.net, {})()
+            rerun.run_step = run_compiled or rerun.run_step
+            symptom = rerun()
         if symptom:
             tried = (f"compiled: {symptom}", "in eager mode: finite")
             return replace(report, verdict="compiler", tried=tried)
     if names := tuple(_bad_state(rerun, state)):
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict="weights", names=names, symptom=symptom)
+    where = rerun.locator
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
+        where.take(batch)
         for labels in _labels(batch):
-            lawful = rerun.locator.lawful
-            names, wrong = _outside_of("label", labels, 0, num_classes - 1, lawful)
+            names, wrong = _outside_of("label", labels, 0, num_classes - 1, where.lawful)
             if names:
-                rows = wrong.reshape(len(labels), -1).any(1).nonzero().flatten().tolist()
-                found = {"names": names, "samples": tuple(rows), "micro_batch": k}
-                return replace(report, verdict="data", **found)
+                found = {"samples": where._samples(labels, wrong), "batch_size": where.size}
+                return replace(report, verdict="data", names=names, micro_batch=k, **found)
     verdict = "calibration" if report.scale > 1 else "not reproducible"
     return replace(report, verdict=verdict)
 
 
 def _labels(batch):
     """Whole numbers among the later items of a tuple; in a mapping what is called so."""
-    every = dict(inner_tensors(batch)).items()
-    return [
-        t
-        for name, t in every
-        if (re.search(r"\.(labels?|targets?)$", name) if "." in name else name != "0")
-        and t.dim()
-        and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
-    ]
+    later = re.compile(r"[1-9]\d*|.*\.(labels?|targets?)")
+    named = [t for name, t in inner_tensors(batch) if later.fullmatch(name) and t.dim()]
+    return [t for t in named if not (t.is_floating_point() or t.is_complex())]
 
 
 def _outside_of(what, index, low, high, lawful):
@@ -819,10 +789,6 @@ def _outside_of(what, index, low, high, lawful):
         wrong &= index != ignored
     values = index[wrong].unique().tolist()
     return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
-
-
-# Fused attention knows half only; its plain mathematics knows fp32.
-PLAIN_ATTENTION = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
 
 
 class Rerun:
@@ -839,14 +805,15 @@ class Rerun:
         self.record.restore()
         self.error = None
         clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
-        plain = PLAIN_ATTENTION() if fp32 else nullcontext()
+        # Fused attention knows half only; its plain mathematics knows fp32.
+        attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
         try:
-            with warnings.catch_warnings(), context or nullcontext(), plain:
+            with warnings.catch_warnings(), context or nullcontext(), attention:
                 warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
                     if isinstance(context, Locator):
                         self.last = k
-                        context.take(batch, len(self.record.indices[k] or ()))
+                        context.take(batch, len(self.record.indices[k]))
                     out = self.run_step(batch, fp32)
                     if not isinstance(out, tuple):
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
@@ -857,8 +824,8 @@ class Rerun:
                     self.results = results
                     for name, t in results.items():
                         span = extent(t)
-                        mask = name.startswith("buffer ") and is_mask(span)
-                        if is_bad(span) and not (mask and not STATISTIC.search(name)):
+                        mask = name.startswith("buffer ") and not STATISTIC.search(name)
+                        if is_bad(span) and not (mask and is_mask(span)):
                             return f"{name} is {_made(span)}"
         except Exception as error:
             self.error = error
@@ -878,11 +845,12 @@ class Rerun:
         if self.error:
             line = _line(_frames_in(traceback.format_tb(self.error.__traceback__)))
             frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
-            modules = [frame.f_locals.get("self") for frame in reversed(frames)]
-            named = (where.names[m] for m in modules if isinstance(m, nn.Module))
-            module = next(filter(None, named), "")
-            raised = Report(op=type(self.error).__name__, module=module, phase="forward", line=line)
-            birth = where.failed or where.blame(_bad_locals(self.error)) or raised
+            inner = [frame.f_locals.get("self") for frame in reversed(frames)]
+            modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
+            module = next(filter(None, modules), "")
+            raised = Report(op=type(self.error).__name__, module=module, line=line)
+            variables = [v for frame in frames for v in frame.f_locals.values()]
+            birth = where.failed or where.blame(filter(torch.is_tensor, variables)) or raised
         elif symptom:
             if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
                 self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN
@@ -921,8 +889,8 @@ class Locator(TorchDispatchMode):
         self.failed = None  # the operation that raised
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
-        self.births = {}  # "file:line in function" of all that made a bad number, in order
-        self.wrong = ()  # "label 3 is not in 0..2"
+        self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
+
         self.lawful = {-100}  # every ignore_index seen
         self._stack = [("", 0)]  # modules under way: name, which call
         # Autograd's sequence number where a module begins or ends, and the module from there on.
@@ -950,9 +918,9 @@ class Locator(TorchDispatchMode):
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Those with the size of the batch hold a row for each sample."""
-        inside = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap: a row is no sample
         for t in tensors if self.size > 1 else ():
-            if self.size in t.shape[:2] and t.layout is torch.strided and not inside(t):
+            # not within vmap, where a row is no sample
+            if self.size in t.shape[:2] and _values(t) is t:
                 self._carries(t, t.shape.index(self.size), 1)
 
     def _name(self, net, prefix=""):
@@ -963,15 +931,14 @@ class Locator(TorchDispatchMode):
         self._known.update({_storage(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
         for name, p in net.named_parameters(prefix):
             self._known[_storage(p)] = f"parameter {name}"
-            if p.grad is not None:
+            if p.grad is not None:  # of a second optimizer, say
                 self._known[_storage(p.grad)] = f"old gradient of {name}"
 
     def __enter__(self):
         if self.net is not None:
             self._name(self.net)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.set_anomaly_enabled(True, check_nan=False)
         self._handles = (
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
@@ -980,7 +947,7 @@ class Locator(TorchDispatchMode):
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._anomaly.__exit__()
+        torch.set_anomaly_enabled(*self._anomaly)
         for handle in self._handles:
             handle.remove()
 
@@ -998,13 +965,12 @@ class Locator(TorchDispatchMode):
             # 0: the batch was cut out by operations that were watched
             self.size = self.size or _batch_size(_batched(given))
             self.follow(given)
-        time_first = getattr(module, "batch_first", True) is False
-        if time_first and given and given[0].dim() == 3:
-            time, samples = given[0].shape[:2]
-            if time == self.size and samples != time:  # time was taken for the batch
-                self.size = samples
-                self._rows.clear()
-                self.follow(given)
+        sequence = given and given[0].dim() == 3 and len(given[0]) == self.size
+        if sequence and getattr(module, "batch_first", True) is False:
+            # time was taken for the batch
+            self.size = given[0].shape[1]
+            self._rows.clear()
+            self.follow(given)
         self._stack.append((name, self.calls[name]))
         self._mark()
 
@@ -1026,13 +992,13 @@ class Locator(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         rule = _rule(func)
-        given = dict(enumerate(args)) | kwargs
+        given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
         inputs = _flat((args, kwargs))
-        written = _flat([given.get(k) for k in rule.writes])
-        kept = tuple(a.clone() if any(a is t for t in written) else a for a in args)
+        written = {id(t): t for t in _flat([given.get(name) for name in rule.writes])}
+        kept = [a.clone() if id(a) in written else a for a in args]
         if rule.overwrites:
-            inputs = [t for t in inputs if not any(t is w for w in written)]
+            inputs = [t for t in inputs if id(t) not in written]
         spans = _spans(inputs) if written else []  # now: it overwrites its evidence
         if rule.index:
             self._check_index(rule.index(*args), func, inputs)
@@ -1043,7 +1009,7 @@ class Locator(TorchDispatchMode):
             self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
             raise
         before = {_storage(t) for t in inputs}
-        outs = _flat(out) + written
+        outs = [*_flat(out), *written.values()]
         if self._rows:
             try:
                 self._carry(rule, given, inputs, outs, before)
@@ -1064,33 +1030,32 @@ class Locator(TorchDispatchMode):
                 del self._known[storage]  # written now
             if is_bad(span := extent(t)):
                 spans = spans or _spans(inputs)
-                wanted = any(isinstance(a, float) and is_bad((a, a)) for a in given.values())
-                again = partial(_again, func, kept, kwargs)
-                self.causes[storage] = self._bad(func, rule, spans, t, span, wanted, again)
-            elif storage in self.causes and _values(t).nbytes >= storage.nbytes():
+                self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
+            elif storage in self.causes and not _is_part(t):
                 del self.causes[storage]  # wholly overwritten
             elif rule.empty:
                 self._known[storage] = OPAQUE
         return out
 
-    def _bad(self, func, rule, spans, t, span, wanted, again):
-        """What made the bad result `t` of `func`. `wanted`: the call itself has a bad scalar."""
+    def _bad(self, call, spans, t, span):
+        """What made the bad result `t` of the call (func, args, kwargs)."""
+        func, args, kwargs = call
+        rule = _rule(func)
+        wanted = any(isinstance(a, float) and not _is_real(a) for a in (*args, *kwargs.values()))
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
             samples = self._samples(t)
-            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some.
-            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
-            if not spreads and 0 < len(samples) < (len(birth.samples) or self.size):
+            # Born elsewhere, it enters the batch here; or it goes on in some of the rows only.
+            if 0 < len(samples) < (len(birth.samples) or self.size):
                 birth = replace(birth, samples=samples)
             return number, birth
-        masks = number == LAWFUL
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
-        spoils = birth and birth.source and not is_mask(span) and not rule.takes_masks
-        if masks and birth and (added or spoils):
+        spoilt = not is_mask(span) and not rule.takes_masks
+        if birth and (added or (birth.source and spoilt)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
-        if is_mask(span) and (masks or wanted):
+        if is_mask(span) and (wanted or number == LAWFUL):
             passed_on = rule.copies and is_bad(spans[0][1])
             return LAWFUL, birth or (None if passed_on else self._birth(func, spans, t))
         birth = self._birth(func, spans, t)
@@ -1098,15 +1063,14 @@ class Locator(TorchDispatchMode):
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
             by = self.functions.name  # a function that fills with NaN by itself is an operation
-            if WRITERS.search(by) or birth.phase == "backward":
-                return next(self._clock), replace(birth, source=WRITTEN)
-            return next(self._clock), replace(birth, op=f"torch.{by}")
-        if not all(abs(number) < inf for number in self.numbers):
+            maker = {"source": WRITTEN} if re.search(WRITERS, by) else {"op": f"torch.{by}"}
+            return next(self._clock), replace(birth, **maker)
+        if not all(map(isfinite, self.numbers)):
             birth = replace(birth, fix=NOT_FINITE)
-        if rule.empty:  # which of it is used is not known yet
-            birth = replace(birth, samples=())
-        self.births[birth.line] = True
-        return next(self._clock), replace(birth, again=again())
+        if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
+            birth = replace(birth, fix=TOO_LOW)
+        self.births[birth.line] = birth.weak
+        return next(self._clock), replace(birth, again=_again(*call))
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -1130,7 +1094,7 @@ class Locator(TorchDispatchMode):
         if not name or not func:
             return NOBODY
         self._cut(t)
-        birth = replace(self._birth(func, spans, t), source=name, samples=self._samples(t))
+        birth = replace(self._birth(func, spans, t), source=name)
         number = LAWFUL if mask else next(self._clock)
         return self.causes.setdefault(storage, (number, birth))
 
@@ -1145,9 +1109,8 @@ class Locator(TorchDispatchMode):
         if node is not None and not repeats:
             phase, name, line = "backward", node.name().rpartition(":")[2], _line(stack)
             stack = _frames_in(node.metadata.get("traceback_", ()))
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                owner = self._known.get(_storage(variable), "").removeprefix("parameter ")
+            if name == "AccumulateGrad":
+                owner = self._known.get(_storage(node.variable), "").removeprefix("parameter ")
                 module, call = owner.rpartition(".")[0], 0
             elif len(self._stack) == 1:
                 number = node._sequence_nr()
@@ -1160,25 +1123,24 @@ class Locator(TorchDispatchMode):
             node=name,
             line=line or _line(stack),
             call=call,
-            largest=max((abs(v) for _, s in spans for v in s if not is_bad((v, v))), default=0.0),
-            lowest=spans[0][1][0] if spans else 0.0,
+            spans=tuple(span for _, span in spans),
             inputs=(
                 *(self._shown(t, span) for t, span in spans),
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
+            batch_size=self.size,
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )
         if out is None:
             return birth
         bad = [span for _, span in spans if is_bad(span)]
-        nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
         return replace(
             birth,
             made=_made(extent(out)),
             result=_type(out),
             source="" if all(map(is_mask, bad)) else CONSTANT,
-            samples=self._samples(out, nan),
+            samples=self._samples(out),
         )
 
     def _shown(self, t, span):
@@ -1192,34 +1154,34 @@ class Locator(TorchDispatchMode):
             self.lawful.update(ignore)
             if ignore and bool((index == ignore[0]).all()):
                 self.ignored = ignore[0]
-            self.wrong, wrong = _outside_of(what, index, low, high, ignore)
-            if self.wrong:
+            names, wrong = _outside_of(what, index, low, high, ignore)
+            if names:
                 self._cut(index)
                 birth = self._birth(func, _spans(inputs))
-                self.failed = replace(birth, samples=self._samples(index, wrong))
-                raise IndexError(self.wrong[0])
+                self.failed = replace(birth, names=names, samples=self._samples(index, wrong))
+                raise IndexError(names[0])
 
     # Samples. A storage carries the batch dimension where it came from the batch through operations
     # that keep it: then one step along the batch is a fixed number of bytes there, whatever the
     # shape through which it is viewed.
 
     def _carries(self, t, d, inner):
-        if t.stride(d):
+        if t.layout is torch.strided and t.stride(d):
             self._rows[_storage(t)] = t.stride(d) * inner * t.element_size()
 
     def _cut(self, t):
         """A piece of a table that is as long as the batch holds its samples, too."""
-        if _storage(t) not in self._rows and _values(t).nbytes < _storage(t).nbytes():
+        if _storage(t) not in self._rows and _is_part(t):
             self.follow([t])
 
     def _dim(self, t):
         """(the dimension of `t` that is the batch, its elements a sample), or None."""
-        strided = t.layout is torch.strided
-        step = self._rows.get(_storage(t), 0) // t.element_size() if strided else 0
-        for d, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True) if step else ()):
-            whole = stride and n > 1 and step % stride == 0
-            if whole and n % (self.size * (step // stride)) == 0:
-                return d, step // stride
+        step = self._rows.get(_storage(t), 0) // t.element_size()
+        strided = step and t.layout is torch.strided
+        for d, stride in enumerate(t.stride() if strided else ()):
+            inner = step // max(stride, 1)
+            if inner * stride == step and t.shape[d] % (self.size * inner) == 0:
+                return d, inner
         return None
 
     def _samples(self, t, wrong=None):
@@ -1239,17 +1201,17 @@ class Locator(TorchDispatchMode):
         sources = [(k - len(inputs), t, self._dim(t)) for k, t in enumerate(inputs)]
         sources = [entry for entry in sources if entry[2]]
         for number, t in enumerate(outs):
-            part = (storage := _storage(t)) in before or _values(t).nbytes < storage.nbytes()
-            if part and storage in self._rows:
+            storage = _storage(t)
+            if storage in self._rows and (storage in before or _is_part(t)):
                 continue  # a view, or written in part
             self._rows.pop(storage, None)  # overwritten
-            for k, source, (d, inner) in sources if t.layout is torch.strided else ():
+            for k, source, (d, inner) in sources:
                 if (to := rule.follow(given, k, number, source, d, t)) is not None:
                     self._carries(t, to, inner)
                     break
             # What a loop over the samples has made is put together.
-            if rule.joins and not sources and len(given.get(0, ())) == self.size:
-                d = given.get(1, given.get("dim", 0))
+            if rule.joins and not sources and len(given["tensors"]) == self.size:
+                d = given.get("dim", 0)
                 if t.shape[d] == self.size:
                     self._carries(t, d % t.dim(), 1)
 
@@ -1259,13 +1221,14 @@ def _in_order(index, size):
     return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
 
 
-STAYS = re.compile("nll_loss|embedding$|ctc_loss|linalg")  # other dimensions; the batch stays
-DROPS = re.compile(
-    "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
-)
-SUMS = re.compile("(b|add|badd)?b?mm|sum|mean|dot|linear|convolution|(add)?mv|(index|scatter)_add")
-WRITERS = re.compile("^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num")  # the script's own
-CONSTANTS = ("fill", "masked_fill", "index_fill", "full", "full_like", "new_full", "scalar_tensor")
+# Of operations: the batch does not stay in the results of the first; in those of the second it
+# does, in other dimensions.
+DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
+STAYS = "nll_loss|embedding$|ctc_loss|linalg"
+MATMUL = "(b|add|badd)?b?mm|(add)?mv"
+SUMS = f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"
+CONSTANTS = "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor"
+WRITERS = "^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num"  # functions: the script's own
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
@@ -1275,32 +1238,25 @@ def _rule(func):
     schema = func._schema
     name = schema.name.partition("::")[2].strip("_")
     pointwise = torch.Tag.pointwise in func.tags or name == "copy"
-    writes = [
-        key
-        for k, a in enumerate(schema.arguments)
-        if a.alias_info and a.alias_info.is_write
-        for key in (k, a.name)
-    ]
-    if re.search("(native|cudnn|miopen)_batch_norm$", name) and not writes:
-        writes = [3, 4]  # the running statistics, of which the schema does not say so
-    over = next(
-        ((k, a.name) for k, a in enumerate(schema.arguments) if a.name in ("dim", "dims")), None
-    )
+    names = [a.name for a in schema.arguments]
+    writes = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name):  # the schema does not say so
+        writes = ["running_mean", "running_var"]
 
     def follow(given, k, number, source, d, t):
         """The dimension of result `number` that is dimension `d` of input k (from the end)."""
         size = source.shape[d]  # before d moves
         if pointwise:
             d += t.dim() - source.dim()
-        elif re.fullmatch("(b|add|badd)?b?mm|(add)?mv", name):
+        elif re.fullmatch(MATMUL, name):
             if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
                 return None  # summed over
-        elif name == "index" and d == 0 and _in_order(given[1][0], size):
+        elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
             pass
-        elif DROPS.search(name) or (number and re.search("(?<!attention)_backward$", name)):
+        elif re.search(DROPS, name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
-        elif over:
-            dims = given.get(over[0], given.get(over[1]))
+        elif "dim" in names or "dims" in names:
+            dims = given.get("dim", given.get("dims"))
             dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
             dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
             if name == "stack":
@@ -1309,22 +1265,23 @@ def _rule(func):
                 return None
             elif t.dim() < source.dim():
                 d -= sum(x < d for x in dims)
-        elif t.dim() != source.dim() and not STAYS.search(name):
+        elif t.dim() != source.dim() and not re.search(STAYS, name):
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
     return SimpleNamespace(
+        names=names,
         writes=writes,
         pointwise=pointwise,
         follow=follow,
         index=INDEX.get(name),
         overwrites=name in OVERWRITES,
-        constant=name in CONSTANTS,
+        constant=re.fullmatch(CONSTANTS, name),
         empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
         joins=name in ("stack", "cat"),
         copies=name in ("to_copy", "clone", "copy"),
         loads=name == "set",
-        sums=SUMS.fullmatch(name),
+        sums=re.fullmatch(SUMS, name),
         takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
     )
@@ -1379,7 +1336,7 @@ def _try(rerun, report):
     """The report with the cures that were tried, up to the first that was finite: the guilty module
     in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     tried = []
-    for what, context, cure in _cures(rerun, report):
+    for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
         if rerun.error and type(rerun.error).__name__ not in report.symptom:
@@ -1389,40 +1346,61 @@ def _try(rerun, report):
         tried.append(f"{what}: {went}")
         report = replace(report, tried=tuple(tried))
         if went == "finite":
-            return replace(report, cure=cure)
+            return replace(report, cure=cure, fix=report.fix or advice)
     return report
 
 
 def _cures(rerun, report):
-    """(as text, the context of a run, Report.cure), one after the other."""
-    precision, line = report.verdict == "precision", report.line
-    modules = dict(rerun.net.named_modules())
-    # a loss around the network is not part of it
-    name = report.module if precision and report.module in modules else ""
-    kinds = sorted(("module", "module, result in fp32"), reverse=report.advice != "flags")
-    half = getattr(torch, report.result.partition("[")[0], None)
-    while name:
-        weights = any(p.dtype in HALF for p in modules[name].parameters())
-        for kind in kinds:
-            context = island(modules[name], None if "result" in kind else half)
-            cure = (f"{kind}, half weights" if weights else kind, name)
-            yield f"{name} in fp32{kind.removeprefix('module')}", context, cure
-        name = name.rpartition(".")[0]
-    weak = report.weak
-    _, mend = WEAK.get(weak, ("", None))
+    """(as text, the context of a run, Report.cure, the advice if it helps), one after the other."""
+    line, weak = report.line, report.weak
+    precision = report.verdict == "precision"
+    if precision:
+        yield from _islands(rerun, report)
+    advice, mend = WEAK.get(weak, ("", None))
     # 0 / 0: half precision has rounded the divisor's eps to 0
     rounded = weak == "div" and report.again.startswith("nan in float32,")
     if mend and (rounded or not precision) and not report.fix:
         where, calls = _lines(rerun, line, weak)
-        yield f"{report.cure_of_weak.rpartition(': ')[2]} at {where}", calls, ("eps", weak)
-    if precision and line:
+        what = report.cure_of_weak.rpartition(": ")[2]
+        yield f"{what} at {where}", calls, ("eps", weak), ""
+    if not precision:
+        return
+    late = ""
+    if line:
         where, calls = _lines(rerun, line)
-        yield f"x.float() at {where}", calls, ("line", where)
-    if precision and report.result.startswith("float16"):
-        bf16 = InDtype(torch.bfloat16, (torch.float16,), rerun.net)
-        yield "the whole step in bf16", bf16, ("precision", "bf16")
-    if precision:
-        yield "the whole step in fp32", None, ("precision", "fp32")
+        before = f"x.float() before {where}, with autocast off there"
+        yield f"x.float() at {where}", calls, ("line", where), before
+        late = f": float() at {line} is not enough, or its operands are rounded before"
+    known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
+    kinds = {"fp32": None}
+    if report.result.startswith("float16"):
+        kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
+    for kind, context in kinds.items():
+        whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
+        yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
+
+
+def _islands(rerun, report):
+    """The guilty module in fp32, then its parents; its result goes back to half, or does not."""
+    modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
+    # a loss around the network is not part of it
+    name = report.module if report.module in modules else ""
+    half = report.result.partition("[")[0]
+    while name:
+        code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
+        begin = "with torch.autocast(x.device.type, enabled=False)"
+        weights = ""
+        if any(p.dtype in HALF for p in modules[name].parameters()):
+            weights = ", half weights"
+            begin = f"{code}.float(), and then {begin}"
+        for stays in sorted(("", ", result in fp32"), reverse=not flags):
+            context = island(modules[name], None if stays else getattr(torch, half, None))
+            back = "" if stays else f".to(torch.{half})"
+            advice = f"{name} in fp32: {begin}: y = {code}(x.float()){back}"
+            if flags:
+                advice = f"--keep-fp32 '{name}'"
+            yield f"{name} in fp32{stays}", context, (f"module{stays}{weights}", name), advice
+        name = name.rpartition(".")[0]
 
 
 def _lines(rerun, line, weak=""):
@@ -1435,12 +1413,10 @@ def _lines(rerun, line, weak=""):
     while len(lines) < 4:
         with Locator(rerun.net) as where:
             symptom = rerun(Calls(weak=weak, lines=lines))
-        birth = where.blame(rerun.results.values()) if symptom and not rerun.error else None
-        more = [] if weak or symptom else where.births
-        if birth and (not weak or birth.weak == weak):
-            more = [birth.line]
+        births = where.births.items() if symptom or not weak else ()
+        more = [at for at, kind in births if at not in (*meant, *lines) and weak in ("", kind)]
         # no line of a library: nobody can mend that
-        more = [at for at in more if at not in (*meant, *lines) and ", called from" not in at]
+        more = [at for at in more if ", called from" not in at]
         if not more:
             break
         lines.append(more[0])
@@ -1449,22 +1425,37 @@ def _lines(rerun, line, weak=""):
     return " and ".join(lines), Calls(weak=weak, lines=lines)
 
 
-def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
+@contextmanager
+def island(module: nn.Module, back: torch.dtype | None = None) -> Iterator[None]:
     """Inside, `module` computes in fp32. Its result goes back to the dtype `back`, or stays."""
-    inner = nn.Module()
-    # functional_call exchanges the parameters under this module
-    inner.inner, inner.forward = module, module.forward
+    plain = module.forward
 
     def forward(*args, **kwargs):
-        own = (*module.named_parameters(), *module.named_buffers())
-        half = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
-        device = _device((args, kwargs, half))
-        with torch.autocast(torch.device(device).type, enabled=False):
-            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            out = torch.func.functional_call(inner, half, args, kwargs)
+        out = _in_fp32(plain, args, kwargs)
         return _exchange(out, back, (torch.float32,)) if back in HALF else out
 
-    return mock.patch.object(module, "forward", forward)
+    with _weights_in(torch.float32, HALF, module), mock.patch.object(module, "forward", forward):
+        yield
+
+
+@contextmanager
+def _weights_in(to, of, net):
+    """Inside, weights and buffers of `net` that are one of the types `of` are `to`."""
+    held = {t: t.data for t in (*net.parameters(), *net.buffers()) if t.dtype in of}
+    for t, data in held.items():
+        t.data = data.to(to)
+    try:
+        yield
+    finally:
+        for t, data in held.items():
+            t.data = data
+
+
+def _in_fp32(function, args, kwargs):
+    """This call without autocast, and with fp32 in place of half."""
+    args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
+    with torch.autocast(torch.device(_device((args, kwargs))).type, enabled=False):
+        return function(*args, **kwargs)
 
 
 class Calls(TorchFunctionMode):
@@ -1482,7 +1473,7 @@ class Calls(TorchFunctionMode):
         self.name = name
         if name == "one_hot" and self.locator:  # it is no operation of aten
             ranges = INDEX[name](*args, **kwargs)
-            self.locator._check_index(ranges, "torch.one_hot", _flat((args, kwargs)))
+            self.locator._check_index(ranges, "torch.one_hot", ())
         if func is Tensor.backward and args[0].numel() == 1 and kwargs["gradient"] is None:
             self.root = float(args[0].detach())
             slope = torch.ones_like(args[0]) / self.factor
@@ -1501,15 +1492,11 @@ class Calls(TorchFunctionMode):
         meant = SAME.get(name, name) == self.weak if self.weak else name != "get"
         if not self.lines or not meant or _line(_frames()) not in self.lines:
             return func(*args, **kwargs)
-        if self.weak:
-            self.hits += 1
-            args, kwargs = WEAK[self.weak][1](*args, **kwargs)
-            return func(*args, **kwargs)
-        floats = [t for t in _flat((args, kwargs)) if t.is_floating_point()]
-        self.hits += bool(floats)
-        with torch.autocast(torch.device(_device(floats)).type, enabled=False):
-            args, kwargs = _exchange((args, kwargs), torch.float32, HALF)
-            return func(*args, **kwargs)
+        self.hits += 1
+        if not self.weak:
+            return _in_fp32(func, args, kwargs)
+        args, kwargs = WEAK[self.weak][1](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class InDtype(TorchDispatchMode):
@@ -1518,19 +1505,15 @@ class InDtype(TorchDispatchMode):
 
     def __init__(self, to, of, net):
         super().__init__()
-        self.to, self.of = to, of
-        self.held = [t for t in (*net.parameters(), *net.buffers()) if t.dtype in of]
+        self.to, self.of, self.weights = to, of, _weights_in(to, of, net)
 
     def __enter__(self):
-        self.was = [t.data for t in self.held]
-        for t in self.held:
-            t.data = t.data.to(self.to)
+        self.weights.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        for t, data in zip(self.held, self.was, strict=True):
-            t.data = data
+        self.weights.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
@@ -1564,6 +1547,11 @@ def _values(t):
 def _storage(t):
     """One object for all views of a storage. It lives as long as the storage."""
     return _values(t).untyped_storage()
+
+
+def _is_part(t):
+    """A view of a piece of its storage."""
+    return _values(t).nbytes < _storage(t).nbytes()
 
 
 def _spans(tensors):
@@ -1627,8 +1615,6 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
     if isinstance(tree, Tensor):
         yield prefix, tree
         return
-    if is_dataclass(tree) and not isinstance(tree, type):
-        tree = {f.name: getattr(tree, f.name) for f in fields(tree)}
     if isinstance(tree, list | tuple):
         tree = dict(enumerate(tree))
     elif not isinstance(tree, Mapping):
@@ -1655,8 +1641,7 @@ def _batch_size(tensors):
     # of two dimensions of real numbers the second is no time, but columns
     heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in tensors]
     counts = Counter(n for head in heads for n in dict.fromkeys(head))
-    firsts = [head[0] for head in heads if head]
-    return max(counts, key=lambda n: (counts[n], n in firsts), default=0)
+    return max(counts, key=counts.get, default=0)  # of equals the one that came first
 
 
 def _exchange(tree, to, of):
@@ -1684,13 +1669,6 @@ def _few(items, n=8, between=", "):
     items = list(items)
     more = f" and {len(items) - n} more" if len(items) > n else ""
     return between.join(map(str, items[:n])) + more
-
-
-def _bad_locals(error):
-    """The bad variables in the frames of an exception."""
-    frames = traceback.walk_tb(error.__traceback__)
-    every = [v for frame, _ in frames for v in frame.f_locals.values()]
-    return [t for t in every if isinstance(t, Tensor) and is_bad(extent(t))]
 
 
 def _frames():
