@@ -1704,6 +1704,10 @@ BACKWARD = torch.autograd.backward
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
 
 
+def _apply(function, *args, **kwargs):
+    return APPLY.__get__(None, function)(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Made:
     """In the arguments of a call: the k-th tensor that an earlier call made."""
@@ -1966,12 +1970,11 @@ class Watch:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment = os.getcwd(), dict(os.environ)
         self.started, self.rng = time.monotonic(), rng_states("cpu")
-        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
-        self.inside = 0  # of torch.func's vmap or grad
-        self.has_optimizer = False
+        self.thread, self.on, self.busy = threading.get_ident(), True, False
+        self.depth = 0  # calls under way of which nothing is written down
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
-        self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
+        self.passes = self.skips = self.skipped = self.guilty = 0
         self.last, self.latest = {}, None  # optimizer: its steps; the one that stepped last
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
@@ -2005,10 +2008,8 @@ class Watch:
         ):
             self.undo.callback(handle.remove)
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.optim.Optimizer, "__init__", self._optimizer)
         self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
-        custom = classmethod(lambda function, *args, **kwargs: self._custom(function, args, kwargs))
-        self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", custom))
+        self._wrap(torch.autograd.Function, "apply", self._transformed)
         self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
         self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
         for name in ("scale", "unscale_", "update", "step"):
@@ -2037,11 +2038,12 @@ class Watch:
             self.locator.step = self.steps
 
     def _mine(self):
-        idle = self.on and not (self.busy or self.inside or torch.jit.is_tracing())
+        idle = self.on and not (self.busy or torch.jit.is_tracing())
         return idle and threading.get_ident() == self.thread
 
     def _wrap(self, owner, name, around):
-        original = getattr(owner, name)
+        custom = owner is torch.autograd.Function
+        original = _apply if custom else getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args, **kwargs):
@@ -2049,7 +2051,8 @@ class Watch:
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
+        around_it = classmethod(wrapper) if custom else wrapper
+        self.undo.enter_context(mock.patch.object(owner, name, around_it))
 
     def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
@@ -2077,17 +2080,23 @@ class Watch:
 
     # What the script does: modules, backward passes, steps
 
+    def _goes_in(self):
+        self.depth += 1
+        if self.depth == 1:
+            self.was = self.tape.turn(False)
+
+    def _comes_out(self):
+        self.depth -= 1
+        if not self.depth:
+            self.tape.turn(self.was and self.on)
+
     def _unseen(self, original, *args, **kwargs):
         """What happens in there is not written down."""
-        was = self.tape.turn(False)
+        self._goes_in()
         try:
             return original(*args, **kwargs)
         finally:
-            self.tape.turn(was and self.on)
-
-    def _optimizer(self, original, *args, **kwargs):
-        self.has_optimizer = True
-        return original(*args, **kwargs)
+            self._comes_out()
 
     def _from_numpy(self, original, array):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
@@ -2101,20 +2110,9 @@ class Watch:
             return original(*args, **kwargs)
         call = self.tape.write(original, args, kwargs)
         call.rng = rng_states(_device((args, kwargs)))
-        self.inside += 1
-        try:
-            out = self._unseen(original, *args, **kwargs)
-        finally:
-            self.inside -= 1
+        out = self._unseen(original, *args, **kwargs)
         self.tape.done(call, out)
         return out
-
-    def _custom(self, function, args, kwargs):
-        """apply() of a custom autograd.Function: a class method, which _wrap() cannot take."""
-        apply = APPLY.__get__(None, function)
-        if not torch.compiler.is_compiling() and self._mine():
-            return self._transformed(apply, *args, **kwargs)
-        return apply(*args, **kwargs)
 
     def _children(self, original, process):
         if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
@@ -2131,19 +2129,17 @@ class Watch:
             return
         if not self._mine():
             return
-        self.depth += 1
+        self._goes_in()
         if self.depth == 1:
-            self.was = self.tape.turn(False)
             kwargs = sys._getframe(1).f_locals.get("kwargs", {})  # a hook for all gets args alone
             self._safely(self._begins, module, args, kwargs)
 
     def _leave(self, module, args, out):
         if torch.compiler.is_compiling() or not self._mine():
             return
-        self.depth -= 1
-        if not self.depth:
+        if self.depth == 1:
             self._safely(self._ends, out)
-            self.tape.turn(self.was and self.on)
+        self._comes_out()
 
     def _begins(self, module, args, kwargs):
         self.optimizer = None  # what raises from here on is not its step
@@ -2204,7 +2200,7 @@ class Watch:
 
     @property
     def steps(self):
-        return max(self.last.values(), default=0 if self.has_optimizer else self.passes)
+        return max(self.last.values(), default=0)
 
     @property
     def sampled(self):
@@ -2212,11 +2208,7 @@ class Watch:
 
     def _backward(self, original, *args, **kwargs):
         self._safely(self._before_backward, args, kwargs)
-        self.depth += 1  # a checkpoint calls its modules in there
-        try:
-            self._unseen(original, *args, **kwargs)
-        finally:
-            self.depth -= 1
+        self._unseen(original, *args, **kwargs)  # a checkpoint calls its modules in there
         self._safely(self._after_backward)
 
     def _before_backward(self, args, kwargs):
@@ -2248,7 +2240,6 @@ class Watch:
             held = [entry for entry in _held(optimizer) if entry[2]]
             for entry, norm in zip(held, _norms(t for *_, t in held), strict=True):
                 self.pending.append((norm, partial(self._bad_moment, *entry)))
-        self.fired += 1
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
         grads = [p.grad for p in _moved(optimizer)]
@@ -2276,7 +2267,7 @@ class Watch:
     def _after_step(self, optimizer, args, kwargs):
         self._safely(self._stepped, optimizer)
         if self._mine():
-            self.tape.turn(True)
+            self.tape.turn(not self.depth)
 
     def _stepped(self, optimizer):
         """Its weights and moments are read now, and judged with the next gradients."""
@@ -2305,8 +2296,8 @@ class Watch:
         ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
         if ends:  # it ends the step
             self.passes += ends[-1].function is not BACKWARD
-            self._transfer(calm=True)
-            self.tape.stepped(0)
+            self._transfer()
+            self._count(None)
 
     def _is_weight(self, t):
         frozen = isinstance(t, nn.Parameter) or _storage(t) in self.weights
@@ -2330,9 +2321,9 @@ class Watch:
         self._watch_operations()
 
     def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
-        fired = self.fired
-        out = self._unseen(original, scaler, optimizer, *args, **kwargs)
-        if self.fired == fired:
+        before = dict(self.last)
+        out = original(scaler, optimizer, *args, **kwargs)
+        if self.last == before:
             backoff = scaler.get_backoff_factor()
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out

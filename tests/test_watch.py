@@ -569,7 +569,8 @@ for step, x in enumerate(data.split(8)):
     ("cut before", 3, "samples 5 of micro-batch 0"), ("table", 3, "-> data"),
     ("weights", 3, "into 3.weight is nan"), ("metric", 3, "-> divergence"),
     ("read between", 3, ": finite\n  try: division by zero"),
-    ("raises finite", 1, "-> error"), ("scaler by half", 3, "divides the gradients by the loss scale")])
+    ("raises finite", 1, "-> error"),
+    ("scaler by half", 3, "divides the gradients by the loss scale")])
 def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
     bare, done = run(KINDS, watched=False), run(KINDS, fault)
     assert bare.returncode == 0 and done.returncode == code and words in done.stderr, done.stderr
@@ -735,7 +736,7 @@ if fault == "labels":
     labels[8 * 5 + 3] = 7
 for step in range(9):
     x, bad = torch.randn(8, 6), torch.ones(8, 1)
-    bad[3] = 0 if step == 5 else 1
+    bad[3] = 0 if step == 5 and fault not in ("renormed", "set", "restored") else 1
     if fault == "no module":
         loss = spoilt(x @ weight, bad).square().mean()
     elif fault == "functional_call":
