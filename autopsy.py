@@ -1699,6 +1699,7 @@ FORGOTTEN = (
     "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
     "scale, and skips a bad step"
 )
+UNDIVIDED = torch.amp.grad_scaler.OptState.READY
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
@@ -1990,12 +1991,12 @@ class Watch:
         self.recent = {}  # optimizer: its last norms
         self.norms = {}  # of a parameter, in some steps
         self.rates = set()
-        # The loss scaler; optimizers whose gradients it has divided since it multiplied a loss
-        self.scaler, self.divided, self.forgotten = None, None, False
+        # The loss scaler; what it knew of the optimizers when it last multiplied a loss
+        self.scaler, self.states, self.forgotten = None, None, False
         self.unskipped = False  # the scaler knew that this step is bad, and was not asked
         self.reads = Counter()
         self.unwatched = set()  # sentences
-        self.symptom, self.step, self.texts, self.first_seen = "", 0, {}, {}
+        self.symptom, self.step, self.reports = "", 0, {}
 
     def __enter__(self):
         # hooks that fire twice when compiled: harmless
@@ -2012,9 +2013,8 @@ class Watch:
         self._wrap(torch.autograd.Function, "apply", self._transformed)
         self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
         self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
-        for name in ("scale", "unscale_", "update", "step"):
-            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name))
-            self._wrap(torch.amp.GradScaler, name, around)
+        self._wrap(torch.amp.GradScaler, "scale", self._scale)
+        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
         self._wrap(BaseProcess, "start", self._children)
         self._wrap(torch, "from_numpy", self._from_numpy)
@@ -2178,12 +2178,10 @@ class Watch:
         ]
         self.tape.done(call, out)
         if call.grad and call.training:
-            _, before = self.buffers[module]
-            named = dict(module.named_buffers())
-            written = [n for n, copy in before.items() if n in named and copy.is_floating_point()]
-            for name, norm in zip(written, _norms(named[n] for n in written), strict=True):
-                judge = partial(self._bad_buffer, named[name], before[name], call.number)
-                self.pending.append((norm, judge))
+            _, copies = self.buffers[module]
+            before = {id(b): copies[n] for n, b in module.named_buffers() if n in copies}
+            written = [b for b in module.buffers() if id(b) in before]
+            self._note(written, partial(self._bad_buffer, before, call.number))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
         if self.training:
@@ -2201,10 +2199,6 @@ class Watch:
     @property
     def steps(self):
         return max(self.last.values(), default=0)
-
-    @property
-    def sampled(self):
-        return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
 
     def _backward(self, original, *args, **kwargs):
         self._safely(self._before_backward, args, kwargs)
@@ -2237,9 +2231,8 @@ class Watch:
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
             self.last[id(optimizer)] = 0
-            held = [entry for entry in _held(optimizer) if entry[2]]
-            for entry, norm in zip(held, _norms(t for *_, t in held), strict=True):
-                self.pending.append((norm, partial(self._bad_moment, *entry)))
+            moments = [t for _, _, key, t in _held(optimizer) if key]
+            self._note(moments, partial(self._bad_update, optimizer, None, ""))
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
         grads = [p.grad for p in _moved(optimizer)]
@@ -2251,8 +2244,12 @@ class Watch:
             norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
         values = self._transfer([*norms, *scales], calm=bool(scales))
         scale = values.pop() if scales else 1.0
-        plain = self.divided is not None and id(optimizer) not in self.divided
-        self.forgotten = self.forgotten or (plain and not scales)
+        state = {}
+        if self.scaler:
+            states = self.scaler._per_optimizer_states  # update() makes new ones
+            state = states[id(optimizer)]
+            plain = states is self.states and state["stage"] is UNDIVIDED
+            self.forgotten = self.forgotten or (plain and not scales)
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
@@ -2260,8 +2257,7 @@ class Watch:
         elif scales:
             self._skip(optimizer, scale, 0.5)
         else:
-            known = self.scaler and self.scaler._per_optimizer_states[id(optimizer)]
-            self.unskipped = known and any(_host(known["found_inf_per_device"].values()))
+            self.unskipped = any(_host(state.get("found_inf_per_device", {}).values()))
             self._bad_gradients(optimizer)
 
     def _after_step(self, optimizer, args, kwargs):
@@ -2272,7 +2268,7 @@ class Watch:
     def _stepped(self, optimizer):
         """Its weights and moments are read now, and judged with the next gradients."""
         self.stepping = self.optimizer = None
-        if self.sampled:
+        if self.steps & (self.steps - 1) == 0:  # steps 0, 1, 2, 4, 8, ...
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
             for p in _moved(optimizer):
                 if p.is_floating_point() and bool(_values(p.grad).any()):
@@ -2280,19 +2276,15 @@ class Watch:
                     norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
-        judge = partial(self._bad_update, ref(optimizer), rates, _line(_frames()))
         held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
-        self.pending += [(norm, judge) for norm in _norms(held)]
+        self._note(held, partial(self._bad_update, optimizer, rates, _line(_frames())))
         if self.locator:
             self._transfer()
 
     def _by_hand(self, p, values):
         """The script writes these values into a weight: an update, an average, a copy."""
-        makers = [(t, self.tape.maker(t)) for t in _flat(values) if t.is_floating_point()]
-        makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
-        before = _norms([p]) if makers else []
-        for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
-            self.pending.append((norm, partial(self._bad_write, p, before, made, t)))
+        made = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
+        self._note(made, partial(self._bad_write, p, _norms([p] if made else [])))
         ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
         if ends:  # it ends the step
             self.passes += ends[-1].function is not BACKWARD
@@ -2306,7 +2298,7 @@ class Watch:
     def _written(self, name, p):
         """The script has written into a weight: good values may still give a bad one. All that were
         written are read together, at the next transfer."""
-        if p.is_floating_point() and self._is_weight(p):
+        if self._is_weight(p):
             _, writes = self.written.setdefault(id(p), (p, []))
             writes.append((name, self.steps, tuple(_script(_frames()))))
 
@@ -2328,15 +2320,11 @@ class Watch:
             self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
         return out
 
-    def _scaled(self, name, original, scaler, *args):
-        """scale() multiplies the loss, unscale_() divides the gradients of an optimizer."""
+    def _scale(self, original, scaler, outputs):
+        """It multiplies the loss. The gradients are to be divided before its next update()."""
         if scaler.is_enabled():
-            self.scaler = scaler
-            if name == "unscale_" and self.divided is not None:
-                self.divided.add(id(args[0]))
-            else:
-                self.divided = set() if name == "scale" else None
-        return original(scaler, *args)
+            self.scaler, self.states = scaler, scaler._per_optimizer_states
+        return original(scaler, outputs)
 
     def _skip(self, optimizer, scale, backoff):
         """The loss scaler skipped a step: calibration, unless it goes on."""
@@ -2355,23 +2343,27 @@ class Watch:
         if not bad:
             self.reads = Counter()  # what was read of this step was the loss scale's
             if self.step == self.steps and self.symptom.startswith("the script read"):
-                self.texts, self.symptom = {}, ""
+                self.reports, self.symptom = {}, ""
         self._count(optimizer)
 
     # What is bad
 
+    def _note(self, tensors, judge):
+        """Their norms are read at the next transfer. judge(tensor, norm) speaks of a bad one."""
+        real = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        for t, norm in zip(real, _norms(real), strict=True):
+            self.pending.append((norm, partial(judge, t)))
+
     def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
-        written, self.written = [*self.written.values()], {}
-        judges = [partial(self._bad_result, p, writes) for p, writes in written]
-        self.pending += zip(_norms(p for p, _ in written), judges, strict=True)
-        losses = [] if calm or self.world > 1 else self.losses  # all ranks decide by the gradients
-        judged = [(t.abs().amax(), partial(self._bad_loss, t)) for t in losses]
-        pending = self.pending + judged
-        self.losses, self.pending = [], []
+        written, self.written = self.written, {}
+        self._note((p for p, _ in written.values()), partial(self._bad_result, written))
+        if not calm and self.world == 1:  # all ranks decide by the gradients
+            self._note(self.losses, self._bad_loss)
+        pending, self.pending, self.losses = self.pending, [], []
         values = _host([*(value for value, _ in pending), *more])
         for (_, judge), value in zip(pending, values, strict=False):
-            if not abs(value) <= LIMIT:
+            if not value <= LIMIT:
                 judge(value)
         return values[len(pending) :]
 
@@ -2386,20 +2378,21 @@ class Watch:
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
-    def _bad_buffer(self, b, before, number, value):
+    def _bad_buffer(self, before, number, b, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
         span = extent(b)
-        if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
+        if not (is_mask(span) or is_bad(extent(before[id(b)]))):
             self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
 
-    def _bad_write(self, p, before, made, t, value):
+    def _bad_write(self, p, before, t, value):
         symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
         if float(before[0]) <= LIMIT:  # what is bad in it is this very write
             p.nan_to_num_(0.0, 0.0, 0.0)
-        self._stop(symptom, self._explain([made.number], [t]))
+        self._stop(symptom, self._explain([self.tape.maker(t).number], [t]))
 
-    def _bad_result(self, p, writes, value):
+    def _bad_result(self, written, p, value):
         """Which of several writes it was is not known: the last one is named, and all lines."""
+        _, writes = written[id(p)]
         name, step, _ = writes[-1]
         plain, made = name.strip("_"), _made(extent(p))
         filled = plain in (*OVERWRITES, "constant", "setitem")  # with a number that was bad
@@ -2427,43 +2420,41 @@ class Watch:
             report = self._explain(evidence=[p.grad for p in bad])
             self._stop(f"the gradient of {name} is {made}{why}", report)
 
-    def _bad_moment(self, k, p, key, t, value):
-        """Before the first step: what a checkpoint brought."""
-        symptom = f"{self._called(p, key)} is {_made(extent(t))} before the optimizer's first step"
-        self._stop(symptom, Report("weights", rank=self.rank))
-
-    def _bad_update(self, optimizer, rates, line, value):
-        """Good gradients, bad weights or moments: the optimizer made them."""
-        optimizer = optimizer()
-        for k, p, key, t in _held(optimizer) if optimizer else ():
-            if not is_bad(extent(t)):
-                continue
-            group = optimizer.param_groups[k]
-            hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
-            has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
-            why = f"the gradient norm was up to {self.gradient:.3g}"
-            wide = "weights and moments in fp32" if p.dtype in HALF else ""
-            fix = ", and ".join(filter(None, ("a lower lr", wide)))
-            if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
-                why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
-                fix = ", and ".join(filter(None, ("" if hyper["eps"] else "eps=1e-8", wide)))
-            if group.get("centered"):  # E[g^2] - E[g]^2
-                fix = "centered=False: rounding makes the variance negative, and its root NaN"
-            if not _is_real(float(rates[k] or 0)):
-                fix = "look at the schedule"
-            made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}, {line}"
-            birth = self.locator and self.locator.blame([t])
-            report = None
-            if torch.optim.__name__ in type(optimizer).__module__ or birth:
-                if birth and birth.weak and not birth.source:
-                    fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
-                names = (made,) if birth else (made, why)
-                about = {"verdict": "optimizer", "rank": self.rank, "names": names}
-                report = replace(birth or Report(), fix=fix, **about)
-            self.tape.calls = []  # they are of the next step
-            made = _made(extent(t))
-            symptom = f"{self._called(p, key)} is {made} after good gradients"
-            self._stop(symptom, report, max(0, self.steps - 1))  # that step has been counted
+    def _bad_update(self, optimizer, rates, line, t, value):
+        """Good gradients, bad weights or moments: the optimizer made them. Before its first step
+        (without `rates`) a checkpoint brought them."""
+        held = [entry for entry in _held(optimizer) if entry[-1] is t]
+        if not held:
+            return
+        k, p, key, _ = held[0]
+        symptom = f"{self._called(p, key)} is {_made(extent(t))}"
+        if rates is None:
+            symptom += " before the optimizer's first step"
+            self._stop(symptom, Report("weights", rank=self.rank))
+        group = optimizer.param_groups[k]
+        hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
+        has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
+        made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}, {line}"
+        why = f"the gradient norm was up to {self.gradient:.3g}"
+        fix = "a lower lr"
+        if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
+            why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
+            fix = "eps=1e-8"
+        if p.dtype in HALF:
+            fix += ", and weights and moments in fp32"
+        if group.get("centered"):  # E[g^2] - E[g]^2
+            fix = "centered=False: rounding makes the variance negative, and its root NaN"
+        if not _is_real(float(rates[k] or 0)):
+            fix = "look at the schedule"
+        birth = self.locator and self.locator.blame([t])
+        if birth and birth.weak and not birth.source:
+            fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
+        report = None
+        if birth or torch.optim.__name__ in type(optimizer).__module__:
+            about = {"verdict": "optimizer", "rank": self.rank, "names": (made, why), "fix": fix}
+            report = replace(birth or Report(), **about)
+        # that step has been counted
+        self._stop(f"{symptom} after good gradients", report, max(0, self.steps - 1))
 
     def _raised(self, optimizer, error):
         """An exception in optimizer.step()."""
@@ -2506,7 +2497,7 @@ class Watch:
         losses, self.losses = self.losses, []
         self._transfer()  # weights that were bad before are the cause
         self.losses = losses
-        if not self.texts and self.reads.total() < 4:
+        if not self.reports and self.reads.total() < 4:
             report = self._explain(targets, evidence)
             if (report and report.op) or evidence:
                 self._finding(symptom, report)
@@ -2523,22 +2514,21 @@ class Watch:
     def _finding(self, symptom, report, step=None):
         self.step = self.steps if step is None else step
         if report:
+            names = list(report.names)
             if report.op and report.step < self.step:
-                names = (*report.names, f"it was made at step {report.step}")
-                report = replace(report, names=names)
+                names.append(f"it was made at step {report.step}")
+            for norms in self.recent.values() if report.verdict == "divergence" else ():
+                if 0 < 10 * norms[0] < norms[-1]:
+                    listed = ", ".join(f"{norm:.3g}" for norm in norms)
+                    names.append(f"{GROWN}: {listed} (a lower lr may be the cure)")
             scale = self.scaler.get_scale() if self.scaler else report.scale
             overflow = self.unskipped and report.verdict == "precision"
             if scale != 1 and (self.forgotten or overflow):
                 report = replace(report, verdict="calibration", fix=FORGOTTEN)
-            for norms in self.recent.values() if report.verdict == "divergence" else ():
-                if 0 < 10 * norms[0] < norms[-1]:
-                    listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                    grew = f"{GROWN}: {listed} (a lower lr may be the cure)"
-                    report = replace(report, names=(*report.names, grew))
-            report = replace(report, symptom=symptom, step=self.step, scale=scale)
+            about = {"symptom": symptom, "step": self.step, "scale": scale, "names": tuple(names)}
             key = report.op or symptom, report.line
-            if key not in self.texts or self.first_seen[key] == self.step:  # of one step the last
-                self.texts[key], self.first_seen[key] = str(report), self.step
+            if key not in self.reports or self.reports[key].step == self.step:  # the last of a step
+                self.reports[key] = replace(report, **about)
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):
@@ -2683,18 +2673,18 @@ class Watch:
     def _agree(self, report):
         """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
-        grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
-        store, text = dist.distributed_c10d._get_default_store(), "\n".join(self.texts.values())
-        until = time.monotonic() + WAIT
-        store.set(f"autopsy/{self.rank}", json.dumps([received, grave, self.rank, text]))
-        every = []
-        for rank in range(self.world):
-            with suppress(Exception):
-                left = timedelta(seconds=max(0.1, until - time.monotonic()))
-                store.wait([f"autopsy/{rank}"], left)
-                every.append(json.loads(store.get(f"autopsy/{rank}")))
-        *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
-        self.texts = {"": f"{text}\n  guilty: rank {self.guilty} of {self.world}"} if text else {}
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"autopsy/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], json.dumps([received, self.rank, self._text()]))
+        with suppress(Exception):
+            store.wait(keys, timedelta(seconds=WAIT))
+        every = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        _, self.guilty, text = min(every)
+        guilty = f"{text}\n  guilty: rank {self.guilty} of {self.world}"
+        self.reports = {"": guilty} if text else {}
+
+    def _text(self):
+        return "\n".join(map(str, self.reports.values()))
 
     # From start to end
 
@@ -2711,7 +2701,7 @@ class Watch:
             sys.excepthook(type(failure), failure, failure.__traceback__)
         elif failure and not self.symptom:
             raise failure
-        text = "\n".join(self.texts.values())
+        text = self._text()
         if self.symptom and not text:
             unseen = f"{self.symptom} -> not reproducible"
             text = unseen if self.again else self._second_run()
@@ -2729,26 +2719,24 @@ class Watch:
 
     def _last_look(self, failure):
         """At the end of the script: what is still pending, and all that it leaves."""
-        self._transfer()
-        if isinstance(failure, Exception):  # whatever the step has made is judged
-            raised = _said(failure)
-            if self.optimizer:
-                report = self._raised(self.optimizer, failure)
-            else:
-                report = self._explain([call.number for call in self.tape.calls], raised=raised)
-            if report and report.verdict == "error":
-                about = {"symptom": raised, "step": self.steps}
-                self._say(str(replace(report, **about)), every=True)
-            elif report:
-                self._finding(raised, report)
         for root in list(self.roots) if not getattr(failure, "code", failure) else ():
-            named = {f"parameter {n}": p for n, p in root.named_parameters()} | _statistics(root)
-            bad = {n: t for n, t in named.items() if is_bad(extent(t))}
-            if bad:
-                self.tape.calls = []
-                report = self._explain(evidence=bad.values())
-                self._finding(f"{_few(bad, 1)} is bad at the end", report)
-                return
+            self._note([*root.parameters(), *_statistics(root).values()], self._bad_end)
+        self._transfer()
+        if not isinstance(failure, Exception):
+            return
+        raised = _said(failure)
+        if self.optimizer:
+            report = self._raised(self.optimizer, failure)
+        else:  # whatever the step has made is judged
+            report = self._explain([call.number for call in self.tape.calls], raised=raised)
+        if report and report.verdict == "error":
+            about = {"symptom": raised, "step": self.steps}
+            self._say(str(replace(report, **about)), every=True)
+        elif report:
+            self._finding(raised, report)
+
+    def _bad_end(self, t, value):
+        self._stop(f"{self._called(t)} is bad at the end", self._explain(evidence=[t]))
 
     def _clean(self):
         for text in self.unwatched:
