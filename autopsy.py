@@ -1746,7 +1746,7 @@ class Call:
     rng: dict | None = None
     carried: list = ()  # of a module, before the call: see _carried()
     left: list = ()  # what the call wrote of these: (module, name)
-    training: bool = False
+    buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
 
     def given(self):
@@ -1936,11 +1936,15 @@ class Tape(TorchFunctionMode):
                 needed.update(m.number for m in made if isinstance(m, Made))
         return calls[::-1]
 
+    @property
+    def full(self):
+        return self.bytes > ROOM or len(self.calls) > 9999
+
     def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer. One that steps twice
         in a row does not take turns with another: then that one's is forgotten."""
         last = next(reversed(self.steps), None)
-        if last == optimizer or self.bytes > ROOM or len(self.calls) > 9999:
+        if last == optimizer or self.full:
             self.steps = {}
         self.steps.pop(optimizer, None)
         self.steps[optimizer] = self.number
@@ -1975,18 +1979,16 @@ class Watch:
         self.depth = 0  # calls under way of which nothing is written down
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
-        self.passes = self.skips = self.skipped = self.guilty = 0
+        self.skips = self.skipped = self.guilty = 0
         self.last, self.latest = {}, None  # optimizer: its steps; the one that stepped last
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
         self.roots = WeakSet()  # outermost modules
-        # Of a module: the number of its first call in this step, and its buffers before that
-        self.buffers = WeakKeyDictionary()
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
         self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
-        self.first = 0  # the number of calls at the first backward
+        self.first = inf  # the number of calls at the first backward
         self.gradient = 0.0  # the largest norm
         self.recent = {}  # optimizer: its last norms
         self.norms = {}  # of a parameter, in some steps
@@ -2145,25 +2147,25 @@ class Watch:
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
-        self.fresh = module not in self.roots
-        if self.fresh:
+        fresh = module not in self.roots
+        if fresh:
             self.roots.add(module)
             self.weights.update({_storage(p): True for p in module.parameters()})
-        if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
+        if self.tape.full:
             self._transfer(calm=True)
             self.tape.stepped(0)
         given = [t for _, t in inner_tensors((args, kwargs))]
-        for t in given if self.fresh or module in self.writers else ():
+        for t in given if fresh or module in self.writers else ():
             if not t.requires_grad:
                 self.tape._writes(t)
         call = self.call = self.tape.write(module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
-        call.rng, call.training = rng_states(_device(given)), module.training
+        call.rng = rng_states(_device(given))
         call.shape = next((t.shape for t in _batched(given)), ())
         call.carried = _carried(module)
-        first, _ = self.buffers.get(module, (-1, {}))
-        if call.grad and call.training and first <= self.tape.start:
-            self.buffers[module] = call.number, _copied_buffers(module)
+        if call.grad and module.training:
+            earlier = (c.buffers for c in self.tape.calls if c.function is module)
+            call.buffers = next(filter(None, earlier), None) or _copied_buffers(module)
         if self.locator:
             self.locator.take((*args, kwargs) if kwargs else args)
 
@@ -2177,22 +2179,18 @@ class Watch:
             if type(value) in KEPT or value is not before.get(name, (None,))[0]
         ]
         self.tape.done(call, out)
-        if call.grad and call.training:
-            _, copies = self.buffers[module]
-            before = {id(b): copies[n] for n, b in module.named_buffers() if n in copies}
-            written = [b for b in module.buffers() if id(b) in before]
-            self._note(written, partial(self._bad_buffer, before, call.number))
+        buffers = [(n, b) for n, b in module.named_buffers() if n in call.buffers]
+        before = {id(b): call.buffers[n] for n, b in buffers}
+        self._note((b for _, b in buffers), partial(self._bad_buffer, before, call.number))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
-        if self.training:
+        if call.grad:
             self.trained = module  # so that it lives until the end of the script
         elif next(module.parameters(), None) is not None:
             outs = [t for _, t in inner_tensors(out) if t.is_floating_point() and t.numel()]
             if outs:  # the largest number, because -inf alone is a mask
                 largest = torch.stack([t.amax().float() for t in outs]).amax().clamp(min=0)
-                name = type(module).__name__
-                judge = partial(self._bad_output, name, call.number, self.passes)
-                self.pending.append((largest, judge))
+                self.pending.append((largest, partial(self._bad_output, call)))
             if len(self.pending) > 999:  # a script that trains nothing
                 self._transfer(calm=True)
 
@@ -2207,7 +2205,7 @@ class Watch:
 
     def _before_backward(self, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
-        self.first = self.first or self.tape.number
+        self.first = min(self.first, self.tape.number)
         losses = args[0] if args else kwargs["tensors"]
         self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
@@ -2216,7 +2214,6 @@ class Watch:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
             self._transfer()
-        self.passes += 1
         self._watch_operations()
 
     def _before_step(self, optimizer, args, kwargs):
@@ -2255,7 +2252,7 @@ class Watch:
             self.gradient, self.skips = max(self.gradient, norm), 0
             self.recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
         elif scales:
-            self._skip(optimizer, scale, 0.5)
+            self._skip(optimizer)
         else:
             self.unskipped = any(_host(state.get("found_inf_per_device", {}).values()))
             self._bad_gradients(optimizer)
@@ -2285,15 +2282,16 @@ class Watch:
         """The script writes these values into a weight: an update, an average, a copy."""
         made = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
         self._note(made, partial(self._bad_write, p, _norms([p] if made else [])))
-        ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
-        if ends:  # it ends the step
-            self.passes += ends[-1].function is not BACKWARD
+        ends = (BACKWARD, torch.autograd.grad)
+        slopes = [call.number for call in self.tape.calls if call.function in ends]
+        if slopes:  # it ends the step
+            self.first = min(self.first, *slopes)
             self._transfer()
             self._count(None)
 
     def _is_weight(self, t):
-        frozen = isinstance(t, nn.Parameter) or _storage(t) in self.weights
-        return frozen or t.requires_grad
+        known = isinstance(t, nn.Parameter) or _storage(t) in self.weights
+        return known or t.requires_grad
 
     def _written(self, name, p):
         """The script has written into a weight: good values may still give a bad one. All that were
@@ -2306,7 +2304,7 @@ class Watch:
         key = id(optimizer)
         # twice in a row: it does not take turns with another, but may have followed one
         before = self.steps if self.latest == key else self.last.get(key, 0)
-        self.last[key], self.latest = before + 1, key
+        self.last[key], self.latest, self.losses = before + 1, key, []
         if self.locator:
             self.locator.step = self.steps
         self.tape.stepped(id(optimizer))
@@ -2316,8 +2314,7 @@ class Watch:
         before = dict(self.last)
         out = original(scaler, optimizer, *args, **kwargs)
         if self.last == before:
-            backoff = scaler.get_backoff_factor()
-            self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
+            self._safely(self._skip, optimizer)
         return out
 
     def _scale(self, original, scaler, outputs):
@@ -2326,7 +2323,7 @@ class Watch:
             self.scaler, self.states = scaler, scaler._per_optimizer_states
         return original(scaler, outputs)
 
-    def _skip(self, optimizer, scale, backoff):
+    def _skip(self, optimizer):
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         bad = [t for t in self.losses if is_bad(extent(t))]
@@ -2336,7 +2333,7 @@ class Watch:
         why = ""
         if self.skips > 20:
             why = f", {self.skips} skipped steps in a row"
-        elif scale * backoff < 1:
+        elif self.scaler and self.scaler.get_scale() * self.scaler.get_backoff_factor() < 1:
             why = ", the loss scale falls under 1"
         if why or (self.locator and self.again):
             self._bad_gradients(optimizer, why)
@@ -2355,12 +2352,13 @@ class Watch:
             self.pending.append((norm, partial(judge, t)))
 
     def _transfer(self, more=(), calm=False):
-        """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
+        """The values of `more`. What is pending is judged; `calm`: losses wait, for the scaler."""
         written, self.written = self.written, {}
         self._note((p for p, _ in written.values()), partial(self._bad_result, written))
         if not calm and self.world == 1:  # all ranks decide by the gradients
             self._note(self.losses, self._bad_loss)
-        pending, self.pending, self.losses = self.pending, [], []
+            self.losses = []
+        pending, self.pending = self.pending, []
         values = _host([*(value for value, _ in pending), *more])
         for (_, judge), value in zip(pending, values, strict=False):
             if not value <= LIMIT:
@@ -2370,11 +2368,11 @@ class Watch:
     def _bad_loss(self, loss, value):
         self._stop(f"loss is {value:.3g}", self._explain(evidence=[loss]))
 
-    def _bad_output(self, name, number, passes, value):
+    def _bad_output(self, call, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
-        symptom = f"the output of {name} under no_grad is {value:.3g}"
-        if passes:
-            self._later(symptom, [number])
+        symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
+        if call.number > self.first:
+            self._later(symptom, [call.number])
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
@@ -2458,16 +2456,14 @@ class Watch:
 
     def _raised(self, optimizer, error):
         """An exception in optimizer.step()."""
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        lawful = all(isinstance(rate, Tensor) or _is_real(rate) for rate in rates)
+        rate = optimizer.param_groups[0].get("lr")
         return Report(
             "error",
             rank=self.rank,
             op=type(error).__name__,
             phase="optimizer",
             line=_line(_frames_in(traceback.format_tb(error.__traceback__))),
-            names=(f"raised by {type(optimizer).__name__}.step() (lr={_few(rates, 1)})",),
-            fix="" if lawful else "this learning rate is no number: look at the schedule",
+            names=(f"raised by {type(optimizer).__name__}.step() (lr={rate})",),
         )
 
     def _reads(self, t, name):
@@ -2479,7 +2475,7 @@ class Watch:
         read = f"{_made(span)} at {_line(_frames())}"
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
         made = self.tape.maker(t)
-        single = t.numel() == 1 or not self.passes  # torch.func: a loss for each network
+        single = t.numel() == 1 or self.first == inf  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
             evidence = [t.detach()] if loss and not is_mask(span) else ()
             self._later(f"the script read {read}", [made.number], evidence)
@@ -2494,9 +2490,7 @@ class Watch:
 
     def _later(self, symptom, targets, evidence=()):
         """Explain it now, and say it at the end. Only a loss is worth a second run."""
-        losses, self.losses = self.losses, []
-        self._transfer()  # weights that were bad before are the cause
-        self.losses = losses
+        self._transfer(calm=True)  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
             report = self._explain(targets, evidence)
             if (report and report.op) or evidence:
@@ -2560,13 +2554,16 @@ class Watch:
         return replace(birth, verdict=verdict, **about)
 
     def _buffers_back(self, calls):
-        for module in {call.function for call in calls if call.training and call.grad}:
-            _put_back(module, self.buffers[module][1])
+        for call in calls:
+            if call.buffers:
+                _put_back(call.function, call.buffers)
 
     def _again(self, targets):
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
         calls = self.tape.needed(targets)
+        if not calls:
+            return None
         called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
         net = _together([x for x in called if isinstance(x, nn.Module)])
         leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
@@ -2629,10 +2626,8 @@ class Watch:
         report = replace(report, micro_batch=max(0, report.micro_batch - over))
         spoilt = [(n, self.tape.maker(b)) for n, b in net.named_buffers() if is_bad(extent(b))]
         lines = {f"buffer {n}": _line(maker.frames) for n, maker in spoilt if maker}
-        if report.source == OUTSIDE and "copy_" in report.op:  # a checkpoint that was loaded
-            names = [name for name, line in lines.items() if line == report.line]
-        else:
-            names = [report.source] if report.source in lines else []
+        used = report.source, (OUTSIDE, report.line)
+        names = [n for n, line in lines.items() if n in used or (OUTSIDE, line) in used]
         p = params.get(report.source.removeprefix("parameter "))
         if p is not None and p._version == 0 and _storage(p) in self.tape.rooms:
             since = f"never written since {_line(self.tape.rooms[_storage(p)])}"
@@ -2646,11 +2641,10 @@ class Watch:
 
     def _batch(self, calls):
         """Of the tensors that the calls were given: the batch, and others by their names."""
-        first = sorted(calls, key=lambda call: not isinstance(call.function, nn.Module))
+        first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
         given = {id(t): t for call in first for t in call.given()}
         given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
-        shapes = sorted((not call.grad, call.number, call.shape) for call in calls if call.shape)
-        shape = shapes[0][2] if shapes else ()
+        shape = first[0].shape
         batch, named = [], []
         for t in given:
             # in time-major data the batch comes second; what differs in the first dimension alone
@@ -2719,6 +2713,7 @@ class Watch:
 
     def _last_look(self, failure):
         """At the end of the script: what is still pending, and all that it leaves."""
+        self._transfer()
         for root in list(self.roots) if not getattr(failure, "code", failure) else ():
             self._note([*root.parameters(), *_statistics(root).values()], self._bad_end)
         self._transfer()
@@ -2757,7 +2752,7 @@ class Watch:
             )
         if min(self.rates, default=1.0) < 0:
             self._say(f"a learning rate is negative: {min(self.rates):g}")
-        if not self.passes:
+        if self.first == inf:
             self._say("I saw no training (no backward pass in this thread and process)")
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
@@ -2898,9 +2893,8 @@ def without_our_frames(original, kind, error, tb):
         if tb.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
             frames.append(tb)
         tb = tb.tb_next
-    for frame, following in zip(frames, [*frames[1:], None], strict=False):
-        frame.tb_next = following
-    tb = frames[0] if frames else None
+    for frame in reversed(frames):
+        frame.tb_next, tb = tb, frame
     original(kind, error.with_traceback(tb), tb)
 
 
