@@ -1694,6 +1694,8 @@ RANDOM = re.compile(
     "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
 )
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
+# Attributes, and what only torch itself calls
+NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 FORGOTTEN = (
     "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
@@ -1752,6 +1754,10 @@ class Call:
     def given(self):
         return [t for _, t in inner_tensors((self.args, self.kwargs))]
 
+    def uses(self):
+        """What other calls made."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
+
     def again(self, made):
         """Make this call once more, from the same line."""
 
@@ -1777,17 +1783,15 @@ class Call:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             if self.rng:
-                set_rng_states(self.rng, _device(self.args))
+                set_rng_states(self.rng, _device((args, kwargs)))
             out = function(*args, **kwargs)
         made.update(self.made(out))
 
     def made(self, out):
         out = out, [vars(module).get(name) for module, name in self.left]
         tensors = enumerate(inner_tensors(out))
-        sources = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor | Made)]
-        data = not isinstance(self.function, nn.Module) and all(
-            x.data if isinstance(x, Made) else not x.requires_grad for x in sources
-        )
+        weights = isinstance(self.function, nn.Module) or any(t.requires_grad for t in self.given())
+        data = not weights and all(x.data for x in self.uses())
         return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
 
 
@@ -1819,7 +1823,7 @@ class Tape(TorchFunctionMode):
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
         self.steps = {}  # optimizer: the number of calls at its last step
-        self.rooms = WeakKeyDictionary()  # storages of torch.empty: who made them
+        self.rooms = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def turn(self, on):
         """Inside of modules and optimizers nothing is written down. It returns what was before."""
@@ -1832,31 +1836,24 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # is_compiling() first: the compiler then sees a constant, and traces nothing of this
-        if torch.compiler.is_compiling() or not self.watch._mine():
+        if not self.watch._mine():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in READS or name in ASKS:
             self.watch._safely(self.watch._reads, args[0], name)
         if name == "__get__":
-            name = func.__self__.__name__
-            skipped = name not in ("T", "mT", "H", "real", "imag")
-        else:
-            own = re.match("_[^_]", name) and "pack" not in name  # torch's
-            skipped = name in (*READS, "backward", "__set__") or own
+            name += func.__self__.__name__
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
-        if skipped or drawn:
+        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
             out = func(*args, **kwargs)
             if name == "empty" and out.layout is torch.strided:
-                self.rooms[_storage(out)] = tuple(_script(_frames()))
+                self.rooms[_storage(out)] = _line(_frames())
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
-        if writes and not self._writes(*given):
-            out = func(*args, **kwargs)
-            self.watch._safely(self.watch._written, name, given[0])
-            return out
+        if writes and not self._writes(name, *given):
+            return func(*args, **kwargs)
         call = self.write(func, args, kwargs)
         if random:
             call.rng = rng_states(_device(args))
@@ -1869,28 +1866,24 @@ class Tape(TorchFunctionMode):
             self.calls.remove(call)
         return out
 
-    def _writes(self, t, *values):
+    def _writes(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
-        made = self.symbol(t)
-        if isinstance(made, Made) and not isinstance(t, nn.Parameter):
-            # a part of what is held, which changes with it
-            part = t._base is not None and not isinstance(self.symbol(t._base), Made)
-            for call in self.calls if part else ():
-                name = getattr(call.function, "__name__", "")
-                if call.number == made.number and not WRITES.fullmatch(name):
-                    call.function, call.args, call.kwargs = Tensor.clone, (t.detach().clone(),), {}
+        base = t if t._base is None else t._base  # a part changes what it is a part of
+        made = isinstance(self.symbol(t), Made) and isinstance(self.symbol(base), Made)
+        if made and not isinstance(t, nn.Parameter):
             return True
         if self.watch._is_weight(t):
-            self.watch._safely(self.watch._by_hand, t, values)
-        elif t.numel() < ROOM >> 6:
-            before = t.detach().clone()
-            for call in self.calls:  # what they were given
-                call.args, call.kwargs = tree_map(
-                    lambda x: before if x is t else x, (call.args, call.kwargs)
-                )
-            self.done(self.write(Tensor.clone, (before,), {}), t)
-            return True
-        return False
+            self.watch._safely(self.watch._by_hand, name, t, values)
+            return False
+        if base.numel() > ROOM >> 6:
+            return False
+        before = base.detach().clone()
+        for call in self.calls:  # what they were given
+            call.args, call.kwargs = tree_map(
+                lambda x: before if x is base else x, (call.args, call.kwargs)
+            )
+        self.done(self.write(Tensor.clone, (t.detach().clone(),), {}), t)
+        return True
 
     def write(self, function, args, kwargs):
         self.number += 1
@@ -1932,9 +1925,13 @@ class Tape(TorchFunctionMode):
         for call in reversed(self.calls):
             if call.grad or call.number in needed:
                 calls.append(call)
-                made = tree_leaves((call.args, call.kwargs))
-                needed.update(m.number for m in made if isinstance(m, Made))
+                needed.update(made.number for made in call.uses())
         return calls[::-1]
+
+    @property
+    def latest(self):
+        """The number of calls at the last step of any optimizer: they may take turns."""
+        return max(self.steps.values(), default=0)
 
     @property
     def full(self):
@@ -1942,9 +1939,10 @@ class Tape(TorchFunctionMode):
 
     def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer. One that steps twice
-        in a row does not take turns with another: then that one's is forgotten."""
-        last = next(reversed(self.steps), None)
-        if last == optimizer or self.full:
+        in a row does not take turns with another: then that one's is forgotten. It returns whether
+        it did."""
+        twice = next(reversed(self.steps), None) == optimizer
+        if twice or self.full:
             self.steps = {}
         self.steps.pop(optimizer, None)
         self.steps[optimizer] = self.number
@@ -1952,6 +1950,7 @@ class Tape(TorchFunctionMode):
         self.calls = [call for call in self.calls if call.number > self.start]
         self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
         self.outer, self.bytes = set(), 0
+        return twice
 
 
 def _as_it_is_now(room):
@@ -1980,18 +1979,18 @@ class Watch:
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
         self.skips = self.skipped = self.guilty = 0
-        self.last, self.latest = {}, None  # optimizer: its steps; the one that stepped last
+        self.last = {}  # optimizer: its steps
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
         self.roots = WeakSet()  # outermost modules
         self.weights, self.writers = WeakKeyDictionary(), WeakSet()
-        self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
+        self.written = {}  # by id: (weight, what the script wrote into it: see _by_hand())
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.first = inf  # the number of calls at the first backward
         self.gradient = 0.0  # the largest norm
         self.recent = {}  # optimizer: its last norms
-        self.norms = {}  # of a parameter, in some steps
+        self.norms = {}  # dtype: {parameter: its norms in some steps}
         self.rates = set()
         # The loss scaler; what it knew of the optimizers when it last multiplied a loss
         self.scaler, self.states, self.forgotten = None, None, False
@@ -2037,11 +2036,14 @@ class Watch:
         due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due and not self.depth:
             self.locator = self.undo.enter_context(Locator())
+        if self.locator:
             self.locator.step = self.steps
 
     def _mine(self):
-        idle = self.on and not (self.busy or torch.jit.is_tracing())
-        return idle and threading.get_ident() == self.thread
+        # The compiler sees a constant, and traces nothing of this file.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        return self.on and not self.busy and threading.get_ident() == self.thread
 
     def _wrap(self, owner, name, around):
         custom = owner is torch.autograd.Function
@@ -2049,7 +2051,7 @@ class Watch:
 
         @wraps(original)
         def wrapper(*args, **kwargs):
-            if not torch.compiler.is_compiling() and self._mine():
+            if self._mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
@@ -2123,25 +2125,21 @@ class Watch:
         return original(process)
 
     def _enter(self, module, args):
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() != self.thread:
-            if torch._C._current_autograd_node() is None:  # a GPU's backward is a thread too
-                self.unwatched.add("modules ran in another thread, which is not watched")
-            return
-        if not self._mine():
-            return
-        self._goes_in()
-        if self.depth == 1:
-            kwargs = sys._getframe(1).f_locals.get("kwargs", {})  # a hook for all gets args alone
-            self._safely(self._begins, module, args, kwargs)
+        elsewhere = not torch.compiler.is_compiling() and threading.get_ident() != self.thread
+        if elsewhere and torch._C._current_autograd_node() is None:  # no backward on a GPU
+            self.unwatched.add("modules ran in another thread, which is not watched")
+        if self._mine():
+            self._goes_in()
+            if self.depth == 1:
+                # a hook for all modules gets args alone
+                kwargs = sys._getframe(1).f_locals.get("kwargs", {})
+                self._safely(self._begins, module, args, kwargs)
 
     def _leave(self, module, args, out):
-        if torch.compiler.is_compiling() or not self._mine():
-            return
-        if self.depth == 1:
-            self._safely(self._ends, out)
-        self._comes_out()
+        if self._mine():
+            if self.depth == 1:
+                self._safely(self._ends, out)
+            self._comes_out()
 
     def _begins(self, module, args, kwargs):
         self.optimizer = None  # what raises from here on is not its step
@@ -2157,7 +2155,7 @@ class Watch:
         given = [t for _, t in inner_tensors((args, kwargs))]
         for t in given if fresh or module in self.writers else ():
             if not t.requires_grad:
-                self.tape._writes(t)
+                self.tape._writes("", t)
         call = self.call = self.tape.write(module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng = rng_states(_device(given))
@@ -2189,7 +2187,7 @@ class Watch:
         elif next(module.parameters(), None) is not None:
             outs = [t for _, t in inner_tensors(out) if t.is_floating_point() and t.numel()]
             if outs:  # the largest number, because -inf alone is a mask
-                largest = torch.stack([t.amax().float() for t in outs]).amax().clamp(min=0)
+                largest = torch.stack([t.amax().float() for t in outs]).amax()
                 self.pending.append((largest, partial(self._bad_output, call)))
             if len(self.pending) > 999:  # a script that trains nothing
                 self._transfer(calm=True)
@@ -2269,7 +2267,7 @@ class Watch:
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
             for p in _moved(optimizer):
                 if p.is_floating_point() and bool(_values(p.grad).any()):
-                    norms = self.norms.setdefault((id(p), p.dtype), [])
+                    norms = self.norms.setdefault(p.dtype, {}).setdefault(id(p), [])
                     norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
@@ -2278,36 +2276,31 @@ class Watch:
         if self.locator:
             self._transfer()
 
-    def _by_hand(self, p, values):
-        """The script writes these values into a weight: an update, an average, a copy."""
-        made = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
-        self._note(made, partial(self._bad_write, p, _norms([p] if made else [])))
-        ends = (BACKWARD, torch.autograd.grad)
-        slopes = [call.number for call in self.tape.calls if call.function in ends]
-        if slopes:  # it ends the step
-            self.first = min(self.first, *slopes)
+    def _by_hand(self, name, p, values):
+        """The script writes these values into a weight: an update, an average, a copy. All that
+        were written are read together, at the next transfer."""
+        slopes = (BACKWARD, torch.autograd.grad)
+        new = [call for call in self.tape.calls if call.number > self.tape.latest]
+        backward = [call.number for call in new if call.function in slopes]
+        values = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
+        write = name, self.steps, _line(_frames()), values, _norms([p] if values else [])
+        if backward:  # it ends the step; the weight is still as it was
+            self.first = min(self.first, *backward)
+            self._note(values, partial(self._bad_write, p, [write]))
             self._transfer()
             self._count(None)
+        _, writes = self.written.setdefault(id(p), (p, []))
+        writes.append(write)
 
     def _is_weight(self, t):
         known = isinstance(t, nn.Parameter) or _storage(t) in self.weights
-        return known or t.requires_grad
-
-    def _written(self, name, p):
-        """The script has written into a weight: good values may still give a bad one. All that were
-        written are read together, at the next transfer."""
-        if self._is_weight(p):
-            _, writes = self.written.setdefault(id(p), (p, []))
-            writes.append((name, self.steps, tuple(_script(_frames()))))
+        return t.is_floating_point() and (known or t.requires_grad)
 
     def _count(self, optimizer):
         key = id(optimizer)
-        # twice in a row: it does not take turns with another, but may have followed one
-        before = self.steps if self.latest == key else self.last.get(key, 0)
-        self.last[key], self.latest, self.losses = before + 1, key, []
-        if self.locator:
-            self.locator.step = self.steps
-        self.tape.stepped(id(optimizer))
+        twice = self.tape.stepped(key)  # it does not take turns, but may have followed another
+        self.last[key] = 1 + (self.steps if twice else self.last.get(key, 0))
+        self.losses = []
         self._watch_operations()
 
     def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
@@ -2353,8 +2346,9 @@ class Watch:
 
     def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: losses wait, for the scaler."""
-        written, self.written = self.written, {}
-        self._note((p for p, _ in written.values()), partial(self._bad_result, written))
+        written, self.written = [*self.written.values()], {}
+        for (p, writes), norm in zip(written, _norms(p for p, _ in written), strict=True):
+            self.pending.append((norm, partial(self._bad_write, p, writes, p)))
         if not calm and self.world == 1:  # all ranks decide by the gradients
             self._note(self.losses, self._bad_loss)
             self.losses = []
@@ -2382,19 +2376,21 @@ class Watch:
         if not (is_mask(span) or is_bad(extent(before[id(b)]))):
             self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
 
-    def _bad_write(self, p, before, t, value):
-        symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
-        if float(before[0]) <= LIMIT:  # what is bad in it is this very write
-            p.nan_to_num_(0.0, 0.0, 0.0)
-        self._stop(symptom, self._explain([self.tape.maker(t).number], [t]))
-
-    def _bad_result(self, written, p, value):
-        """Which of several writes it was is not known: the last one is named, and all lines."""
-        _, writes = written[id(p)]
-        name, step, _ = writes[-1]
-        plain, made = name.strip("_"), _made(extent(p))
+    def _bad_write(self, p, writes, t, value):
+        """A bad value explains it. If all are good, which of several writes it was is not known:
+        the last one is named, and all lines."""
+        made = _made(extent(t))
+        symptom = f"what the script writes into {self._called(p)} is {made}{_bad_rows(p)}"
+        for *_, values, before in writes:
+            bad = [x for x in values if is_bad(extent(x))]
+            if bad:
+                if float(before[0]) <= LIMIT:  # what is bad in it is this very write
+                    p.nan_to_num_(0.0, 0.0, 0.0)
+                self._stop(symptom, self._explain([self.tape.maker(bad[0]).number], bad))
+        lines = dict.fromkeys(line for _, _, line, *_ in writes)
+        name, step, *_ = writes[-1]
+        plain = name.strip("_")
         filled = plain in (*OVERWRITES, "constant", "setitem")  # with a number that was bad
-        lines = dict.fromkeys(_line(frames) for *_, frames in writes)
         report = Report(
             verdict="weights" if filled else "divergence",
             step=step,
@@ -2405,7 +2401,6 @@ class Watch:
             made=made,
             repeated=False,
         )
-        symptom = f"what the script writes into {self._called(p)} is {made}{_bad_rows(p)}"
         self._stop(symptom, report)
 
     def _bad_gradients(self, optimizer, why=""):
@@ -2425,7 +2420,8 @@ class Watch:
         if not held:
             return
         k, p, key, _ = held[0]
-        symptom = f"{self._called(p, key)} is {_made(extent(t))}"
+        whose = f"{key} of " if key else ""
+        symptom = f"{whose}{self._called(p)} is {_made(extent(t))}"
         if rates is None:
             symptom += " before the optimizer's first step"
             self._stop(symptom, Report("weights", rank=self.rank))
@@ -2454,18 +2450,6 @@ class Watch:
         # that step has been counted
         self._stop(f"{symptom} after good gradients", report, max(0, self.steps - 1))
 
-    def _raised(self, optimizer, error):
-        """An exception in optimizer.step()."""
-        rate = optimizer.param_groups[0].get("lr")
-        return Report(
-            "error",
-            rank=self.rank,
-            op=type(error).__name__,
-            phase="optimizer",
-            line=_line(_frames_in(traceback.format_tb(error.__traceback__))),
-            names=(f"raised by {type(optimizer).__name__}.step() (lr={rate})",),
-        )
-
     def _reads(self, t, name):
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
             return
@@ -2480,11 +2464,10 @@ class Watch:
             evidence = [t.detach()] if loss and not is_mask(span) else ()
             self._later(f"the script read {read}", [made.number], evidence)
 
-    def _called(self, p, key=""):
+    def _called(self, p):
         roots = list(self.roots)
         named = (pair for r in roots for pair in (*r.named_parameters(), *r.named_buffers()))
-        name = next((n for n, other in named if other is p), f"a parameter {_type(p)}")
-        return f"{key} of {name}" if key else name
+        return next((n for n, other in named if other is p), f"a parameter {_type(p)}")
 
     # What made it
 
@@ -2562,16 +2545,15 @@ class Watch:
         """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
         results are judged, beside the losses."""
         calls = self.tape.needed(targets)
-        if not calls:
-            return None
         called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
         net = _together([x for x in called if isinstance(x, nn.Module)])
+        params = dict(net.named_parameters())
+        within = {id(p) for p in params.values()}
         leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
-        within = {id(p) for p in net.parameters()}
         free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
-        free = {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         now = StepRecord(self.steps, net)
-        grads = [(p, p.grad) for p in (*net.parameters(), *leaves.values())]
+        grads = [(t, t.grad) for t in (*params.values(), *leaves.values())]
         if any(g is not None and is_bad(extent(g)) for _, g in grads):
             # what was made of them, like their norm, is no cause
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
@@ -2581,33 +2563,31 @@ class Watch:
         with torch.autograd._unsafe_preserve_version_counter(buffers):
             try:
                 self._buffers_back(calls)
-                return self._replayed(calls, targets, net, free)
+                return self._replayed(calls, targets, net, params)
             finally:
                 now.restore()
                 for p, g in grads:
                     p.grad = g
 
-    def _replayed(self, calls, targets, net, free):
-        """The report on these calls, or None: there is nothing to judge. `free`: parameters that no
-        module holds, by names."""
-        params = dict(net.named_parameters()) | free
+    def _replayed(self, calls, targets, net, params):
+        """The report on these calls, or None: there is nothing to judge."""
         record = StepRecord(self.steps, net, rank=self.rank)
         record.rng = next((call.rng for call in calls if call.rng), record.rng)
-        batch, record.named = self._batch(calls)
-        record.named += [(f"parameter {name}", p) for name, p in free.items()]
+        record.named = [(f"parameter {name}", p) for name, p in params.items()]
         part, made, scale = [], {}, _loss_scale(calls)
         for call in calls:
             part.append(call)
-            if call.function is BACKWARD or (targets and call is calls[-1]):
-                given = {id(t) for c in part for t in c.given()}
-                own = [t for t in batch if id(t) in given]
-                record.keep(*own, partial(_play, part, made, net, params, targets, scale))
+            ends = call.function is BACKWARD and call.number > self.tape.latest
+            if ends or (targets and call is calls[-1]):
+                batch, named = self._batch(part)
+                record.named += named
+                record.keep(*batch, partial(_play, part, made, net, params, targets, scale))
                 part = []
 
         def run_step(batch, fp32):
             if batch is record.batches[0]:
                 made.clear()
-                for p in free.values():  # the record knows the others
+                for p in params.values():
                     p.grad = None
             return batch[-1](fp32)
 
@@ -2621,22 +2601,19 @@ class Watch:
         kinds += [*(p.dtype for p in net.parameters()), torch.float32]
         precision = str(kinds[0]).removeprefix("torch.")
         report = examine(run_step, record, net, precision=precision, scale=scale)
-        stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
-        over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
-        report = replace(report, micro_batch=max(0, report.micro_batch - over))
-        spoilt = [(n, self.tape.maker(b)) for n, b in net.named_buffers() if is_bad(extent(b))]
-        lines = {f"buffer {n}": _line(maker.frames) for n, maker in spoilt if maker}
-        used = report.source, (OUTSIDE, report.line)
-        names = [n for n, line in lines.items() if n in used or (OUTSIDE, line) in used]
         p = params.get(report.source.removeprefix("parameter "))
-        if p is not None and p._version == 0 and _storage(p) in self.tape.rooms:
-            since = f"never written since {_line(self.tape.rooms[_storage(p)])}"
+        room = self.tape.rooms.get(_storage(p)) if p is not None and p._version == 0 else None
+        if room:
             fix = "initialise it: torch.empty leaves what was in memory"
-            report = replace(report, names=(report.source, since), fix=fix)
-        if names:
-            names.append(f"made at {lines[names[0]]}")
-            fix = "mend this number where it is made"
-            report = replace(report, verdict="weights", names=tuple(names), fix=fix)
+            report = replace(report, names=(report.source, f"never written since {room}"), fix=fix)
+        for name, b in net.named_buffers():
+            made_by = self.tape.maker(b) if is_bad(extent(b)) else None
+            line = _line(made_by.frames) if made_by else ""
+            loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
+            if line and (loaded or report.source == f"buffer {name}"):
+                fix = "mend this number where it is made"
+                names = (f"buffer {name}", f"made at {line}")
+                report = replace(report, verdict="weights", names=names, fix=fix)
         return report
 
     def _batch(self, calls):
@@ -2701,8 +2678,8 @@ class Watch:
             text = unseen if self.again else self._second_run()
         if not text:
             self._clean()
-            single = (read for read in self.reads if "array" not in read)
-            return 3 if any(read.startswith("nan") for read in single) else 0
+            bad = [read for read in self.reads if read.startswith("nan") and "array" not in read]
+            return 3 if bad else 0
         if self.rank == self.guilty or self.again:
             with open(self.path, "w") as file:
                 file.write(text + "\n")
@@ -2721,12 +2698,19 @@ class Watch:
             return
         raised = _said(failure)
         if self.optimizer:
-            report = self._raised(self.optimizer, failure)
+            rate = self.optimizer.param_groups[0].get("lr")
+            report = Report(
+                "error",
+                rank=self.rank,
+                op=type(failure).__name__,
+                phase="optimizer",
+                line=_line(_frames_in(traceback.format_tb(failure.__traceback__))),
+                names=(f"raised by {type(self.optimizer).__name__}.step() (lr={rate})",),
+            )
         else:  # whatever the step has made is judged
             report = self._explain([call.number for call in self.tape.calls], raised=raised)
         if report and report.verdict == "error":
-            about = {"symptom": raised, "step": self.steps}
-            self._say(str(replace(report, **about)), every=True)
+            self._say(str(replace(report, symptom=raised, step=self.steps)), every=True)
         elif report:
             self._finding(raised, report)
 
@@ -2739,17 +2723,16 @@ class Watch:
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
         rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
-        read = {(p, kind): {*x} for (p, kind), x in self.norms.items() if len(x) > 2}
-        every = Counter(kind for _, kind in read)
-        still = Counter(kind for (_, kind), norms in read.items() if len(norms) == 1)
-        for kind, n in still.items():
+        for dtype, norms in self.norms.items():
+            read = [set(x) for x in norms.values() if len(x) > 2]
+            still = sum(len(x) == 1 for x in read)
             # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
-            if kind not in HALF and n < every[kind] and 0 not in self.rates:
-                continue
-            self._say(
-                f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
-                f"read and never changed (lr {rates})"
-            )
+            strange = dtype in HALF or still == len(read) or 0 in self.rates
+            if still and strange:
+                self._say(
+                    f"{still} {str(dtype).removeprefix('torch.')} tensors had gradients at every "
+                    f"step read and never changed (lr {rates})"
+                )
         if min(self.rates, default=1.0) < 0:
             self._say(f"a learning rate is negative: {min(self.rates):g}")
         if self.first == inf:
@@ -2773,11 +2756,12 @@ class Watch:
             "made again. Last resort: the script runs again, quietly, in eager mode, for about as "
             "long (--one-run refuses this). Then every operation of that step is watched."
         )
-        if torch.cuda.is_initialized():
-            vars(sys.modules["__main__"]).clear()  # the second run needs the memory
+        main = vars(sys.modules["__main__"])
+        if torch.cuda.is_initialized() and main is not globals():  # as it is with -m
+            main.clear()  # the second run needs the memory
             gc.collect()
             torch.cuda.empty_cache()
-        environment = dict(self.environment)
+        environment = self.environment
         if "MASTER_PORT" in environment:  # a meeting place of its own
             port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -2790,8 +2774,7 @@ class Watch:
                 cwd=self.home,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                capture_output=True,
             )
             path = os.path.join(folder, "report")
             if os.path.exists(path):
@@ -2827,7 +2810,7 @@ def _play(calls, made, net, params, targets, scale, fp32):
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]
     backward = calls[-1].function is BACKWARD
-    roots = [made[m] for m in tree_leaves(calls[-1].args) if m in made] if backward else []
+    roots = [made[m] for m in calls[-1].uses() if m in made] if backward else []
     bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
     loss = (bad or roots or judged or [torch.zeros(())])[0].detach()
     return loss / scale, {name: p.grad for name, p in params.items()}
@@ -2835,9 +2818,8 @@ def _play(calls, made, net, params, targets, scale, fp32):
 
 def _loss_scale(calls):
     """The power of two by which the script multiplies its loss before the backward, or 1."""
-    roots = [m for call in calls if call.function is BACKWARD for m in tree_leaves(call.args)]
-    numbers = {m.number for m in roots if isinstance(m, Made)}
-    losses = [call for call in calls if call.number in numbers]
+    roots = {m.number for call in calls if call.function is BACKWARD for m in call.uses()}
+    losses = [call for call in calls if call.number in roots]
     products = [call for call in losses if "mul" in getattr(call.function, "__name__", "")]
     factors = [x for call in products for x in call.args if type(x) in (int, float)]
     return max([1.0, *(x for x in factors if x >= 8 and frexp(x)[0] == 0.5)])
@@ -2867,9 +2849,8 @@ def _norms(tensors):
 
 def _host(values):
     """0-dim tensors as Python floats, in one transfer."""
-    device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
-    ready = torch.Size(()), torch.device(device)
-    flat = [v if (v.shape, v.device) == ready else v.reshape(()).to(device) for v in values]
+    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+    flat = [v if v.device == device and not v.dim() else v.reshape(()).to(device) for v in values]
     return torch.stack(flat).tolist() if flat else []
 
 
