@@ -1704,6 +1704,7 @@ FORGOTTEN = (
 UNDIVIDED = torch.amp.grad_scaler.OptState.READY
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
+SLOPES = (BACKWARD, torch.autograd.grad)
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
 
 
@@ -1819,10 +1820,11 @@ class Tape(TorchFunctionMode):
     def __init__(self, watch):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
+        self.first = inf  # the number of calls at the first backward
         self.known = {}  # tensors, by id: what made them
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
-        self.steps = {}  # optimizer: the number of calls at its last step
+        self.turns = {}  # optimizer: the number of calls at its last step
         self.rooms = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def turn(self, on):
@@ -1887,6 +1889,8 @@ class Tape(TorchFunctionMode):
 
     def write(self, function, args, kwargs):
         self.number += 1
+        if function in SLOPES:
+            self.first = min(self.first, self.number)
         casts = [
             (d, torch.get_autocast_dtype(d))
             for d in ("cpu", "cuda")
@@ -1931,7 +1935,7 @@ class Tape(TorchFunctionMode):
     @property
     def latest(self):
         """The number of calls at the last step of any optimizer: they may take turns."""
-        return max(self.steps.values(), default=0)
+        return max(self.turns.values(), default=0)
 
     @property
     def full(self):
@@ -1941,16 +1945,121 @@ class Tape(TorchFunctionMode):
         """Forget what was computed before the last step of every optimizer. One that steps twice
         in a row does not take turns with another: then that one's is forgotten. It returns whether
         it did."""
-        twice = next(reversed(self.steps), None) == optimizer
+        twice = next(reversed(self.turns), None) == optimizer
         if twice or self.full:
-            self.steps = {}
-        self.steps.pop(optimizer, None)
-        self.steps[optimizer] = self.number
-        self.start = min(self.steps.values())
+            self.turns = {}
+        self.turns.pop(optimizer, None)
+        self.turns[optimizer] = self.number
+        self.start = min(self.turns.values())
         self.calls = [call for call in self.calls if call.number > self.start]
         self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
         self.outer, self.bytes = set(), 0
         return twice
+
+    def buffers_back(self, calls):
+        for call in calls:
+            if call.buffers:
+                _put_back(call.function, call.buffers)
+
+    def again(self, targets):
+        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
+        results are judged, beside the losses."""
+        calls = self.needed(targets)
+        called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
+        net = _together([x for x in called if isinstance(x, nn.Module)])
+        params = dict(net.named_parameters())
+        within = {id(p) for p in params.values()}
+        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
+        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
+        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+        now = StepRecord(self.watch.steps, net)
+        grads = [(t, t.grad) for t in (*params.values(), *leaves.values())]
+        if any(g is not None and is_bad(extent(g)) for _, g in grads):
+            # what was made of them, like their norm, is no cause
+            backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
+            targets = [number for number in targets if number < backward]
+        buffers = tuple(b for b in net.buffers() if not b.is_inference())
+        # The script's own graph has saved them: its backward may be still to come.
+        with torch.autograd._unsafe_preserve_version_counter(buffers):
+            try:
+                self.buffers_back(calls)
+                return self._replayed(calls, targets, net, params)
+            finally:
+                now.restore()
+                for p, g in grads:
+                    p.grad = g
+
+    def _replayed(self, calls, targets, net, params):
+        """The report on these calls, or None: there is nothing to judge."""
+        record = StepRecord(self.watch.steps, net)
+        record.rng = next((call.rng for call in calls if call.rng), record.rng)
+        record.named = [(f"parameter {name}", p) for name, p in params.items()]
+        part, made, scale = [], {}, _loss_scale(calls)
+        for call in calls:
+            part.append(call)
+            ends = call.function is BACKWARD and call.number > self.latest
+            if ends or (targets and call is calls[-1]):
+                batch, named = self._batch(part)
+                record.named += named
+                record.keep(*batch, partial(_play, part, made, net, params, targets, scale))
+                part = []
+
+        def run_step(batch, fp32):
+            if batch is record.batches[0]:
+                made.clear()
+                for p in params.values():
+                    p.grad = None
+            return batch[-1](fp32)
+
+        sharded = any(hasattr(p, "to_local") for p in params.values())
+        if not record.batches or (sharded and targets):  # one rank alone has read it
+            return None
+        if sharded:  # all ranks do the same, once: its collectives then meet
+            birth = Rerun(run_step, record, net, {}).watch()
+            return _seen(birth) if birth.op else None
+        kinds = [dtype for call in calls for _, dtype in call.autocast]
+        kinds += [*(p.dtype for p in params.values()), torch.float32]
+        precision = str(kinds[0]).removeprefix("torch.")
+        report = examine(run_step, record, net, precision=precision, scale=scale)
+        p = params.get(report.source.removeprefix("parameter "))
+        room = self.rooms.get(_storage(p)) if p is not None and p._version == 0 else None
+        if room:
+            fix = "initialise it: torch.empty leaves what was in memory"
+            report = replace(report, names=(report.source, f"never written since {room}"), fix=fix)
+        for name, b in net.named_buffers():
+            made_by = self.maker(b) if is_bad(extent(b)) else None
+            line = _line(made_by.frames) if made_by else ""
+            loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
+            if line and (loaded or report.source == f"buffer {name}"):
+                fix = "mend this number where it is made"
+                names = (f"buffer {name}", f"made at {line}")
+                report = replace(report, verdict="weights", names=names, fix=fix)
+        return report
+
+    def _batch(self, calls):
+        """Of the tensors that the calls were given: the batch, and others by their names."""
+        first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
+        given = {id(t): t for call in first for t in call.given()}
+        given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
+        shape = first[0].shape
+        batch, named = [], []
+        for t in given:
+            # in time-major data the batch comes second; what differs in the first dimension alone
+            # is the data set that the batch was cut from
+            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
+            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
+            made = self.maker(t)
+            early = not made or made.data or made.number <= self.first
+            if not made and t.grad_fn is not None:
+                named.append((UNKNOWN, t))
+            elif early and t.dim() and like:
+                batch.append(t)
+            elif made:
+                when = "a tensor before this step" if made.number <= self.first else EARLIER
+                named.append((f"{when} ({_line(made.frames)})", t))
+            else:
+                named.append((OUTSIDE, t))
+        return batch, named
 
 
 def _as_it_is_now(room):
@@ -1983,11 +2092,10 @@ class Watch:
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
-        self.roots = WeakSet()  # outermost modules
-        self.weights, self.writers = WeakKeyDictionary(), WeakSet()
+        self.roots, self.weights = WeakSet(), WeakSet()  # outermost modules; storages of theirs
+        self.writers = WeakSet()  # modules that write into what they are given
         self.written = {}  # by id: (weight, what the script wrote into it: see _by_hand())
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
-        self.first = inf  # the number of calls at the first backward
         self.gradient = 0.0  # the largest norm
         self.recent = {}  # optimizer: its last norms
         self.norms = {}  # dtype: {parameter: its norms in some steps}
@@ -2000,15 +2108,12 @@ class Watch:
         self.symptom, self.step, self.reports = "", 0, {}
 
     def __enter__(self):
-        # hooks that fire twice when compiled: harmless
-        warnings.filterwarnings("ignore", message=".*there are global hooks")
         for handle in (
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self.undo.callback(handle.remove)
+        self._wrap(nn.Module, "__call__", self._module)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
         self._wrap(torch.autograd.Function, "apply", self._transformed)
@@ -2043,7 +2148,10 @@ class Watch:
         # The compiler sees a constant, and traces nothing of this file.
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
-        return self.on and not self.busy and threading.get_ident() == self.thread
+        here = threading.get_ident() == self.thread
+        if not here and torch._C._current_autograd_node() is None:  # no backward on a GPU
+            self.unwatched.add("torch was used in another thread, which is not watched")
+        return here and self.on and not self.busy
 
     def _wrap(self, owner, name, around):
         custom = owner is torch.autograd.Function
@@ -2084,23 +2192,23 @@ class Watch:
 
     # What the script does: modules, backward passes, steps
 
-    def _goes_in(self):
-        self.depth += 1
-        if self.depth == 1:
-            self.was = self.tape.turn(False)
-
-    def _comes_out(self):
-        self.depth -= 1
-        if not self.depth:
-            self.tape.turn(self.was and self.on)
-
-    def _unseen(self, original, *args, **kwargs):
+    def _unseen(self, original, /, *args, **kwargs):
         """What happens in there is not written down."""
-        self._goes_in()
+        was = self.tape.turn(False)
+        self.depth += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self._comes_out()
+            self.depth -= 1
+            self.tape.turn(was and self.on)
+
+    def _module(self, original, module, /, *args, **kwargs):
+        if self.depth:
+            return original(module, *args, **kwargs)
+        self._safely(self._begins, module, args, kwargs)
+        out = self._unseen(original, module, *args, **kwargs)
+        self._safely(self._ends, out)
+        return out
 
     def _from_numpy(self, original, array):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
@@ -2108,7 +2216,7 @@ class Watch:
         self.tape.known[id(t)] = ref(t), Made(0, 0, tuple(_script(_frames())), data=True)
         return t
 
-    def _transformed(self, original, *args, **kwargs):
+    def _transformed(self, original, /, *args, **kwargs):
         """torch.func's vmap, grad or functional_call, a custom autograd.Function: one call."""
         if self.depth:
             return original(*args, **kwargs)
@@ -2124,23 +2232,6 @@ class Watch:
                                "torchrun --nproc_per_node=N autopsy.py SCRIPT starts are)")
         return original(process)
 
-    def _enter(self, module, args):
-        elsewhere = not torch.compiler.is_compiling() and threading.get_ident() != self.thread
-        if elsewhere and torch._C._current_autograd_node() is None:  # no backward on a GPU
-            self.unwatched.add("modules ran in another thread, which is not watched")
-        if self._mine():
-            self._goes_in()
-            if self.depth == 1:
-                # a hook for all modules gets args alone
-                kwargs = sys._getframe(1).f_locals.get("kwargs", {})
-                self._safely(self._begins, module, args, kwargs)
-
-    def _leave(self, module, args, out):
-        if self._mine():
-            if self.depth == 1:
-                self._safely(self._ends, out)
-            self._comes_out()
-
     def _begins(self, module, args, kwargs):
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -2148,7 +2239,7 @@ class Watch:
         fresh = module not in self.roots
         if fresh:
             self.roots.add(module)
-            self.weights.update({_storage(p): True for p in module.parameters()})
+            self.weights.update(_storage(p) for p in module.parameters())
         if self.tape.full:
             self._transfer(calm=True)
             self.tape.stepped(0)
@@ -2177,9 +2268,8 @@ class Watch:
             if type(value) in KEPT or value is not before.get(name, (None,))[0]
         ]
         self.tape.done(call, out)
-        buffers = [(n, b) for n, b in module.named_buffers() if n in call.buffers]
-        before = {id(b): call.buffers[n] for n, b in buffers}
-        self._note((b for _, b in buffers), partial(self._bad_buffer, before, call.number))
+        written = [b for n, b in module.named_buffers() if n in call.buffers]
+        self._note(written, partial(self._bad_buffer, call))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
         if call.grad:
@@ -2203,7 +2293,6 @@ class Watch:
 
     def _before_backward(self, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
-        self.first = min(self.first, self.tape.number)
         losses = args[0] if args else kwargs["tensors"]
         self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
@@ -2244,7 +2333,7 @@ class Watch:
             states = self.scaler._per_optimizer_states  # update() makes new ones
             state = states[id(optimizer)]
             plain = states is self.states and state["stage"] is UNDIVIDED
-            self.forgotten = self.forgotten or (plain and not scales)
+            self.forgotten |= plain and not scales
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
@@ -2279,13 +2368,10 @@ class Watch:
     def _by_hand(self, name, p, values):
         """The script writes these values into a weight: an update, an average, a copy. All that
         were written are read together, at the next transfer."""
-        slopes = (BACKWARD, torch.autograd.grad)
-        new = [call for call in self.tape.calls if call.number > self.tape.latest]
-        backward = [call.number for call in new if call.function in slopes]
+        new = [call.function for call in self.tape.calls if call.number > self.tape.latest]
         values = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
         write = name, self.steps, _line(_frames()), values, _norms([p] if values else [])
-        if backward:  # it ends the step; the weight is still as it was
-            self.first = min(self.first, *backward)
+        if any(function in SLOPES for function in new):  # it ends the step, and comes after this
             self._note(values, partial(self._bad_write, p, [write]))
             self._transfer()
             self._count(None)
@@ -2365,16 +2451,18 @@ class Watch:
     def _bad_output(self, call, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
         symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
-        if call.number > self.first:
+        if call.number > self.tape.first:
             self._later(symptom, [call.number])
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
-    def _bad_buffer(self, before, number, b, value):
+    def _bad_buffer(self, call, b, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
+        names = [n for n, other in call.function.named_buffers() if other is b]
+        before = [extent(call.buffers[name]) for name in names]
         span = extent(b)
-        if not (is_mask(span) or is_bad(extent(before[id(b)]))):
-            self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
+        if not (is_mask(span) or any(map(is_bad, before))):
+            self._later(f"buffer {self._called(b)} is {_made(span)}", [call.number], [b])
 
     def _bad_write(self, p, writes, t, value):
         """A bad value explains it. If all are good, which of several writes it was is not known:
@@ -2394,7 +2482,6 @@ class Watch:
         report = Report(
             verdict="weights" if filled else "divergence",
             step=step,
-            rank=self.rank,
             op=f"torch.{SAME.get(plain, plain)}",
             phase="forward",
             line=" or ".join(lines),
@@ -2424,7 +2511,7 @@ class Watch:
         symptom = f"{whose}{self._called(p)} is {_made(extent(t))}"
         if rates is None:
             symptom += " before the optimizer's first step"
-            self._stop(symptom, Report("weights", rank=self.rank))
+            self._stop(symptom, Report("weights"))
         group = optimizer.param_groups[k]
         hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
         has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
@@ -2445,7 +2532,7 @@ class Watch:
             fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
         report = None
         if birth or torch.optim.__name__ in type(optimizer).__module__:
-            about = {"verdict": "optimizer", "rank": self.rank, "names": (made, why), "fix": fix}
+            about = {"verdict": "optimizer", "names": (made, why), "fix": fix}
             report = replace(birth or Report(), **about)
         # that step has been counted
         self._stop(f"{symptom} after good gradients", report, max(0, self.steps - 1))
@@ -2459,7 +2546,7 @@ class Watch:
         read = f"{_made(span)} at {_line(_frames())}"
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
         made = self.tape.maker(t)
-        single = t.numel() == 1 or self.first == inf  # torch.func: a loss for each network
+        single = t.numel() == 1 or self.tape.first == inf  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
             evidence = [t.detach()] if loss and not is_mask(span) else ()
             self._later(f"the script read {read}", [made.number], evidence)
@@ -2484,7 +2571,7 @@ class Watch:
         self._finding(symptom, report, step)
         if self.world > 1:
             self._agree(report)
-        self._buffers_back(self.tape.calls)
+        self.tape.buffers_back(self.tape.calls)
         self.__exit__()
         raise SystemExit(3)
 
@@ -2502,7 +2589,8 @@ class Watch:
             overflow = self.unskipped and report.verdict == "precision"
             if scale != 1 and (self.forgotten or overflow):
                 report = replace(report, verdict="calibration", fix=FORGOTTEN)
-            about = {"symptom": symptom, "step": self.step, "scale": scale, "names": tuple(names)}
+            about = {"symptom": symptom, "step": self.step, "rank": self.rank}
+            about |= {"scale": scale, "names": tuple(names)}
             key = report.op or symptom, report.line
             if key not in self.reports or self.reports[key].step == self.step:  # the last of a step
                 self.reports[key] = replace(report, **about)
@@ -2515,7 +2603,7 @@ class Watch:
         """The cause, here and now: the step is made again. Or by what was watched."""
         try:
             # An optimizer that steps within the backward would step again.
-            report = None if self.depth else self._again(targets)
+            report = None if self.depth else self.tape.again(targets)
         except Exception as error:
             report = None
             self._say(f"the step could not be made again ({_said(error)})", every=True)
@@ -2525,121 +2613,7 @@ class Watch:
             unknown = ("not reproducible", "calibration", "error")
             if report.verdict not in unknown or report.tried or report.symptom == raised:
                 return report
-        return self._seen(birth) if birth else None
-
-    def _seen(self, birth):
-        """The verdict on what was seen while every operation was watched."""
-        half = "float16" in birth.result and not birth.again
-        finite = not birth.source and (half or birth.again == "finite in float32")
-        verdict = birth.origin or ("precision" if finite else "divergence")
-        precision = birth.result.partition("[")[0]
-        about = {"rank": self.rank, "precision": precision, "repeated": False}
-        return replace(birth, verdict=verdict, **about)
-
-    def _buffers_back(self, calls):
-        for call in calls:
-            if call.buffers:
-                _put_back(call.function, call.buffers)
-
-    def _again(self, targets):
-        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
-        results are judged, beside the losses."""
-        calls = self.tape.needed(targets)
-        called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
-        net = _together([x for x in called if isinstance(x, nn.Module)])
-        params = dict(net.named_parameters())
-        within = {id(p) for p in params.values()}
-        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
-        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
-        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
-        now = StepRecord(self.steps, net)
-        grads = [(t, t.grad) for t in (*params.values(), *leaves.values())]
-        if any(g is not None and is_bad(extent(g)) for _, g in grads):
-            # what was made of them, like their norm, is no cause
-            backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
-            targets = [number for number in targets if number < backward]
-        buffers = tuple(b for b in net.buffers() if not b.is_inference())
-        # The script's own graph has saved them: its backward may be still to come.
-        with torch.autograd._unsafe_preserve_version_counter(buffers):
-            try:
-                self._buffers_back(calls)
-                return self._replayed(calls, targets, net, params)
-            finally:
-                now.restore()
-                for p, g in grads:
-                    p.grad = g
-
-    def _replayed(self, calls, targets, net, params):
-        """The report on these calls, or None: there is nothing to judge."""
-        record = StepRecord(self.steps, net, rank=self.rank)
-        record.rng = next((call.rng for call in calls if call.rng), record.rng)
-        record.named = [(f"parameter {name}", p) for name, p in params.items()]
-        part, made, scale = [], {}, _loss_scale(calls)
-        for call in calls:
-            part.append(call)
-            ends = call.function is BACKWARD and call.number > self.tape.latest
-            if ends or (targets and call is calls[-1]):
-                batch, named = self._batch(part)
-                record.named += named
-                record.keep(*batch, partial(_play, part, made, net, params, targets, scale))
-                part = []
-
-        def run_step(batch, fp32):
-            if batch is record.batches[0]:
-                made.clear()
-                for p in params.values():
-                    p.grad = None
-            return batch[-1](fp32)
-
-        sharded = any(hasattr(p, "to_local") for p in net.parameters())
-        if not record.batches or (sharded and targets):  # one rank alone has read it
-            return None
-        if sharded:  # all ranks do the same, once: its collectives then meet
-            birth = Rerun(run_step, record, net, {}).watch()
-            return self._seen(birth) if birth.op else None
-        kinds = [dtype for call in calls for _, dtype in call.autocast]
-        kinds += [*(p.dtype for p in net.parameters()), torch.float32]
-        precision = str(kinds[0]).removeprefix("torch.")
-        report = examine(run_step, record, net, precision=precision, scale=scale)
-        p = params.get(report.source.removeprefix("parameter "))
-        room = self.tape.rooms.get(_storage(p)) if p is not None and p._version == 0 else None
-        if room:
-            fix = "initialise it: torch.empty leaves what was in memory"
-            report = replace(report, names=(report.source, f"never written since {room}"), fix=fix)
-        for name, b in net.named_buffers():
-            made_by = self.tape.maker(b) if is_bad(extent(b)) else None
-            line = _line(made_by.frames) if made_by else ""
-            loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
-            if line and (loaded or report.source == f"buffer {name}"):
-                fix = "mend this number where it is made"
-                names = (f"buffer {name}", f"made at {line}")
-                report = replace(report, verdict="weights", names=names, fix=fix)
-        return report
-
-    def _batch(self, calls):
-        """Of the tensors that the calls were given: the batch, and others by their names."""
-        first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
-        given = {id(t): t for call in first for t in call.given()}
-        given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
-        shape = first[0].shape
-        batch, named = [], []
-        for t in given:
-            # in time-major data the batch comes second; what differs in the first dimension alone
-            # is the data set that the batch was cut from
-            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
-            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
-            made = self.tape.maker(t)
-            early = not made or made.data or made.number <= self.first
-            if not made and t.grad_fn is not None:
-                named.append((UNKNOWN, t))
-            elif early and t.dim() and like:
-                batch.append(t)
-            elif made:
-                when = "a tensor before this step" if made.number <= self.first else EARLIER
-                named.append((f"{when} ({_line(made.frames)})", t))
-            else:
-                named.append((OUTSIDE, t))
-        return batch, named
+        return _seen(birth) if birth else None
 
     def _agree(self, report):
         """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
@@ -2701,7 +2675,6 @@ class Watch:
             rate = self.optimizer.param_groups[0].get("lr")
             report = Report(
                 "error",
-                rank=self.rank,
                 op=type(failure).__name__,
                 phase="optimizer",
                 line=_line(_frames_in(traceback.format_tb(failure.__traceback__))),
@@ -2710,7 +2683,8 @@ class Watch:
         else:  # whatever the step has made is judged
             report = self._explain([call.number for call in self.tape.calls], raised=raised)
         if report and report.verdict == "error":
-            self._say(str(replace(report, symptom=raised, step=self.steps)), every=True)
+            about = {"symptom": raised, "step": self.steps, "rank": self.rank}
+            self._say(str(replace(report, **about)), every=True)
         elif report:
             self._finding(raised, report)
 
@@ -2735,7 +2709,7 @@ class Watch:
                 )
         if min(self.rates, default=1.0) < 0:
             self._say(f"a learning rate is negative: {min(self.rates):g}")
-        if self.first == inf:
+        if self.tape.first == inf:
             self._say("I saw no training (no backward pass in this thread and process)")
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
@@ -2786,6 +2760,15 @@ class Watch:
             f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
             f"  try: seeds and a fixed order, or --from-step {at}"
         )
+
+
+def _seen(birth):
+    """The verdict on what was seen while every operation was watched."""
+    half = "float16" in birth.result and not birth.again
+    finite = not birth.source and (half or birth.again == "finite in float32")
+    verdict = birth.origin or ("precision" if finite else "divergence")
+    precision = birth.result.partition("[")[0]
+    return replace(birth, verdict=verdict, precision=precision, repeated=False)
 
 
 def _together(modules):
