@@ -2082,7 +2082,7 @@ class Watch:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment = os.getcwd(), dict(os.environ)
-        self.started, self.rng = time.monotonic(), rng_states("cpu")
+        self.rng = rng_states("cpu")
         self.thread, self.on, self.busy = threading.get_ident(), True, False
         self.depth = 0  # calls under way of which nothing is written down
         self.training = True
@@ -2109,16 +2109,19 @@ class Watch:
 
     def __enter__(self):
         for handle in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(partial(self._safely, self._before_step)),
+            register_optimizer_step_post_hook(partial(self._safely, self._stepped)),
         ):
             self.undo.callback(handle.remove)
-        self._wrap(nn.Module, "__call__", self._module)
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
-        self._wrap(torch.autograd.Function, "apply", self._transformed)
-        self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
-        self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
+        call = partial(self._around, self._call_begins, self._call_ends)
+        module = partial(self._around, self._module_begins, self._module_ends)
+        backward = partial(self._around, self._backward_begins, self._backward_ends)
+        self._wrap(nn.Module, "__call__", module)
+        self._wrap(torch.autograd, "backward", backward)
+        self._wrap(torch.nn.utils.stateless, "_functional_call", call)
+        self._wrap(torch.autograd.Function, "apply", call)
+        self._wrap(torch._functorch.apis, "vmap_impl", call)
+        self._wrap(torch._functorch.eager_transforms, "grad_impl", call)
         self._wrap(torch.amp.GradScaler, "scale", self._scale)
         self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
@@ -2202,12 +2205,13 @@ class Watch:
             self.depth -= 1
             self.tape.turn(was and self.on)
 
-    def _module(self, original, module, /, *args, **kwargs):
+    def _around(self, begins, ends, original, /, *args, **kwargs):
+        """A call of which only the outermost is written down."""
         if self.depth:
-            return original(module, *args, **kwargs)
-        self._safely(self._begins, module, args, kwargs)
-        out = self._unseen(original, module, *args, **kwargs)
-        self._safely(self._ends, out)
+            return original(*args, **kwargs)
+        self._safely(begins, original, args, kwargs)
+        out = self._unseen(original, *args, **kwargs)
+        self._safely(ends, out)
         return out
 
     def _from_numpy(self, original, array):
@@ -2216,15 +2220,13 @@ class Watch:
         self.tape.known[id(t)] = ref(t), Made(0, 0, tuple(_script(_frames())), data=True)
         return t
 
-    def _transformed(self, original, /, *args, **kwargs):
-        """torch.func's vmap, grad or functional_call, a custom autograd.Function: one call."""
-        if self.depth:
-            return original(*args, **kwargs)
-        call = self.tape.write(original, args, kwargs)
-        call.rng = rng_states(_device((args, kwargs)))
-        out = self._unseen(original, *args, **kwargs)
-        self.tape.done(call, out)
-        return out
+    def _call_begins(self, function, args, kwargs):
+        """torch.func's vmap, grad or functional_call, a custom autograd.Function."""
+        self.call = self.tape.write(function, args, kwargs)
+        self.call.rng = rng_states(_device((args, kwargs)))
+
+    def _call_ends(self, out):
+        self.tape.done(self.call, out)
 
     def _children(self, original, process):
         if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
@@ -2232,7 +2234,8 @@ class Watch:
                                "torchrun --nproc_per_node=N autopsy.py SCRIPT starts are)")
         return original(process)
 
-    def _begins(self, module, args, kwargs):
+    def _module_begins(self, function, args, kwargs):
+        module, *args = args
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
@@ -2256,9 +2259,9 @@ class Watch:
             earlier = (c.buffers for c in self.tape.calls if c.function is module)
             call.buffers = next(filter(None, earlier), None) or _copied_buffers(module)
         if self.locator:
-            self.locator.take((*args, kwargs) if kwargs else args)
+            self.locator.take([*args, kwargs] if kwargs else args)
 
-    def _ends(self, out):
+    def _module_ends(self, out):
         call = self.call
         module = call.function
         call.left = [
@@ -2286,17 +2289,12 @@ class Watch:
     def steps(self):
         return max(self.last.values(), default=0)
 
-    def _backward(self, original, *args, **kwargs):
-        self._safely(self._before_backward, args, kwargs)
-        self._unseen(original, *args, **kwargs)  # a checkpoint calls its modules in there
-        self._safely(self._after_backward)
-
-    def _before_backward(self, args, kwargs):
+    def _backward_begins(self, function, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
         losses = args[0] if args else kwargs["tensors"]
         self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
-    def _after_backward(self):
+    def _backward_ends(self, out):
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
@@ -2307,8 +2305,8 @@ class Watch:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self.optimizer = optimizer
-        self._safely(self._check, optimizer)
-        if self._mine() and not self.stepping:
+        self._check(optimizer)
+        if not self.stepping:
             self.tape.turn(False)
 
     def _check(self, optimizer):
@@ -2344,13 +2342,9 @@ class Watch:
             self.unskipped = any(_host(state.get("found_inf_per_device", {}).values()))
             self._bad_gradients(optimizer)
 
-    def _after_step(self, optimizer, args, kwargs):
-        self._safely(self._stepped, optimizer)
-        if self._mine():
-            self.tape.turn(not self.depth)
-
-    def _stepped(self, optimizer):
+    def _stepped(self, optimizer, args, kwargs):
         """Its weights and moments are read now, and judged with the next gradients."""
+        self.tape.turn(not self.depth)
         self.stepping = self.optimizer = None
         if self.steps & (self.steps - 1) == 0:  # steps 0, 1, 2, 4, 8, ...
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
@@ -2709,7 +2703,7 @@ class Watch:
                 )
         if min(self.rates, default=1.0) < 0:
             self._say(f"a learning rate is negative: {min(self.rates):g}")
-        if self.tape.first == inf:
+        if self.tape.first == inf and not self.last:
             self._say("I saw no training (no backward pass in this thread and process)")
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
@@ -2726,9 +2720,9 @@ class Watch:
                 f"  try: --from-step {at}, or without --one-run"
             )
         self._say(
-            f"{self.symptom}, after {time.monotonic() - self.started:.0f} s. The step cannot be "
-            "made again. Last resort: the script runs again, quietly, in eager mode, for about as "
-            "long (--one-run refuses this). Then every operation of that step is watched."
+            f"{self.symptom}. The step cannot be made again. Last resort: the script runs again, "
+            "quietly, in eager mode, for about as long as it has run (--one-run refuses this). "
+            "Then every operation of that step is watched."
         )
         main = vars(sys.modules["__main__"])
         if torch.cuda.is_initialized() and main is not globals():  # as it is with -m
