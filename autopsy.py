@@ -80,7 +80,7 @@ from textwrap import shorten
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -1812,7 +1812,8 @@ def _from(frame):
 
 
 class Tape(TorchFunctionMode):
-    """Writes down what the script computes outside of modules, and the calls of modules.
+    """Writes down what the script computes outside of modules, and the calls of modules; again()
+    makes the step once more from that.
 
     What a call made is not held. The rest is, by reference: the batch.
     """
@@ -1821,7 +1822,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
         self.first = inf  # the number of calls at the first backward
-        self.known = {}  # tensors, by id: what made them
+        self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
         self.turns = {}  # optimizer: the number of calls at its last step
@@ -1870,21 +1871,22 @@ class Tape(TorchFunctionMode):
 
     def _writes(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
-        base = t if t._base is None else t._base  # a part changes what it is a part of
-        made = isinstance(self.symbol(t), Made) and isinstance(self.symbol(base), Made)
+        symbol = self.symbol(t)
+        base = t if t._base is None else t._base  # a part of what is held changes with it
+        made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)
         if made and not isinstance(t, nn.Parameter):
             return True
         if self.watch._is_weight(t):
             self.watch._safely(self.watch._by_hand, name, t, values)
             return False
-        if base.numel() > ROOM >> 6:
+        if t.numel() > ROOM >> 6:
             return False
-        before = base.detach().clone()
+        before = t.detach().clone()
         for call in self.calls:  # what they were given
             call.args, call.kwargs = tree_map(
-                lambda x: before if x is base else x, (call.args, call.kwargs)
+                lambda x: before if x is symbol else x, (call.args, call.kwargs)
             )
-        self.done(self.write(Tensor.clone, (t.detach().clone(),), {}), t)
+        self.done(self.write(Tensor.clone, (before,), {}), t)
         return True
 
     def write(self, function, args, kwargs):
@@ -1903,7 +1905,8 @@ class Tape(TorchFunctionMode):
         return self.calls[-1]
 
     def done(self, call, out):
-        self.known.update({id(t): (ref(t), made) for made, t in call.made(out).items()})
+        for made, t in call.made(out).items():
+            self.known[t] = made
 
     def symbol(self, t):
         """What stands for this tensor in a call."""
@@ -1911,17 +1914,13 @@ class Tape(TorchFunctionMode):
             return Packed(*map(self.symbol, t))
         if not isinstance(t, Tensor):
             return t
-        made = self.maker(t)
+        made = self.known.get(t)
         if made and made.number > self.start:
             return made
         if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
             self.outer.add(id(t))
             self.bytes += t.numel() * t.element_size()
         return t
-
-    def maker(self, t):
-        who, made = self.known.get(id(t), (None, None))
-        return made if who and who() is t else None
 
     def needed(self, targets):
         """The calls that lead to losses and to these: without a validation that came before."""
@@ -1952,7 +1951,6 @@ class Tape(TorchFunctionMode):
         self.turns[optimizer] = self.number
         self.start = min(self.turns.values())
         self.calls = [call for call in self.calls if call.number > self.start]
-        self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
         self.outer, self.bytes = set(), 0
         return twice
 
@@ -1968,12 +1966,12 @@ class Tape(TorchFunctionMode):
         called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
         net = _together([x for x in called if isinstance(x, nn.Module)])
         params = dict(net.named_parameters())
-        within = {id(p) for p in params.values()}
-        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
-        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
+        within = set(params.values())
+        leaves = dict.fromkeys(t for call in calls for t in call.given() if t.is_leaf)
+        free = [t for t in leaves if t.requires_grad and t not in within]
         params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
         now = StepRecord(self.watch.steps, net)
-        grads = [(t, t.grad) for t in (*params.values(), *leaves.values())]
+        grads = [(t, t.grad) for t in (*params.values(), *leaves)]
         if any(g is not None and is_bad(extent(g)) for _, g in grads):
             # what was made of them, like their norm, is no cause
             backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
@@ -2027,7 +2025,7 @@ class Tape(TorchFunctionMode):
             fix = "initialise it: torch.empty leaves what was in memory"
             report = replace(report, names=(report.source, f"never written since {room}"), fix=fix)
         for name, b in net.named_buffers():
-            made_by = self.maker(b) if is_bad(extent(b)) else None
+            made_by = self.known.get(b) if is_bad(extent(b)) else None
             line = _line(made_by.frames) if made_by else ""
             loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
             if line and (loaded or report.source == f"buffer {name}"):
@@ -2039,8 +2037,8 @@ class Tape(TorchFunctionMode):
     def _batch(self, calls):
         """Of the tensors that the calls were given: the batch, and others by their names."""
         first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
-        given = {id(t): t for call in first for t in call.given()}
-        given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
+        given = dict.fromkeys(t for call in first for t in call.given())
+        given = [t for t in given if t.grad_fn is not None or not t.requires_grad]
         shape = first[0].shape
         batch, named = [], []
         for t in given:
@@ -2048,7 +2046,7 @@ class Tape(TorchFunctionMode):
             # is the data set that the batch was cut from
             second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
             like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
-            made = self.maker(t)
+            made = self.known.get(t)
             early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:
                 named.append((UNKNOWN, t))
@@ -2071,7 +2069,8 @@ def _as_it_is_now(room):
 
 
 class Watch:
-    """The hooks around a script. Every operation is watched from optimizer step `begin` on.
+    """The hooks around a script: what is read of it, and judged. Every operation is watched from
+    optimizer step `begin` on.
 
     `again`: this is the second run.
     """
@@ -2094,7 +2093,7 @@ class Watch:
         self.losses = []
         self.roots, self.weights = WeakSet(), WeakSet()  # outermost modules; storages of theirs
         self.writers = WeakSet()  # modules that write into what they are given
-        self.written = {}  # by id: (weight, what the script wrote into it: see _by_hand())
+        self.written = {}  # weight: what the script wrote into it, see _by_hand()
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
         self.gradient = 0.0  # the largest norm
         self.recent = {}  # optimizer: its last norms
@@ -2166,8 +2165,8 @@ class Watch:
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        around_it = classmethod(wrapper) if custom else wrapper
-        self.undo.enter_context(mock.patch.object(owner, name, around_it))
+        patch = classmethod(wrapper) if custom else wrapper
+        self.undo.enter_context(mock.patch.object(owner, name, patch))
 
     def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
@@ -2217,7 +2216,7 @@ class Watch:
     def _from_numpy(self, original, array):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
         t = original(array)
-        self.tape.known[id(t)] = ref(t), Made(0, 0, tuple(_script(_frames())), data=True)
+        self.tape.known[t] = Made(0, 0, tuple(_script(_frames())), data=True)
         return t
 
     def _call_begins(self, function, args, kwargs):
@@ -2321,9 +2320,8 @@ class Watch:
         norms = _norms(grads)
         if self.world > 1 and any(hasattr(g, "to_local") for g in grads):  # norms of shards
             total = torch.stack(norms).square().sum()
-            bad = (total <= LIMIT**2).logical_not().float()
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-            norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
+            dist.all_reduce(total)  # a sum keeps NaN and inf
+            norms = [total.sqrt()]
         values = self._transfer([*norms, *scales], calm=bool(scales))
         scale = values.pop() if scales else 1.0
         state = {}
@@ -2369,8 +2367,7 @@ class Watch:
             self._note(values, partial(self._bad_write, p, [write]))
             self._transfer()
             self._count(None)
-        _, writes = self.written.setdefault(id(p), (p, []))
-        writes.append(write)
+        self.written.setdefault(p, []).append(write)
 
     def _is_weight(self, t):
         known = isinstance(t, nn.Parameter) or _storage(t) in self.weights
@@ -2426,8 +2423,8 @@ class Watch:
 
     def _transfer(self, more=(), calm=False):
         """The values of `more`. What is pending is judged; `calm`: losses wait, for the scaler."""
-        written, self.written = [*self.written.values()], {}
-        for (p, writes), norm in zip(written, _norms(p for p, _ in written), strict=True):
+        written, self.written = self.written, {}
+        for (p, writes), norm in zip(written.items(), _norms(written), strict=True):
             self.pending.append((norm, partial(self._bad_write, p, writes, p)))
         if not calm and self.world == 1:  # all ranks decide by the gradients
             self._note(self.losses, self._bad_loss)
@@ -2468,7 +2465,7 @@ class Watch:
             if bad:
                 if float(before[0]) <= LIMIT:  # what is bad in it is this very write
                     p.nan_to_num_(0.0, 0.0, 0.0)
-                self._stop(symptom, self._explain([self.tape.maker(bad[0]).number], bad))
+                self._stop(symptom, self._explain([self.tape.known.get(bad[0]).number], bad))
         lines = dict.fromkeys(line for _, _, line, *_ in writes)
         name, step, *_ = writes[-1]
         plain = name.strip("_")
@@ -2539,7 +2536,7 @@ class Watch:
             return
         read = f"{_made(span)} at {_line(_frames())}"
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
-        made = self.tape.maker(t)
+        made = self.tape.known.get(t)
         single = t.numel() == 1 or self.tape.first == inf  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
             evidence = [t.detach()] if loss and not is_mask(span) else ()
@@ -2864,10 +2861,11 @@ def main() -> int:
     parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    if not args.m and not args.script:
+    argv = ["-m", *args.m] if args.m else args.script
+    if not argv:
         parser.error("name a script")
-    if not args.m and not os.path.isfile(args.script[0]):
-        sys.exit(f"autopsy: {args.script[0]} is no file")
+    if not (args.m or os.path.isfile(argv[0])):
+        sys.exit(f"autopsy: {argv[0]} is no file")
     begin, path = args.from_step, args.report
     folder = os.environ.pop(RERUN, "")
     if folder:
@@ -2875,7 +2873,6 @@ def main() -> int:
         begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
         set_rng_states(states, "cpu")
     sys.excepthook = partial(without_our_frames, sys.excepthook)
-    argv = ["-m", *args.m] if args.m else args.script
     return Watch(argv, path, begin, bool(folder), args.one_run).run()
 
 
