@@ -1701,7 +1701,6 @@ FORGOTTEN = (
     "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
     "scale, and skips a bad step"
 )
-UNDIVIDED = torch.amp.grad_scaler.OptState.READY
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
 SLOPES = (BACKWARD, torch.autograd.grad)
@@ -2042,10 +2041,7 @@ class Tape(TorchFunctionMode):
         shape = first[0].shape
         batch, named = [], []
         for t in given:
-            # in time-major data the batch comes second; what differs in the first dimension alone
-            # is the data set that the batch was cut from
-            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
-            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
+            like = not shape or t.shape[:1] == shape[:1]  # (): no module was called
             made = self.known.get(t)
             early = not made or made.data or made.number <= self.first
             if not made and t.grad_fn is not None:
@@ -2328,7 +2324,7 @@ class Watch:
         if self.scaler:
             states = self.scaler._per_optimizer_states  # update() makes new ones
             state = states[id(optimizer)]
-            plain = states is self.states and state["stage"] is UNDIVIDED
+            plain = states is self.states and state["stage"].name == "READY"  # not divided
             self.forgotten |= plain and not scales
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
@@ -2809,7 +2805,7 @@ def _held(optimizer):
         for p in group["params"]:
             yield k, p, "", p
             for key, t in optimizer.state.get(p, {}).items():
-                if isinstance(t, Tensor) and t.dim() and t.is_floating_point():
+                if isinstance(t, Tensor) and t.dim():
                     yield k, p, key, t
 
 
