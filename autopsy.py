@@ -2171,6 +2171,7 @@ class Watch:
         self.busy, self.training = True, torch.is_grad_enabled()
         locator = self.locator or SimpleNamespace()
         locator.paused = True
+        self.writing = self.tape.turn(False)  # the hook may set what is after it
         try:
             with torch.no_grad():
                 hook(*args)
@@ -2182,6 +2183,7 @@ class Watch:
             self.__exit__()
         finally:
             self.busy = locator.paused = False
+            self.tape.turn(self.writing and self.on)
 
     def _say(self, text, every=False):
         if self.rank == 0 or every:
@@ -2302,7 +2304,7 @@ class Watch:
         self.optimizer = optimizer
         self._check(optimizer)
         if not self.stepping:
-            self.tape.turn(False)
+            self.writing = False
 
     def _check(self, optimizer):
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
@@ -2338,7 +2340,7 @@ class Watch:
 
     def _stepped(self, optimizer, args, kwargs):
         """Its weights and moments are read now, and judged with the next gradients."""
-        self.tape.turn(not self.depth)
+        self.writing = not self.depth
         self.stepping = self.optimizer = None
         if self.steps & (self.steps - 1) == 0:  # steps 0, 1, 2, 4, 8, ...
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
