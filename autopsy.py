@@ -80,7 +80,7 @@ from textwrap import shorten
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -1722,6 +1722,8 @@ RANDOM = re.compile(
     "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
 )
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
+# Attributes, and what only torch itself calls
+NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 FORGOTTEN = (
     "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
@@ -1729,7 +1731,12 @@ FORGOTTEN = (
 )
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
+SLOPES = (BACKWARD, torch.autograd.grad)
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
+
+
+def _apply(function, *args, **kwargs):
+    return APPLY.__get__(None, function)(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -1769,11 +1776,15 @@ class Call:
     rng: dict | None = None
     carried: list = ()  # of a module, before the call: see _carried()
     left: list = ()  # what the call wrote of these: (module, name)
-    training: bool = False
+    buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
 
     def given(self):
         return [t for _, t in inner_tensors((self.args, self.kwargs))]
+
+    def uses(self):
+        """What other calls made."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
 
     def again(self, made):
         """Make this call once more, from the same line."""
@@ -1800,17 +1811,15 @@ class Call:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             if self.rng:
-                set_rng_states(self.rng, _device(self.args))
+                set_rng_states(self.rng, _device((args, kwargs)))
             out = function(*args, **kwargs)
         made.update(self.made(out))
 
     def made(self, out):
         out = out, [vars(module).get(name) for module, name in self.left]
         tensors = enumerate(inner_tensors(out))
-        sources = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor | Made)]
-        data = not isinstance(self.function, nn.Module) and all(
-            x.data if isinstance(x, Made) else not x.requires_grad for x in sources
-        )
+        weights = isinstance(self.function, nn.Module) or any(t.requires_grad for t in self.given())
+        data = not weights and all(x.data for x in self.uses())
         return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
 
 
@@ -1830,7 +1839,8 @@ def _from(frame):
 
 
 class Tape(TorchFunctionMode):
-    """Writes down what the script computes outside of modules, and the calls of modules.
+    """Writes down what the script computes outside of modules, and the calls of modules; again()
+    makes the step once more from that.
 
     What a call made is not held. The rest is, by reference: the batch.
     """
@@ -1838,11 +1848,12 @@ class Tape(TorchFunctionMode):
     def __init__(self, watch):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
-        self.known = {}  # tensors, by id: what made them
+        self.first = inf  # the number of calls at the first backward
+        self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
-        self.steps = {}  # optimizer: the number of calls at its last step
-        self.rooms = WeakKeyDictionary()  # storages of torch.empty: who made them
+        self.turns = {}  # optimizer: the number of calls at its last step
+        self.rooms = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def turn(self, on):
         """Inside of modules and optimizers nothing is written down. It returns what was before."""
@@ -1855,31 +1866,24 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # is_compiling() first: the compiler then sees a constant, and traces nothing of this
-        if torch.compiler.is_compiling() or not self.watch._mine():
+        if not self.watch._mine():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in READS or name in ASKS:
             self.watch._safely(self.watch._reads, args[0], name)
         if name == "__get__":
-            name = func.__self__.__name__
-            skipped = name not in ("T", "mT", "H", "real", "imag")
-        else:
-            own = re.match("_[^_]", name) and "pack" not in name  # torch's
-            skipped = name in (*READS, "backward", "__set__") or own
+            name += func.__self__.__name__
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not _flat(args))  # the script's batch
-        if skipped or drawn:
+        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
             out = func(*args, **kwargs)
             if name == "empty" and out.layout is torch.strided:
-                self.rooms[_storage(out)] = tuple(_script(_frames()))
+                self.rooms[_storage(out)] = _line(_frames())
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
-        if writes and not self._writes(*given):
-            out = func(*args, **kwargs)
-            self.watch._safely(self.watch._written, name, given[0])
-            return out
+        if writes and not self._writes(name, *given):
+            return func(*args, **kwargs)
         call = self.write(func, args, kwargs)
         if random:
             call.rng = rng_states(_device(args))
@@ -1892,32 +1896,33 @@ class Tape(TorchFunctionMode):
             self.calls.remove(call)
         return out
 
-    def _writes(self, t, *values):
+    def _writes(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
-        made = self.symbol(t)
-        if isinstance(made, Made) and not isinstance(t, nn.Parameter):
-            # a part of what is held, which changes with it
-            part = t._base is not None and not isinstance(self.symbol(t._base), Made)
-            for call in self.calls if part else ():
-                name = getattr(call.function, "__name__", "")
-                if call.number == made.number and not WRITES.fullmatch(name):
-                    call.function, call.args, call.kwargs = Tensor.clone, (t.detach().clone(),), {}
+        symbol = self.symbol(t)
+        base = t if t._base is None else t._base  # a part of what is held changes with it
+        made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)
+        if made and not isinstance(t, nn.Parameter):
             return True
         if self.watch._is_weight(t):
-            self.watch._safely(self.watch._by_hand, t, values)
-        elif t.numel() < ROOM >> 6:
-            self.watch._buffer_by_hand(t)
-            before = t.detach().clone()
-            for call in self.calls:  # what they were given
-                call.args, call.kwargs = tree_map(
-                    lambda x: before if x is t else x, (call.args, call.kwargs)
-                )
-            self.done(self.write(Tensor.clone, (before,), {}), t)
-            return True
-        return False
+            self.watch._safely(self.watch._by_hand, name, t, values)
+            return False
+        if t.numel() > ROOM >> 6:
+            return False
+        before = t.detach().clone()
+        for call in self.calls:
+            if call.buffers and any(t is b for b in call.function.buffers()):
+                call.buffers = {}  # the next call copies them as they are then
+            # what they were given
+            call.args, call.kwargs = tree_map(
+                lambda x: before if x is symbol else x, (call.args, call.kwargs)
+            )
+        self.done(self.write(Tensor.clone, (before,), {}), t)
+        return True
 
     def write(self, function, args, kwargs):
         self.number += 1
+        if function in SLOPES:
+            self.first = min(self.first, self.number)
         casts = [
             (d, torch.get_autocast_dtype(d))
             for d in ("cpu", "cuda")
@@ -1930,7 +1935,8 @@ class Tape(TorchFunctionMode):
         return self.calls[-1]
 
     def done(self, call, out):
-        self.known.update({id(t): (ref(t), made) for made, t in call.made(out).items()})
+        for made, t in call.made(out).items():
+            self.known[t] = made
 
     def symbol(self, t):
         """What stands for this tensor in a call."""
@@ -1938,7 +1944,7 @@ class Tape(TorchFunctionMode):
             return Packed(*map(self.symbol, t))
         if not isinstance(t, Tensor):
             return t
-        made = self.maker(t)
+        made = self.known.get(t)
         if made and made.number > self.start:
             return made
         if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
@@ -1946,32 +1952,154 @@ class Tape(TorchFunctionMode):
             self.bytes += t.numel() * t.element_size()
         return t
 
-    def maker(self, t):
-        who, made = self.known.get(id(t), (None, None))
-        return made if who and who() is t else None
-
     def needed(self, targets):
         """The calls that lead to losses and to these: without a validation that came before."""
         calls, needed = [], set(targets)
         for call in reversed(self.calls):
             if call.grad or call.number in needed:
                 calls.append(call)
-                made = tree_leaves((call.args, call.kwargs))
-                needed.update(m.number for m in made if isinstance(m, Made))
+                needed.update(made.number for made in call.uses())
         return calls[::-1]
+
+    @property
+    def latest(self):
+        """The number of calls at the last step of any optimizer: they may take turns."""
+        return max(self.turns.values(), default=0)
+
+    @property
+    def full(self):
+        return self.bytes > ROOM or len(self.calls) > 9999
 
     def stepped(self, optimizer):
         """Forget what was computed before the last step of every optimizer. One that steps twice
-        in a row does not take turns with another: then that one's is forgotten."""
-        last = next(reversed(self.steps), None)
-        if last == optimizer or self.bytes > ROOM or len(self.calls) > 9999:
-            self.steps = {}
-        self.steps.pop(optimizer, None)
-        self.steps[optimizer] = self.number
-        self.start = min(self.steps.values())
+        in a row does not take turns with another: then that one's is forgotten. It returns whether
+        it did."""
+        twice = next(reversed(self.turns), None) == optimizer
+        if twice or self.full:
+            self.turns = {}
+        self.turns.pop(optimizer, None)
+        self.turns[optimizer] = self.number
+        self.start = min(self.turns.values())
         self.calls = [call for call in self.calls if call.number > self.start]
-        self.known = {i: entry for i, entry in self.known.items() if entry[0]() is not None}
         self.outer, self.bytes = set(), 0
+        return twice
+
+    def buffers_back(self, calls):
+        for call in calls:
+            if call.buffers:
+                _put_back(call.function, call.buffers)
+
+    def again(self, targets):
+        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
+        results are judged, beside the losses."""
+        calls = self.needed(targets)
+        called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
+        net = _together([x for x in called if isinstance(x, nn.Module)])
+        params = dict(net.named_parameters())
+        within = set(params.values())
+        leaves = dict.fromkeys(t for call in calls for t in call.given() if t.is_leaf)
+        free = [t for t in leaves if t.requires_grad and t not in within]
+        params |= {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+        now = StepRecord(self.watch.steps, net)
+        grads = [(t, t.grad) for t in (*params.values(), *leaves)]
+        if any(g is not None and is_bad(extent(g)) for _, g in grads):
+            # what was made of them, like their norm, is no cause
+            backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
+            targets = [number for number in targets if number < backward]
+        buffers = tuple(b for b in net.buffers() if not b.is_inference())
+        # The script's own graph has saved them: its backward may be still to come.
+        with torch.autograd._unsafe_preserve_version_counter(buffers):
+            try:
+                self.buffers_back(calls)
+                return self._replayed(calls, targets, net, params)
+            finally:
+                now.restore()
+                for p, g in grads:
+                    p.grad = g
+
+    def _replayed(self, calls, targets, net, params):
+        """The report on these calls, or None: there is nothing to judge."""
+        record = StepRecord(self.watch.steps, net)
+        record.rng = next((call.rng for call in calls if call.rng), record.rng)
+        record.named = [(f"parameter {name}", p) for name, p in params.items()]
+        part, made, scale = [], {}, _loss_scale(calls)
+        for call in calls:
+            part.append(call)
+            ends = call.function is BACKWARD and call.number > self.latest
+            if ends or (targets and call is calls[-1]):
+                batch, named = self._batch(part)
+                record.named += named
+                record.keep(*batch, partial(_play, part, made, net, params, targets, scale))
+                part = []
+
+        def run_step(batch, fp32):
+            if batch is record.batches[0]:
+                made.clear()
+                for p in params.values():
+                    p.grad = None
+            return batch[-1](fp32)
+
+        sharded = any(hasattr(p, "to_local") for p in params.values())
+        if not record.batches or (sharded and targets):  # one rank alone has read it
+            return None
+        if sharded:  # all ranks do the same, once: its collectives then meet
+            birth = Rerun(run_step, record, net, {}).watch()
+            return _seen(birth) if birth.op else None
+        kinds = [dtype for call in calls for _, dtype in call.autocast]
+        kinds += [*(p.dtype for p in params.values()), torch.float32]
+        precision = str(kinds[0]).removeprefix("torch.")
+        report = examine(run_step, record, net, precision=precision, scale=scale)
+        p = params.get(report.source.removeprefix("parameter "))
+        room = self.rooms.get(_storage(p)) if p is not None and p._version == 0 else None
+        if room:
+            fix = "initialise it: torch.empty leaves what was in memory"
+            report = replace(report, names=(report.source, f"never written since {room}"), fix=fix)
+        for name, b in net.named_buffers():
+            made_by = self.known.get(b) if is_bad(extent(b)) else None
+            if not made_by:
+                continue
+            line, number = _line(made_by.frames), made_by.number
+            guilty = report.source == f"buffer {name}"
+            if guilty and number > self.start and number not in targets:
+                # written by hand since the last step: what is bad in it is this very write
+                b.nan_to_num_(0.0, 0.0, 0.0)
+                why = self._replayed(self.needed([number]), [number], net, params)
+                if why and why.op and not why.source:
+                    return replace(why, names=(*why.names, f"it went into {report.source}"))
+            if not report.source and f"(buffer {name})" in " ".join(report.inputs):
+                names = (*report.names, f"buffer {name} was written at {line}")
+                report = replace(report, names=names)
+            loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
+            if loaded or guilty:
+                fix = "mend this number where it is made"
+                names = (f"buffer {name}", f"made at {line}")
+                report = replace(report, verdict="weights", names=names, fix=fix)
+        return report
+
+    def _batch(self, calls):
+        """Of the tensors that the calls were given: the batch, and others by their names."""
+        first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
+        given = dict.fromkeys(t for call in first for t in call.given())
+        given = [t for t in given if t.grad_fn is not None or not t.requires_grad]
+        shape = first[0].shape
+        batch, named = [], []
+        for t in given:
+            # in time-major data the batch comes second; what differs in the first dimension alone
+            # is the data set that the batch was cut from
+            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
+            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
+            made = self.known.get(t)
+            early = not made or made.data or made.number <= self.first
+            if not made and t.grad_fn is not None:
+                named.append((UNKNOWN, t))
+            elif early and t.dim() and like:
+                batch.append(t)
+            elif made:
+                when = "a tensor before this step" if made.number <= self.first else EARLIER
+                named.append((f"{when} ({_line(made.frames)})", t))
+            else:
+                named.append((OUTSIDE, t))
+        return batch, named
 
 
 def _as_it_is_now(room):
@@ -1983,7 +2111,8 @@ def _as_it_is_now(room):
 
 
 class Watch:
-    """The hooks around a script. Every operation is watched from optimizer step `begin` on.
+    """The hooks around a script: what is read of it, and judged. Every operation is watched from
+    optimizer step `begin` on.
 
     `again`: this is the second run.
     """
@@ -1994,56 +2123,48 @@ class Watch:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.home, self.environment = os.getcwd(), dict(os.environ)
-        self.started, self.rng = time.monotonic(), rng_states("cpu")
-        self.thread, self.on, self.busy, self.depth = threading.get_ident(), True, False, 0
-        self.inside = 0  # of torch.func's vmap or grad
-        self.has_optimizer = False
+        self.rng = rng_states("cpu")
+        self.thread, self.on, self.busy = threading.get_ident(), True, False
+        self.depth = 0  # calls under way of which nothing is written down
         self.training = True
         self.undo, self.tape = ExitStack(), Tape(self)
-        self.passes = self.fired = self.skips = self.skipped = self.guilty = 0
-        self.last, self.latest = {}, None  # optimizer: its steps; the one that stepped last
+        self.skips = self.skipped = self.guilty = 0
+        self.last = {}  # optimizer: its steps
         # Read at the next transfer: (a number on the device, what to do with it if it is bad)
         self.pending = []
         self.losses = []
-        self.roots = WeakSet()  # outermost modules
-        # Of a module: the number of its first call in this step, and its buffers before that
-        self.buffers = WeakKeyDictionary()
-        self.weights, self.writers = WeakKeyDictionary(), WeakSet()
-        self.owners = WeakKeyDictionary()  # of the buffers of outermost modules
-        self.written = {}  # weights, by id: (weight, [(function, step, frames)] of the script)
+        self.roots, self.weights = WeakSet(), WeakSet()  # outermost modules; storages of theirs
+        self.writers = WeakSet()  # modules that write into what they are given
+        self.written = {}  # weight: what the script wrote into it, see _by_hand()
         self.call = self.trained = self.stepping = self.optimizer = self.locator = None
-        self.first = 0  # the number of calls at the first backward
         self.gradient = 0.0  # the largest norm
         self.recent = {}  # optimizer: its last norms
-        self.norms = {}  # of a parameter, in some steps
+        self.norms = {}  # dtype: {parameter: its norms in some steps}
         self.rates = set()
-        # The loss scaler; optimizers whose gradients it has divided since it multiplied a loss
-        self.scaler, self.divided, self.forgotten = None, None, False
+        # The loss scaler; what it knew of the optimizers when it last multiplied a loss
+        self.scaler, self.states, self.forgotten = None, None, False
         self.unskipped = False  # the scaler knew that this step is bad, and was not asked
         self.reads = Counter()
         self.unwatched = set()  # sentences
-        self.symptom, self.step, self.texts, self.first_seen = "", 0, {}, {}
+        self.symptom, self.step, self.reports = "", 0, {}
 
     def __enter__(self):
-        # hooks that fire twice when compiled: harmless
-        warnings.filterwarnings("ignore", message=".*there are global hooks")
         for handle in (
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(partial(self._safely, self._before_step)),
+            register_optimizer_step_post_hook(partial(self._safely, self._stepped)),
         ):
             self.undo.callback(handle.remove)
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.optim.Optimizer, "__init__", self._optimizer)
-        self._wrap(torch.nn.utils.stateless, "_functional_call", self._transformed)
-        custom = classmethod(lambda function, *args, **kwargs: self._custom(function, args, kwargs))
-        self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", custom))
-        self._wrap(torch._functorch.apis, "vmap_impl", self._transformed)
-        self._wrap(torch._functorch.eager_transforms, "grad_impl", self._transformed)
-        for name in ("scale", "unscale_", "update", "step"):
-            around = {"step": self._scaler_step}.get(name, partial(self._scaled, name))
-            self._wrap(torch.amp.GradScaler, name, around)
+        call = partial(self._around, self._call_begins, self._call_ends)
+        module = partial(self._around, self._module_begins, self._module_ends)
+        backward = partial(self._around, self._backward_begins, self._backward_ends)
+        self._wrap(nn.Module, "__call__", module)
+        self._wrap(torch.autograd, "backward", backward)
+        self._wrap(torch.nn.utils.stateless, "_functional_call", call)
+        self._wrap(torch.autograd.Function, "apply", call)
+        self._wrap(torch._functorch.apis, "vmap_impl", call)
+        self._wrap(torch._functorch.eager_transforms, "grad_impl", call)
+        self._wrap(torch.amp.GradScaler, "scale", self._scale)
+        self._wrap(torch.amp.GradScaler, "step", self._scaler_step)
         self._wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._unseen)
         self._wrap(BaseProcess, "start", self._children)
         self._wrap(torch, "from_numpy", self._from_numpy)
@@ -2064,22 +2185,30 @@ class Watch:
         due = self.begin is not None and self.steps >= self.begin
         if self.on and not self.locator and due and not self.depth:
             self.locator = self.undo.enter_context(Locator())
+        if self.locator:
             self.locator.step = self.steps
 
     def _mine(self):
-        idle = self.on and not (self.busy or self.inside or torch.jit.is_tracing())
-        return idle and threading.get_ident() == self.thread
+        # The compiler sees a constant, and traces nothing of this file.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        here = threading.get_ident() == self.thread
+        if not here and torch._C._current_autograd_node() is None:  # no backward on a GPU
+            self.unwatched.add("torch was used in another thread, which is not watched")
+        return here and self.on and not self.busy
 
     def _wrap(self, owner, name, around):
-        original = getattr(owner, name)
+        custom = owner is torch.autograd.Function
+        original = _apply if custom else getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args, **kwargs):
-            if not torch.compiler.is_compiling() and self._mine():
+            if self._mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        self.undo.enter_context(mock.patch.object(owner, name, wrapper))
+        patch = classmethod(wrapper) if custom else wrapper
+        self.undo.enter_context(mock.patch.object(owner, name, patch))
 
     def _safely(self, hook, *args):
         """Calls the hook. An error of it is one line and ends the watch, never the script."""
@@ -2088,6 +2217,7 @@ class Watch:
         self.busy, self.training = True, torch.is_grad_enabled()
         locator = self.locator or SimpleNamespace()
         locator.paused = True
+        self.writing = self.tape.turn(False)  # the hook may set what is after it
         try:
             with torch.no_grad():
                 hook(*args)
@@ -2099,6 +2229,7 @@ class Watch:
             self.__exit__()
         finally:
             self.busy = locator.paused = False
+            self.tape.turn(self.writing and self.on)
 
     def _say(self, text, every=False):
         if self.rank == 0 or every:
@@ -2107,44 +2238,38 @@ class Watch:
 
     # What the script does: modules, backward passes, steps
 
-    def _unseen(self, original, *args, **kwargs):
+    def _unseen(self, original, /, *args, **kwargs):
         """What happens in there is not written down."""
         was = self.tape.turn(False)
+        self.depth += 1
         try:
             return original(*args, **kwargs)
         finally:
+            self.depth -= 1
             self.tape.turn(was and self.on)
 
-    def _optimizer(self, original, *args, **kwargs):
-        self.has_optimizer = True
-        return original(*args, **kwargs)
+    def _around(self, begins, ends, original, /, *args, **kwargs):
+        """A call of which only the outermost is written down."""
+        if self.depth:
+            return original(*args, **kwargs)
+        self._safely(begins, original, args, kwargs)
+        out = self._unseen(original, *args, **kwargs)
+        self._safely(ends, out)
+        return out
 
     def _from_numpy(self, original, array):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
         t = original(array)
-        self.tape.known[id(t)] = ref(t), Made(0, 0, tuple(_script(_frames())), data=True)
+        self.tape.known[t] = Made(0, 0, tuple(_script(_frames())), data=True)
         return t
 
-    def _transformed(self, original, *args, **kwargs):
-        """torch.func's vmap, grad or functional_call, a custom autograd.Function: one call."""
-        if self.depth:
-            return original(*args, **kwargs)
-        call = self.tape.write(original, args, kwargs)
-        call.rng = rng_states(_device((args, kwargs)))
-        self.inside += 1
-        try:
-            out = self._unseen(original, *args, **kwargs)
-        finally:
-            self.inside -= 1
-        self.tape.done(call, out)
-        return out
+    def _call_begins(self, function, args, kwargs):
+        """torch.func's vmap, grad or functional_call, a custom autograd.Function."""
+        self.call = self.tape.write(function, args, kwargs)
+        self.call.rng = rng_states(_device((args, kwargs)))
 
-    def _custom(self, function, args, kwargs):
-        """apply() of a custom autograd.Function: a class method, which _wrap() cannot take."""
-        apply = APPLY.__get__(None, function)
-        if not torch.compiler.is_compiling() and self._mine():
-            return self._transformed(apply, *args, **kwargs)
-        return apply(*args, **kwargs)
+    def _call_ends(self, out):
+        self.tape.done(self.call, out)
 
     def _children(self, original, process):
         if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
@@ -2152,57 +2277,34 @@ class Watch:
                                "torchrun --nproc_per_node=N autopsy.py SCRIPT starts are)")
         return original(process)
 
-    def _enter(self, module, args):
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() != self.thread:
-            if torch._C._current_autograd_node() is None:  # a GPU's backward is a thread too
-                self.unwatched.add("modules ran in another thread, which is not watched")
-            return
-        if not self._mine():
-            return
-        self.depth += 1
-        if self.depth == 1:
-            self.was = self.tape.turn(False)
-            kwargs = sys._getframe(1).f_locals.get("kwargs", {})  # a hook for all gets args alone
-            self._safely(self._begins, module, args, kwargs)
-
-    def _leave(self, module, args, out):
-        if torch.compiler.is_compiling() or not self._mine():
-            return
-        self.depth -= 1
-        if not self.depth:
-            self._safely(self._ends, out)
-            self.tape.turn(self.was and self.on)
-
-    def _begins(self, module, args, kwargs):
+    def _module_begins(self, function, args, kwargs):
+        module, *args = args
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
-        self.fresh = module not in self.roots
-        if self.fresh:
+        fresh = module not in self.roots
+        if fresh:
             self.roots.add(module)
-            self.weights.update({_storage(p): True for p in module.parameters()})
-            self.owners.update({_storage(b): ref(module) for b in module.buffers()})
-        if self.tape.bytes > ROOM or len(self.tape.calls) > 9999:
+            self.weights.update(_storage(p) for p in module.parameters())
+        if self.tape.full:
             self._transfer(calm=True)
             self.tape.stepped(0)
         given = [t for _, t in inner_tensors((args, kwargs))]
-        for t in given if self.fresh or module in self.writers else ():
+        for t in given if fresh or module in self.writers else ():
             if not t.requires_grad:
-                self.tape._writes(t)
+                self.tape._writes("", t)
         call = self.call = self.tape.write(module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
-        call.rng, call.training = rng_states(_device(given)), module.training
+        call.rng = rng_states(_device(given))
         call.shape = next((t.shape for t in _batched(given)), ())
         call.carried = _carried(module)
-        first, _ = self.buffers.get(module, (-1, {}))
-        if call.grad and call.training and first <= self.tape.start:
-            self.buffers[module] = call.number, _copied_buffers(module)
+        if call.grad and module.training:
+            earlier = (c.buffers for c in self.tape.calls if c.function is module)
+            call.buffers = next(filter(None, earlier), None) or _copied_buffers(module)
         if self.locator:
-            self.locator.take((*args, kwargs) if kwargs else args)
+            self.locator.take([*args, kwargs] if kwargs else args)
 
-    def _ends(self, out):
+    def _module_ends(self, out):
         call = self.call
         module = call.function
         call.left = [
@@ -2212,132 +2314,104 @@ class Watch:
             if type(value) in KEPT or value is not before.get(name, (None,))[0]
         ]
         self.tape.done(call, out)
-        if call.grad and call.training:
-            _, before = self.buffers[module]
-            named = dict(module.named_buffers())
-            written = [n for n, copy in before.items() if n in named and copy.is_floating_point()]
-            for name, norm in zip(written, _norms(named[n] for n in written), strict=True):
-                judge = partial(self._bad_buffer, named[name], before[name], call.number)
-                self.pending.append((norm, judge))
+        written = [b for n, b in module.named_buffers() if n in call.buffers]
+        self._note(written, partial(self._bad_buffer, call))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
-        if self.training:
+        if call.grad:
             self.trained = module  # so that it lives until the end of the script
         elif next(module.parameters(), None) is not None:
             outs = [t for _, t in inner_tensors(out) if t.is_floating_point() and t.numel()]
             if outs:  # the largest number, because -inf alone is a mask
-                largest = torch.stack([t.amax().float() for t in outs]).amax().clamp(min=0)
-                name = type(module).__name__
-                judge = partial(self._bad_output, name, call.number, self.passes)
-                self.pending.append((largest, judge))
+                largest = torch.stack([t.amax().float() for t in outs]).amax()
+                self.pending.append((largest, partial(self._bad_output, call)))
             if len(self.pending) > 999:  # a script that trains nothing
                 self._transfer(calm=True)
 
     @property
     def steps(self):
-        return max(self.last.values(), default=0 if self.has_optimizer else self.passes)
+        return max(self.last.values(), default=0)
 
-    @property
-    def sampled(self):
-        return self.steps & (self.steps - 1) == 0  # steps 0, 1, 2, 4, 8, ...
-
-    def _backward(self, original, *args, **kwargs):
-        self._safely(self._before_backward, args, kwargs)
-        self.depth += 1  # a checkpoint calls its modules in there
-        try:
-            self._unseen(original, *args, **kwargs)
-        finally:
-            self.depth -= 1
-        self._safely(self._after_backward)
-
-    def _before_backward(self, args, kwargs):
+    def _backward_begins(self, function, args, kwargs):
         self.tape.write(BACKWARD, args, kwargs)
-        self.first = self.first or self.tape.number
         losses = args[0] if args else kwargs["tensors"]
         self.losses += [t.detach() for _, t in inner_tensors(losses)]
 
-    def _after_backward(self):
+    def _backward_ends(self, out):
         if self.stepping:
             self._check(self.stepping)
         if not self.last:  # without an optimizer, or before its first step
             self._transfer()
-        self.passes += 1
         self._watch_operations()
 
     def _before_step(self, optimizer, args, kwargs):
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         self.stepping = optimizer if callable(closure) else None  # its passes are still to come
         self.optimizer = optimizer
-        self._safely(self._check, optimizer)
-        if self._mine() and not self.stepping:
-            self.tape.turn(False)
+        self._check(optimizer)
+        if not self.stepping:
+            self.writing = False
 
     def _check(self, optimizer):
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
         if id(optimizer) not in self.last:
             self.last[id(optimizer)] = 0
-            held = [entry for entry in _held(optimizer) if entry[2]]
-            for entry, norm in zip(held, _norms(t for *_, t in held), strict=True):
-                self.pending.append((norm, partial(self._bad_moment, *entry)))
-        self.fired += 1
+            moments = [t for _, _, key, t in _held(optimizer) if key]
+            self._note(moments, partial(self._bad_update, optimizer, None, ""))
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
         grads = [p.grad for p in _moved(optimizer)]
         norms = _norms(grads)
         if self.world > 1 and any(hasattr(g, "to_local") for g in grads):  # norms of shards
             total = torch.stack(norms).square().sum()
-            bad = (total <= LIMIT**2).logical_not().float()
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-            norms = [torch.where(bad > 0, torch.nan, total.sqrt())]
+            dist.all_reduce(total)  # a sum keeps NaN and inf
+            norms = [total.sqrt()]
         values = self._transfer([*norms, *scales], calm=bool(scales))
         scale = values.pop() if scales else 1.0
-        plain = self.divided is not None and id(optimizer) not in self.divided
-        self.forgotten = self.forgotten or (plain and not scales)
+        state = {}
+        if self.scaler:
+            states = self.scaler._per_optimizer_states  # update() makes new ones
+            state = states[id(optimizer)]
+            plain = states is self.states and state["stage"].name == "READY"  # not divided
+            self.forgotten |= plain and not scales
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:
             self.gradient, self.skips = max(self.gradient, norm), 0
             self.recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
         elif scales:
-            self._skip(optimizer, scale, 0.5)
+            self._skip(optimizer)
         else:
-            known = self.scaler and self.scaler._per_optimizer_states[id(optimizer)]
-            self.unskipped = known and any(_host(known["found_inf_per_device"].values()))
+            self.unskipped = any(_host(state.get("found_inf_per_device", {}).values()))
             self._bad_gradients(optimizer)
 
-    def _after_step(self, optimizer, args, kwargs):
-        self._safely(self._stepped, optimizer)
-        if self._mine():
-            self.tape.turn(True)
-
-    def _stepped(self, optimizer):
+    def _stepped(self, optimizer, args, kwargs):
         """Its weights and moments are read now, and judged with the next gradients."""
+        self.writing = not self.depth
         self.stepping = self.optimizer = None
-        if self.sampled:
+        if self.steps & (self.steps - 1) == 0:  # steps 0, 1, 2, 4, 8, ...
             self.rates.update(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
             for p in _moved(optimizer):
                 if p.is_floating_point() and bool(_values(p.grad).any()):
-                    norms = self.norms.setdefault((id(p), p.dtype), [])
+                    norms = self.norms.setdefault(p.dtype, {}).setdefault(id(p), [])
                     norms.append(float(_norms([p.double()])[0]))
         self._count(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
-        judge = partial(self._bad_update, ref(optimizer), rates, _line(_frames()))
         held = [t for _, p, _, t in _held(optimizer) if p.grad is not None]
-        self.pending += [(norm, judge) for norm in _norms(held)]
+        self._note(held, partial(self._bad_update, optimizer, rates, _line(_frames())))
         if self.locator:
             self._transfer()
 
-    def _by_hand(self, p, values):
-        """The script writes these values into a weight: an update, an average, a copy."""
-        makers = [(t, self.tape.maker(t)) for t in _flat(values) if t.is_floating_point()]
-        makers = [(t, made) for t, made in makers if made and made.number > self.tape.start]
-        before = _norms([p]) if makers else []
-        for (t, made), norm in zip(makers, _norms(t for t, _ in makers), strict=True):
-            self.pending.append((norm, partial(self._bad_write, p, before, made, t)))
-        ends = [c for c in self.tape.calls if c.function in (BACKWARD, torch.autograd.grad)]
-        if ends:  # it ends the step
-            self.passes += ends[-1].function is not BACKWARD
-            self._transfer(calm=True)
-            self.tape.stepped(0)
+    def _by_hand(self, name, p, values):
+        """The script writes these values into a weight: an update, an average, a copy. All that
+        were written are read together, at the next transfer."""
+        new = [call.function for call in self.tape.calls if call.number > self.tape.latest]
+        values = [t for t in _flat(values) if isinstance(self.tape.symbol(t), Made)]
+        write = name, self.steps, _line(_frames()), values, _norms([p] if values else [])
+        if any(function in SLOPES for function in new):  # it ends the step, and comes after this
+            self._note(values, partial(self._bad_write, p, [write]))
+            self._transfer()
+            self._count(None)
+        self.written.setdefault(p, []).append(write)
 
     def _buffer_by_hand(self, t):
         """The calls that come made it so: their module's buffers are copied once more."""
@@ -2345,45 +2419,30 @@ class Watch:
             self.buffers.pop(owner(), None)
 
     def _is_weight(self, t):
-        frozen = isinstance(t, nn.Parameter) or _storage(t) in self.weights
-        return frozen or t.requires_grad
-
-    def _written(self, name, p):
-        """The script has written into a weight: good values may still give a bad one. All that were
-        written are read together, at the next transfer."""
-        if p.is_floating_point() and self._is_weight(p):
-            _, writes = self.written.setdefault(id(p), (p, []))
-            writes.append((name, self.steps, tuple(_script(_frames()))))
+        known = isinstance(t, nn.Parameter) or _storage(t) in self.weights
+        return t.is_floating_point() and (known or t.requires_grad)
 
     def _count(self, optimizer):
         key = id(optimizer)
-        # twice in a row: it does not take turns with another, but may have followed one
-        before = self.steps if self.latest == key else self.last.get(key, 0)
-        self.last[key], self.latest = before + 1, key
-        if self.locator:
-            self.locator.step = self.steps
-        self.tape.stepped(id(optimizer))
+        twice = self.tape.stepped(key)  # it does not take turns, but may have followed another
+        self.last[key] = 1 + (self.steps if twice else self.last.get(key, 0))
+        self.losses = []
         self._watch_operations()
 
     def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
-        fired = self.fired
-        out = self._unseen(original, scaler, optimizer, *args, **kwargs)
-        if self.fired == fired:
-            backoff = scaler.get_backoff_factor()
-            self._safely(self._skip, optimizer, scaler.get_scale(), backoff)
+        before = dict(self.last)
+        out = original(scaler, optimizer, *args, **kwargs)
+        if self.last == before:
+            self._safely(self._skip, optimizer)
         return out
 
-    def _scaled(self, name, original, scaler, *args):
-        """scale() multiplies the loss, unscale_() divides the gradients of an optimizer."""
+    def _scale(self, original, scaler, outputs):
+        """It multiplies the loss. The gradients are to be divided before its next update()."""
         if scaler.is_enabled():
-            self.scaler = scaler
-            if name == "unscale_" and self.divided is not None:
-                self.divided.add(id(args[0]))
-            else:
-                self.divided = set() if name == "scale" else None
-        return original(scaler, *args)
+            self.scaler, self.states = scaler, scaler._per_optimizer_states
+        return original(scaler, outputs)
 
-    def _skip(self, optimizer, scale, backoff):
+    def _skip(self, optimizer):
         """The loss scaler skipped a step: calibration, unless it goes on."""
         self.skips, self.skipped = self.skips + 1, self.skipped + 1
         bad = [t for t in self.losses if is_bad(extent(t))]
@@ -2393,73 +2452,82 @@ class Watch:
         why = ""
         if self.skips > 20:
             why = f", {self.skips} skipped steps in a row"
-        elif scale * backoff < 1:
+        elif self.scaler and self.scaler.get_scale() * self.scaler.get_backoff_factor() < 1:
             why = ", the loss scale falls under 1"
         if why or (self.locator and self.again):
             self._bad_gradients(optimizer, why)
         if not bad:
             self.reads = Counter()  # what was read of this step was the loss scale's
             if self.step == self.steps and self.symptom.startswith("the script read"):
-                self.texts, self.symptom = {}, ""
+                self.reports, self.symptom = {}, ""
         self._count(optimizer)
 
     # What is bad
 
+    def _note(self, tensors, judge):
+        """Their norms are read at the next transfer. judge(tensor, norm) speaks of a bad one."""
+        real = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        for t, norm in zip(real, _norms(real), strict=True):
+            self.pending.append((norm, partial(judge, t)))
+
     def _transfer(self, more=(), calm=False):
-        """The values of `more`. What is pending is judged; `calm`: the scaler judges losses."""
-        written, self.written = [*self.written.values()], {}
-        judges = [partial(self._bad_result, p, writes) for p, writes in written]
-        self.pending += zip(_norms(p for p, _ in written), judges, strict=True)
-        losses = [] if calm or self.world > 1 else self.losses  # all ranks decide by the gradients
-        judged = [(t.abs().amax(), partial(self._bad_loss, t)) for t in losses]
-        pending = self.pending + judged
-        self.losses, self.pending = [], []
+        """The values of `more`. What is pending is judged; `calm`: losses wait, for the scaler."""
+        written, self.written = self.written, {}
+        for (p, writes), norm in zip(written.items(), _norms(written), strict=True):
+            self.pending.append((norm, partial(self._bad_write, p, writes, p)))
+        if not calm and self.world == 1:  # all ranks decide by the gradients
+            self._note(self.losses, self._bad_loss)
+            self.losses = []
+        pending, self.pending = self.pending, []
         values = _host([*(value for value, _ in pending), *more])
         for (_, judge), value in zip(pending, values, strict=False):
-            if not abs(value) <= LIMIT:
+            if not value <= LIMIT:
                 judge(value)
         return values[len(pending) :]
 
     def _bad_loss(self, loss, value):
         self._stop(f"loss is {value:.3g}", self._explain(evidence=[loss]))
 
-    def _bad_output(self, name, number, passes, value):
+    def _bad_output(self, call, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
-        symptom = f"the output of {name} under no_grad is {value:.3g}"
-        if passes:
-            self._later(symptom, [number])
+        symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
+        if call.number > self.tape.first:
+            self._later(symptom, [call.number])
         else:  # a count of operations, or of memory: its input may be what torch.empty holds
             self._say(f"{symptom}, before any backward pass: passed over")
 
-    def _bad_buffer(self, b, before, number, value):
+    def _bad_buffer(self, call, b, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
+        names = [n for n, other in call.function.named_buffers() if other is b]
+        before = [extent(call.buffers[name]) for name in names]
         span = extent(b)
-        if is_bad(span) and not (is_mask(span) or is_bad(extent(before))):
-            self._later(f"buffer {self._called(b)} is {_made(span)}", [number], [b])
+        if not (is_mask(span) or any(map(is_bad, before))):
+            self._later(f"buffer {self._called(b)} is {_made(span)}", [call.number], [b])
 
-    def _bad_write(self, p, before, made, t, value):
-        symptom = f"what the script writes into {self._called(p)} is {_made(extent(t))}"
-        if float(before[0]) <= LIMIT:  # what is bad in it is this very write
-            p.nan_to_num_(0.0, 0.0, 0.0)
-        self._stop(symptom, self._explain([made.number], [t]))
-
-    def _bad_result(self, p, writes, value):
-        """Which of several writes it was is not known: the last one is named, and all lines."""
-        name, step, _ = writes[-1]
-        plain, made = name.strip("_"), _made(extent(p))
+    def _bad_write(self, p, writes, t, value):
+        """A bad value explains it. If all are good, which of several writes it was is not known:
+        the last one is named, and all lines."""
+        made = _made(extent(t))
+        symptom = f"what the script writes into {self._called(p)} is {made}{_bad_rows(p)}"
+        for *_, values, before in writes:
+            bad = [x for x in values if is_bad(extent(x))]
+            if bad:
+                if float(before[0]) <= LIMIT:  # what is bad in it is this very write
+                    p.nan_to_num_(0.0, 0.0, 0.0)
+                self._stop(symptom, self._explain([self.tape.known.get(bad[0]).number], bad))
+        lines = dict.fromkeys(line for _, _, line, *_ in writes)
+        name, step, *_ = writes[-1]
+        plain = name.strip("_")
         filled = plain in (*OVERWRITES, "constant", "setitem")  # with a number that was bad
-        lines = dict.fromkeys(_line(frames) for *_, frames in writes)
         report = Report(
             verdict="weights" if filled else "divergence",
             step=step,
-            rank=self.rank,
             op=f"torch.{SAME.get(plain, plain)}",
             phase="forward",
             line=" or ".join(lines),
             made=made,
             repeated=False,
         )
-        symptom = f"what the script writes into {self._called(p)} is {made}{_bad_rows(p)}"
         self._stop(symptom, report)
 
     def _bad_gradients(self, optimizer, why=""):
@@ -2472,57 +2540,42 @@ class Watch:
             report = self._explain(evidence=[p.grad for p in bad])
             self._stop(f"the gradient of {name} is {made}{why}", report)
 
-    def _bad_moment(self, k, p, key, t, value):
-        """Before the first step: what a checkpoint brought."""
-        symptom = f"{self._called(p, key)} is {_made(extent(t))} before the optimizer's first step"
-        self._stop(symptom, Report("weights", rank=self.rank))
-
-    def _bad_update(self, optimizer, rates, line, value):
-        """Good gradients, bad weights or moments: the optimizer made them."""
-        optimizer = optimizer()
-        for k, p, key, t in _held(optimizer) if optimizer else ():
-            if not is_bad(extent(t)):
-                continue
-            group = optimizer.param_groups[k]
-            hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
-            has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
-            why = f"the gradient norm was up to {self.gradient:.3g}"
-            wide = "weights and moments in fp32" if p.dtype in HALF else ""
-            fix = ", and ".join(filter(None, ("a lower lr", wide)))
-            if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
-                why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
-                fix = ", and ".join(filter(None, ("" if hyper["eps"] else "eps=1e-8", wide)))
-            if group.get("centered"):  # E[g^2] - E[g]^2
-                fix = "centered=False: rounding makes the variance negative, and its root NaN"
-            if not _is_real(float(rates[k] or 0)):
-                fix = "look at the schedule"
-            made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}, {line}"
-            birth = self.locator and self.locator.blame([t])
-            report = None
-            if torch.optim.__name__ in type(optimizer).__module__ or birth:
-                if birth and birth.weak and not birth.source:
-                    fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
-                names = (made,) if birth else (made, why)
-                about = {"verdict": "optimizer", "rank": self.rank, "names": names}
-                report = replace(birth or Report(), fix=fix, **about)
-            self.tape.calls = []  # they are of the next step
-            made = _made(extent(t))
-            symptom = f"{self._called(p, key)} is {made} after good gradients"
-            self._stop(symptom, report, max(0, self.steps - 1))  # that step has been counted
-
-    def _raised(self, optimizer, error):
-        """An exception in optimizer.step()."""
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        lawful = all(isinstance(rate, Tensor) or _is_real(rate) for rate in rates)
-        return Report(
-            "error",
-            rank=self.rank,
-            op=type(error).__name__,
-            phase="optimizer",
-            line=_line(_frames_in(traceback.format_tb(error.__traceback__))),
-            names=(f"raised by {type(optimizer).__name__}.step() (lr={_few(rates, 1)})",),
-            fix="" if lawful else "this learning rate is no number: look at the schedule",
-        )
+    def _bad_update(self, optimizer, rates, line, t, value):
+        """Good gradients, bad weights or moments: the optimizer made them. Before its first step
+        (without `rates`) a checkpoint brought them."""
+        held = [entry for entry in _held(optimizer) if entry[-1] is t]
+        if not held:
+            return
+        k, p, key, _ = held[0]
+        whose = f"{key} of " if key else ""
+        symptom = f"{whose}{self._called(p)} is {_made(extent(t))}"
+        if rates is None:
+            symptom += " before the optimizer's first step"
+            self._stop(symptom, Report("weights"))
+        group = optimizer.param_groups[k]
+        hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
+        has = ", ".join(f"{n}={v}" for n, v in {"lr": rates[k], **hyper}.items())
+        made = f"made by {type(optimizer).__name__} ({has}) on {_type(p)}, {line}"
+        why = f"the gradient norm was up to {self.gradient:.3g}"
+        fix = "a lower lr"
+        if "eps" in hyper and float(torch.tensor(hyper["eps"], dtype=p.dtype)) == 0:
+            why = f"eps={hyper['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
+            fix = "eps=1e-8"
+        if p.dtype in HALF:
+            fix += ", and weights and moments in fp32"
+        if group.get("centered"):  # E[g^2] - E[g]^2
+            fix = "centered=False: rounding makes the variance negative, and its root NaN"
+        if not _is_real(float(rates[k] or 0)):
+            fix = "look at the schedule"
+        birth = self.locator and self.locator.blame([t])
+        if birth and birth.weak and not birth.source:
+            fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
+        report = None
+        if birth or torch.optim.__name__ in type(optimizer).__module__:
+            about = {"verdict": "optimizer", "names": (made, why), "fix": fix}
+            report = replace(birth or Report(), **about)
+        # that step has been counted
+        self._stop(f"{symptom} after good gradients", report, max(0, self.steps - 1))
 
     def _reads(self, t, name):
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
@@ -2532,26 +2585,23 @@ class Watch:
             return
         read = f"{_made(span)} at {_line(_frames())}"
         self.reads[read + (" (an array)" if t.numel() > 1 else "")] += 1
-        made = self.tape.maker(t)
-        single = t.numel() == 1 or not self.passes  # torch.func: a loss for each network
+        made = self.tape.known.get(t)
+        single = t.numel() == 1 or self.tape.first == inf  # torch.func: a loss for each network
         if made and (loss or (read.startswith("nan") and single)):
             evidence = [t.detach()] if loss and not is_mask(span) else ()
             self._later(f"the script read {read}", [made.number], evidence)
 
-    def _called(self, p, key=""):
+    def _called(self, p):
         roots = list(self.roots)
         named = (pair for r in roots for pair in (*r.named_parameters(), *r.named_buffers()))
-        name = next((n for n, other in named if other is p), f"a parameter {_type(p)}")
-        return f"{key} of {name}" if key else name
+        return next((n for n, other in named if other is p), f"a parameter {_type(p)}")
 
     # What made it
 
     def _later(self, symptom, targets, evidence=()):
         """Explain it now, and say it at the end. Only a loss is worth a second run."""
-        losses, self.losses = self.losses, []
-        self._transfer()  # weights that were bad before are the cause
-        self.losses = losses
-        if not self.texts and self.reads.total() < 4:
+        self._transfer(calm=True)  # weights that were bad before are the cause
+        if not self.reports and self.reads.total() < 4:
             report = self._explain(targets, evidence)
             if (report and report.op) or evidence:
                 self._finding(symptom, report)
@@ -2561,29 +2611,29 @@ class Watch:
         self._finding(symptom, report, step)
         if self.world > 1:
             self._agree(report)
-        self._buffers_back(self.tape.calls)
+        self.tape.buffers_back(self.tape.calls)
         self.__exit__()
         raise SystemExit(3)
 
     def _finding(self, symptom, report, step=None):
         self.step = self.steps if step is None else step
         if report:
+            names = list(report.names)
             if report.op and report.step < self.step:
-                names = (*report.names, f"it was made at step {report.step}")
-                report = replace(report, names=names)
+                names.append(f"it was made at step {report.step}")
+            for norms in self.recent.values() if report.verdict == "divergence" else ():
+                if 0 < 10 * norms[0] < norms[-1]:
+                    listed = ", ".join(f"{norm:.3g}" for norm in norms)
+                    names.append(f"{GROWN}: {listed} (a lower lr may be the cure)")
             scale = self.scaler.get_scale() if self.scaler else report.scale
             overflow = self.unskipped and report.verdict == "precision"
             if scale != 1 and (self.forgotten or overflow):
                 report = replace(report, verdict="calibration", fix=FORGOTTEN)
-            for norms in self.recent.values() if report.verdict == "divergence" else ():
-                if 0 < 10 * norms[0] < norms[-1]:
-                    listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                    grew = f"{GROWN}: {listed} (a lower lr may be the cure)"
-                    report = replace(report, names=(*report.names, grew))
-            report = replace(report, symptom=symptom, step=self.step, scale=scale)
+            about = {"symptom": symptom, "step": self.step, "rank": self.rank}
+            about |= {"scale": scale, "names": tuple(names)}
             key = report.op or symptom, report.line
-            if key not in self.texts or self.first_seen[key] == self.step:  # of one step the last
-                self.texts[key], self.first_seen[key] = str(report), self.step
+            if key not in self.reports or self.reports[key].step == self.step:  # the last of a step
+                self.reports[key] = replace(report, **about)
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
         if self.step < (self.begin or 0):
@@ -2593,7 +2643,7 @@ class Watch:
         """The cause, here and now: the step is made again. Or by what was watched."""
         try:
             # An optimizer that steps within the backward would step again.
-            report = None if self.depth else self._again(targets)
+            report = None if self.depth else self.tape.again(targets)
         except Exception as error:
             report = None
             self._say(f"the step could not be made again ({_said(error)})", every=True)
@@ -2603,154 +2653,23 @@ class Watch:
             unknown = ("not reproducible", "calibration", "error")
             if report.verdict not in unknown or report.tried or report.symptom == raised:
                 return report
-        return self._seen(birth) if birth else None
-
-    def _seen(self, birth):
-        """The verdict on what was seen while every operation was watched."""
-        half = "float16" in birth.result and not birth.again
-        finite = not birth.source and (half or birth.again == "finite in float32")
-        verdict = birth.origin or ("precision" if finite else "divergence")
-        precision = birth.result.partition("[")[0]
-        about = {"rank": self.rank, "precision": precision, "repeated": False}
-        return replace(birth, verdict=verdict, **about)
-
-    def _buffers_back(self, calls):
-        for module in {call.function for call in calls if call.training and call.grad}:
-            _put_back(module, self.buffers.get(module, (0, {}))[1])
-
-    def _again(self, targets):
-        """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose
-        results are judged, beside the losses."""
-        calls = self.tape.needed(targets)
-        called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
-        net = _together([x for x in called if isinstance(x, nn.Module)])
-        leaves = {id(t): t for call in calls for t in call.given() if t.is_leaf}
-        within = {id(p) for p in net.parameters()}
-        free = [t for i, t in leaves.items() if t.requires_grad and i not in within]
-        free = {f"{_type(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
-        now = StepRecord(self.steps, net)
-        grads = [(p, p.grad) for p in (*net.parameters(), *leaves.values())]
-        if any(g is not None and is_bad(extent(g)) for _, g in grads):
-            # what was made of them, like their norm, is no cause
-            backward = max((c.number for c in calls if c.function is BACKWARD), default=0)
-            targets = [number for number in targets if number < backward]
-        buffers = tuple(b for b in net.buffers() if not b.is_inference())
-        # The script's own graph has saved them: its backward may be still to come.
-        with torch.autograd._unsafe_preserve_version_counter(buffers):
-            try:
-                self._buffers_back(calls)
-                return self._replayed(calls, targets, net, free)
-            finally:
-                now.restore()
-                for p, g in grads:
-                    p.grad = g
-
-    def _replayed(self, calls, targets, net, free):
-        """The report on these calls, or None: there is nothing to judge. `free`: parameters that no
-        module holds, by names."""
-        params = dict(net.named_parameters()) | free
-        record = StepRecord(self.steps, net, rank=self.rank)
-        record.rng = next((call.rng for call in calls if call.rng), record.rng)
-        batch, record.named = self._batch(calls)
-        record.named += [(f"parameter {name}", p) for name, p in free.items()]
-        part, made, scale = [], {}, _loss_scale(calls)
-        for call in calls:
-            part.append(call)
-            if call.function is BACKWARD or (targets and call is calls[-1]):
-                given = {id(t) for c in part for t in c.given()}
-                own = [t for t in batch if id(t) in given]
-                record.keep(*own, partial(_play, part, made, net, params, targets, scale))
-                part = []
-
-        def run_step(batch, fp32):
-            if batch is record.batches[0]:
-                made.clear()
-                for p in free.values():  # the record knows the others
-                    p.grad = None
-            return batch[-1](fp32)
-
-        sharded = any(hasattr(p, "to_local") for p in net.parameters())
-        if not record.batches or (sharded and targets):  # one rank alone has read it
-            return None
-        if sharded:  # all ranks do the same, once: its collectives then meet
-            birth = Rerun(run_step, record, net, {}).watch()
-            return self._seen(birth) if birth.op else None
-        kinds = [dtype for call in calls for _, dtype in call.autocast]
-        kinds += [*(p.dtype for p in net.parameters()), torch.float32]
-        precision = str(kinds[0]).removeprefix("torch.")
-        report = examine(run_step, record, net, precision=precision, scale=scale)
-        stepped = max(self.tape.steps.values(), default=0)  # another optimizer, in turns
-        over = sum(c.function is BACKWARD and c.number <= stepped for c in calls)
-        report = replace(report, micro_batch=max(0, report.micro_batch - over))
-        spoilt = [(n, self.tape.maker(b)) for n, b in net.named_buffers() if is_bad(extent(b))]
-        lines = {f"buffer {n}": _line(maker.frames) for n, maker in spoilt if maker}
-        for name, maker in spoilt:
-            here = maker and maker.number > self.tape.start and maker.number not in targets
-            if here and report.source == f"buffer {name}":  # written by hand since the last step
-                net.get_buffer(name).nan_to_num_(0.0, 0.0, 0.0)  # what is bad is this very write
-                why = self._replayed(self.tape.needed([maker.number]), [maker.number], net, free)
-                if why.op and not why.source:
-                    return replace(why, names=(*why.names, f"it went into {report.source}"))
-        used = " ".join(report.inputs)
-        written = [f"{n} was written at {lines[n]}" for n in lines if f"({n})" in used]
-        if not report.source and written:
-            report = replace(report, names=(*report.names, *written))
-        if report.source == OUTSIDE and "copy_" in report.op:  # a checkpoint that was loaded
-            names = [name for name, line in lines.items() if line == report.line]
-        else:
-            names = [report.source] if report.source in lines else []
-        p = params.get(report.source.removeprefix("parameter "))
-        if p is not None and p._version == 0 and _storage(p) in self.tape.rooms:
-            since = f"never written since {_line(self.tape.rooms[_storage(p)])}"
-            fix = "initialise it: torch.empty leaves what was in memory"
-            report = replace(report, names=(report.source, since), fix=fix)
-        if names:
-            names.append(f"made at {lines[names[0]]}")
-            fix = "mend this number where it is made"
-            report = replace(report, verdict="weights", names=tuple(names), fix=fix)
-        return report
-
-    def _batch(self, calls):
-        """Of the tensors that the calls were given: the batch, and others by their names."""
-        first = sorted(calls, key=lambda call: not isinstance(call.function, nn.Module))
-        given = {id(t): t for call in first for t in call.given()}
-        given = [t for t in given.values() if t.grad_fn is not None or not t.requires_grad]
-        shapes = sorted((not call.grad, call.number, call.shape) for call in calls if call.shape)
-        shape = shapes[0][2] if shapes else ()
-        batch, named = [], []
-        for t in given:
-            # in time-major data the batch comes second; what differs in the first dimension alone
-            # is the data set that the batch was cut from
-            second = t.dim() > 2 and t.shape[1:2] == shape[1:2] and t.shape[1:] != shape[1:]
-            like = not shape or t.shape[:1] == shape[:1] or second  # (): no module was called
-            made = self.tape.maker(t)
-            early = not made or made.data or made.number <= self.first
-            if not made and t.grad_fn is not None:
-                named.append((UNKNOWN, t))
-            elif early and t.dim() and like:
-                batch.append(t)
-            elif made:
-                when = "a tensor before this step" if made.number <= self.first else EARLIER
-                named.append((f"{when} ({_line(made.frames)})", t))
-            else:
-                named.append((OUTSIDE, t))
-        return batch, named
+        return _seen(birth) if birth else None
 
     def _agree(self, report):
         """Only the guilty rank speaks. No collective: a rank that has left is waited for WAIT s."""
         received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
-        grave = list(VERDICTS).index(report.verdict) if report else len(VERDICTS)
-        store, text = dist.distributed_c10d._get_default_store(), "\n".join(self.texts.values())
-        until = time.monotonic() + WAIT
-        store.set(f"autopsy/{self.rank}", json.dumps([received, grave, self.rank, text]))
-        every = []
-        for rank in range(self.world):
-            with suppress(Exception):
-                left = timedelta(seconds=max(0.1, until - time.monotonic()))
-                store.wait([f"autopsy/{rank}"], left)
-                every.append(json.loads(store.get(f"autopsy/{rank}")))
-        *_, self.guilty, text = min(every, key=lambda entry: entry[:3])
-        self.texts = {"": f"{text}\n  guilty: rank {self.guilty} of {self.world}"} if text else {}
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"autopsy/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], json.dumps([received, self.rank, self._text()]))
+        with suppress(Exception):
+            store.wait(keys, timedelta(seconds=WAIT))
+        every = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        _, self.guilty, text = min(every)
+        guilty = f"{text}\n  guilty: rank {self.guilty} of {self.world}"
+        self.reports = {"": guilty} if text else {}
+
+    def _text(self):
+        return "\n".join(map(str, self.reports.values()))
 
     # From start to end
 
@@ -2767,14 +2686,14 @@ class Watch:
             sys.excepthook(type(failure), failure, failure.__traceback__)
         elif failure and not self.symptom:
             raise failure
-        text = "\n".join(self.texts.values())
+        text = self._text()
         if self.symptom and not text:
             unseen = f"{self.symptom} -> not reproducible"
             text = unseen if self.again else self._second_run()
         if not text:
             self._clean()
-            single = (read for read in self.reads if "array" not in read)
-            return 3 if any(read.startswith("nan") for read in single) else 0
+            bad = [read for read in self.reads if read.startswith("nan") and "array" not in read]
+            return 3 if bad else 0
         if self.rank == self.guilty or self.again:
             with open(self.path, "w") as file:
                 file.write(text + "\n")
@@ -2786,25 +2705,31 @@ class Watch:
     def _last_look(self, failure):
         """At the end of the script: what is still pending, and all that it leaves."""
         self._transfer()
-        if isinstance(failure, Exception):  # whatever the step has made is judged
-            raised = _said(failure)
-            if self.optimizer:
-                report = self._raised(self.optimizer, failure)
-            else:
-                report = self._explain([call.number for call in self.tape.calls], raised=raised)
-            if report and report.verdict == "error":
-                about = {"symptom": raised, "step": self.steps}
-                self._say(str(replace(report, **about)), every=True)
-            elif report:
-                self._finding(raised, report)
         for root in list(self.roots) if not getattr(failure, "code", failure) else ():
-            named = {f"parameter {n}": p for n, p in root.named_parameters()} | _statistics(root)
-            bad = {n: t for n, t in named.items() if is_bad(extent(t))}
-            if bad:
-                self.tape.calls = []
-                report = self._explain(evidence=bad.values())
-                self._finding(f"{_few(bad, 1)} is bad at the end", report)
-                return
+            self._note([*root.parameters(), *_statistics(root).values()], self._bad_end)
+        self._transfer()
+        if not isinstance(failure, Exception):
+            return
+        raised = _said(failure)
+        if self.optimizer:
+            rate = self.optimizer.param_groups[0].get("lr")
+            report = Report(
+                "error",
+                op=type(failure).__name__,
+                phase="optimizer",
+                line=_line(_frames_in(traceback.format_tb(failure.__traceback__))),
+                names=(f"raised by {type(self.optimizer).__name__}.step() (lr={rate})",),
+            )
+        else:  # whatever the step has made is judged
+            report = self._explain([call.number for call in self.tape.calls], raised=raised)
+        if report and report.verdict == "error":
+            about = {"symptom": raised, "step": self.steps, "rank": self.rank}
+            self._say(str(replace(report, **about)), every=True)
+        elif report:
+            self._finding(raised, report)
+
+    def _bad_end(self, t, value):
+        self._stop(f"{self._called(t)} is bad at the end", self._explain(evidence=[t]))
 
     def _clean(self):
         for text in self.unwatched:
@@ -2812,20 +2737,19 @@ class Watch:
         for text, n in self.reads.items():
             self._say(f"the script read {text}" + (f", {n} times" if n > 1 else ""))
         rates = _few([f"{rate:g}" for rate in sorted(self.rates)], 4)
-        read = {(p, kind): {*x} for (p, kind), x in self.norms.items() if len(x) > 2}
-        every = Counter(kind for _, kind in read)
-        still = Counter(kind for (_, kind), norms in read.items() if len(norms) == 1)
-        for kind, n in still.items():
+        for dtype, norms in self.norms.items():
+            read = [set(x) for x in norms.values() if len(x) > 2]
+            still = sum(len(x) == 1 for x in read)
             # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
-            if kind not in HALF and n < every[kind] and 0 not in self.rates:
-                continue
-            self._say(
-                f"{n} {str(kind).removeprefix('torch.')} tensors had gradients at every step "
-                f"read and never changed (lr {rates})"
-            )
+            strange = dtype in HALF or still == len(read) or 0 in self.rates
+            if still and strange:
+                self._say(
+                    f"{still} {str(dtype).removeprefix('torch.')} tensors had gradients at every "
+                    f"step read and never changed (lr {rates})"
+                )
         if min(self.rates, default=1.0) < 0:
             self._say(f"a learning rate is negative: {min(self.rates):g}")
-        if not self.passes:
+        if self.tape.first == inf and not self.last:
             self._say("I saw no training (no backward pass in this thread and process)")
             return
         skipped = f", {self.skipped} of them skipped by the loss scaler" if self.skipped else ""
@@ -2842,15 +2766,16 @@ class Watch:
                 f"  try: --from-step {at}, or without --one-run"
             )
         self._say(
-            f"{self.symptom}, after {time.monotonic() - self.started:.0f} s. The step cannot be "
-            "made again. Last resort: the script runs again, quietly, in eager mode, for about as "
-            "long (--one-run refuses this). Then every operation of that step is watched."
+            f"{self.symptom}. The step cannot be made again. Last resort: the script runs again, "
+            "quietly, in eager mode, for about as long as it has run (--one-run refuses this). "
+            "Then every operation of that step is watched."
         )
-        if torch.cuda.is_initialized():
-            vars(sys.modules["__main__"]).clear()  # the second run needs the memory
+        main = vars(sys.modules["__main__"])
+        if torch.cuda.is_initialized() and main is not globals():  # as it is with -m
+            main.clear()  # the second run needs the memory
             gc.collect()
             torch.cuda.empty_cache()
-        environment = dict(self.environment)
+        environment = self.environment
         if "MASTER_PORT" in environment:  # a meeting place of its own
             port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
             environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -2863,8 +2788,7 @@ class Watch:
                 cwd=self.home,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                capture_output=True,
             )
             path = os.path.join(folder, "report")
             if os.path.exists(path):
@@ -2876,6 +2800,15 @@ class Watch:
             f"  the second run met no bad step; its exit code was {done.returncode} ({last})\n"
             f"  try: seeds and a fixed order, or --from-step {at}"
         )
+
+
+def _seen(birth):
+    """The verdict on what was seen while every operation was watched."""
+    half = "float16" in birth.result and not birth.again
+    finite = not birth.source and (half or birth.again == "finite in float32")
+    verdict = birth.origin or ("precision" if finite else "divergence")
+    precision = birth.result.partition("[")[0]
+    return replace(birth, verdict=verdict, precision=precision, repeated=False)
 
 
 def _together(modules):
@@ -2900,7 +2833,7 @@ def _play(calls, made, net, params, targets, scale, fp32):
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]
     backward = calls[-1].function is BACKWARD
-    roots = [made[m] for m in tree_leaves(calls[-1].args) if m in made] if backward else []
+    roots = [made[m] for m in calls[-1].uses() if m in made] if backward else []
     bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
     loss = (bad or roots or judged or [torch.zeros(())])[0].detach()
     return loss / scale, {name: p.grad for name, p in params.items()}
@@ -2908,9 +2841,8 @@ def _play(calls, made, net, params, targets, scale, fp32):
 
 def _loss_scale(calls):
     """The power of two by which the script multiplies its loss before the backward, or 1."""
-    roots = [m for call in calls if call.function is BACKWARD for m in tree_leaves(call.args)]
-    numbers = {m.number for m in roots if isinstance(m, Made)}
-    losses = [call for call in calls if call.number in numbers]
+    roots = {m.number for call in calls if call.function is BACKWARD for m in call.uses()}
+    losses = [call for call in calls if call.number in roots]
     products = [call for call in losses if "mul" in getattr(call.function, "__name__", "")]
     factors = [x for call in products for x in call.args if type(x) in (int, float)]
     return max([1.0, *(x for x in factors if x >= 8 and frexp(x)[0] == 0.5)])
@@ -2926,7 +2858,7 @@ def _held(optimizer):
         for p in group["params"]:
             yield k, p, "", p
             for key, t in optimizer.state.get(p, {}).items():
-                if isinstance(t, Tensor) and t.dim() and t.is_floating_point():
+                if isinstance(t, Tensor) and t.dim():
                     yield k, p, key, t
 
 
@@ -2940,9 +2872,8 @@ def _norms(tensors):
 
 def _host(values):
     """0-dim tensors as Python floats, in one transfer."""
-    device = next((v.device for v in values if v.device.type != "cpu"), "cpu")
-    ready = torch.Size(()), torch.device(device)
-    flat = [v if (v.shape, v.device) == ready else v.reshape(()).to(device) for v in values]
+    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+    flat = [v if v.device == device and not v.dim() else v.reshape(()).to(device) for v in values]
     return torch.stack(flat).tolist() if flat else []
 
 
@@ -2966,9 +2897,8 @@ def without_our_frames(original, kind, error, tb):
         if tb.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
             frames.append(tb)
         tb = tb.tb_next
-    for frame, following in zip(frames, [*frames[1:], None], strict=False):
-        frame.tb_next = following
-    tb = frames[0] if frames else None
+    for frame in reversed(frames):
+        frame.tb_next, tb = tb, frame
     original(kind, error.with_traceback(tb), tb)
 
 
@@ -2980,10 +2910,11 @@ def main() -> int:
     parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    if not args.m and not args.script:
+    argv = ["-m", *args.m] if args.m else args.script
+    if not argv:
         parser.error("name a script")
-    if not args.m and not os.path.isfile(args.script[0]):
-        sys.exit(f"autopsy: {args.script[0]} is no file")
+    if not (args.m or os.path.isfile(argv[0])):
+        sys.exit(f"autopsy: {argv[0]} is no file")
     begin, path = args.from_step, args.report
     folder = os.environ.pop(RERUN, "")
     if folder:
@@ -2991,7 +2922,6 @@ def main() -> int:
         begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
         set_rng_states(states, "cpu")
     sys.excepthook = partial(without_our_frames, sys.excepthook)
-    argv = ["-m", *args.m] if args.m else args.script
     return Watch(argv, path, begin, bool(folder), args.one_run).run()
 
 
