@@ -447,25 +447,6 @@ def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_co
     assert not report.suggestion.startswith("x.float() before")
 
 
-def test_an_eps_that_half_has_rounded_to_zero_is_tried_as_one_that_half_can_hold():
-    some = Y[:, None].half()  # samples of class 0 are 0
-
-    def scaled(h):
-        return h * some / ((h * some).abs().amax(1, keepdim=True) + 1e-8)
-
-    net = Net(scaled)
-    net.norm = nn.Identity()
-    report = autopsied(net, half=True)
-    assert report.verdict == "precision" and "eps = 1e-4" in report.suggestion, report
-    report = autopsied(Net(lambda h: (0 * h + 105).exp().log()), half=True)
-    assert report.verdict == "divergence" and "clamp(max=10)" in report.suggestion, report
-
-
-def test_a_clamp_is_no_advice_where_it_would_replace_a_tiny_number():
-    report = autopsied(Net(lambda h: h + X[:, :5] * (0 * h.sum() + 1e-44).log()))
-    assert report.cure[0] == "eps" and "as small as 9.81e-45" in report.suggestion, report
-
-
 def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_tried():
     net = Net(lambda h: (h * 0 + 12).exp()).half()
 

@@ -138,9 +138,6 @@ def test_a_tool_that_crashes_is_wrong_and_the_bench_goes_on(monkeypatch, tmp_pat
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     n = last["totals"]["crashes"]
     assert n >= 3 and last["totals"]["wholly right"] == [0, n]
-    raw = json.loads((tmp_path / "diagnosis-cpu.json").read_text())
-    for row in raw["cases"].values():
-        assert row["crash"] == "RuntimeError: planted" and True not in row["right"].values()
 
 
 def test_anomaly_mode_and_the_hooks_see_what_they_can_see():

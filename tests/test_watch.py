@@ -662,6 +662,14 @@ for step, (x, i) in enumerate(batches, start=1):
         loss = loss + net.mean.sum()
     if fault == "own scale":
         loss = loss * 2.0 ** 24
+    if fault == "eps in half" and step == 4:
+        h = x.half() * (torch.arange(8)[:, None] != 5)
+        h = h / (h.abs().amax(1, keepdim=True) + 1e-8)  # eps in half
+        loss = loss + 0 * h.float().sum()
+    if fault == "exp in half" and step == 4:
+        loss = loss + (0 * x.half() + 105).exp().log().float().sum()  # exp in half
+    if fault == "tiny" and step == 4:
+        loss = loss + (0 * net.last.bias.sum() + 1e-44).log()  # tiny
     if fault == "never written" and step == 5:
         torch.use_deterministic_algorithms(True)  # so that there is NaN in it
         net.late = nn.Parameter(torch.empty(3))  # never written
@@ -702,7 +710,9 @@ if fault == "torch.func":
     ("first written late", 3, "buffer mean is inf at step 6"),
     ("norm", 0, "skipped by the loss scaler, nothing non-finite"), ("raises", 1, "by Own.step()"),
     ("loaded", 3, "already bad: buffer mean, made at script.py"),
-    ("refreshed", 3, "try: division by zero"), ("rolled back", 3, "buffer mean was written at"),
+    ("eps in half", 3, "eps = 1e-4"), ("exp in half", 3, "exp(x.clamp(max=10))"),
+    ("tiny", 3, "as small as 9.81e-45"), ("refreshed", 3, "try: division by zero"),
+    ("rolled back", 3, "buffer mean was written at"),
     ("number", 3, "it divides by the number 0"), ("array", 3, "-> data"),
     ("bad number", 3, "bad before torch saw it"), ("never written", 3, "initialise it"),
     ("own scale", 3, "scale 1.67772e+07, rank 0) -> calibration"),
