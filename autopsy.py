@@ -68,7 +68,7 @@ import warnings
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -1373,7 +1373,9 @@ def _cures(rerun, report):
         late = f": float() at {line} is not enough, or its operands are rounded before"
     known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
     kinds = {"fp32": None}
-    if report.result.startswith("float16"):
+    half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
+    ranks = dist.is_available() and dist.is_initialized()
+    if report.result.startswith("float16") and not (half and ranks):  # see island()
         kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
     for kind, context in kinds.items():
         whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
@@ -1425,30 +1427,24 @@ def _lines(rerun, line, weak=""):
     return " and ".join(lines), Calls(weak=weak, lines=lines)
 
 
-@contextmanager
-def island(module: nn.Module, back: torch.dtype | None = None) -> Iterator[None]:
+def island(module: nn.Module, back: torch.dtype | None = None) -> AbstractContextManager:
     """Inside, `module` computes in fp32. Its result goes back to the dtype `back`, or stays."""
-    plain = module.forward
+    inner = nn.Module()
+    # functional_call exchanges the parameters under this module. Their own data is not exchanged:
+    # a parameter that has once had another dtype has lost the hook by which DDP averages it.
+    inner.inner, inner.forward = module, module.forward
 
     def forward(*args, **kwargs):
-        out = _in_fp32(plain, args, kwargs)
+        own = (*module.named_parameters(), *module.named_buffers())
+        wide = {f"inner.{n}": t.float() for n, t in own if t.dtype in HALF}
+
+        def call(*args, **kwargs):
+            return torch.func.functional_call(inner, wide, args, kwargs)
+
+        out = _in_fp32(call, args, kwargs)
         return _exchange(out, back, (torch.float32,)) if back in HALF else out
 
-    with _weights_in(torch.float32, HALF, module), mock.patch.object(module, "forward", forward):
-        yield
-
-
-@contextmanager
-def _weights_in(to, of, net):
-    """Inside, weights and buffers of `net` that are one of the types `of` are `to`."""
-    held = {t: t.data for t in (*net.parameters(), *net.buffers()) if t.dtype in of}
-    for t, data in held.items():
-        t.data = data.to(to)
-    try:
-        yield
-    finally:
-        for t, data in held.items():
-            t.data = data
+    return mock.patch.object(module, "forward", forward)
 
 
 def _in_fp32(function, args, kwargs):
@@ -1505,15 +1501,18 @@ class InDtype(TorchDispatchMode):
 
     def __init__(self, to, of, net):
         super().__init__()
-        self.to, self.of, self.weights = to, of, _weights_in(to, of, net)
+        self.to, self.of = to, of
+        self.held = {t: t.data for t in (*net.parameters(), *net.buffers()) if t.dtype in of}
 
     def __enter__(self):
-        self.weights.__enter__()
+        for t, data in self.held.items():
+            t.data = data.to(self.to)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.weights.__exit__(*error)
+        for t, data in self.held.items():
+            t.data = data
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable:
