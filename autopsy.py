@@ -190,8 +190,10 @@ RAISED = {  # words of the exception
     r"index -?\d+ is (not in|out)|index out of range in": WRONG_INDEX,
     r"label \S+ is not in|Target -?\d+ is out|Class values": WRONG_LABEL,
     "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
-    "not positive-definite": "look at how this matrix is made; where it is right but for rounding, "
-    "add a diagonal, 1e-6 to 1e-4 of its mean: x + c * torch.eye(n), or take float64",
+    "not positive-definite": "print torch.linalg.eigvalsh(x).min(): if it is further below 0 than "
+    "1e-5 of the largest, a sign is wrong in how the matrix is made (a variance or a noise that is "
+    "learnt has gone below 0: softplus or exp of it); if it is nearer, it is rounding: add a "
+    "diagonal, 1e-6 to 1e-4 of its mean (x + c * torch.eye(n)), or take float64",
     "should be between 0 and 1": "probabilities are wanted: look at what leaves 0..1 (a resize, a "
     "sum, no sigmoid), clamp(0, 1) it, or take the loss that takes logits",
     "satisfy the constraint": "this parameter of a distribution is out of its range: a scale needs "
@@ -210,6 +212,11 @@ TOO_LOW = "torch.finfo(x.dtype).min for this number of a mask, which does not fi
 NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
+)
+UNDERFLOW = (
+    "the divisor is 0 in places and as small as {:.3g} elsewhere, where an eps of 1e-6 would "
+    "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "
+    "pieces or float64; if 0 is right there, torch.where, or an eps well below that"
 )
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 ALL_BAD = (
@@ -280,8 +287,8 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k),
     ),
     "ctc_loss": (
-        "a target longer than its input has no alignment: look at the lengths, "
-        "or zero_infinity=True",
+        "a target that needs more frames than its input has: one for each letter, and one more for "
+        "each that equals the one before; look at these lengths, or zero_infinity=True",
         lambda *a, **k: (a[:6], k | {"zero_infinity": True}),
     ),
     "std": ONE,
@@ -306,8 +313,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
     ),
     "empty": (UNWRITTEN, None),
     "to_copy": (
-        "this number does not fit into half: do not convert it, or make it smaller before (a "
-        "smaller loss scale)",
+        "this number does not fit into half: do not convert it, or make it smaller before",
         None,
     ),
     "logdet": (
@@ -708,10 +714,17 @@ def _judge(rerun, report, state):
         if origin == "weights":
             others = _bad_state(rerun, state)
             names += [name for name in others if not name.startswith(report.source)]
-        for _, t in inner_tensors(rerun.record.batches[report.micro_batch]):
-            name, samples = where._known.get(_storage(t), report.source), where._samples(t)
-            if name != report.source and samples and not is_mask(extent(t)):
-                names.append(f"{name} holds {_made(extent(t))} in samples {_few(samples)}")
+        batch = [t for _, t in inner_tensors(rerun.record.batches[report.micro_batch])]
+        entries = [
+            (where._known.get(_storage(t), report.source), _made(extent(t)), where._samples(t))
+            for t in batch
+            if not is_mask(extent(t))
+        ]
+        used = [birth for _, birth in where.causes.values() if birth and birth.source]
+        entries += [(birth.source, birth.made, birth.samples) for birth in used]
+        for name, made, samples in dict.fromkeys(entries):
+            if samples and (name, samples) != (report.source, report.samples):
+                names.append(f"{name} holds {made} in samples {_few(samples)}")
         return replace(report, verdict=origin, names=tuple(names))
     if report.op and not report.made:  # the step raised, and not because of a bad number
         fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
@@ -736,8 +749,12 @@ def _judge(rerun, report, state):
             return replace(report, verdict=verdict, names=(name,), fix=WEAK[weak][0])
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
-        if factor > 1.5 and not rerun(Calls(factor)):
-            return replace(report, verdict="calibration", tried=("loss scale 1: finite",))
+        if factor > 1.5:
+            symptom = rerun(Calls(factor))
+            went = f"still bad ({symptom})" if symptom else "finite"
+            report = replace(report, tried=(f"loss scale 1: {went}",))
+            if not symptom:
+                return replace(report, verdict="calibration")
         return replace(report, verdict="not reproducible" if exact else "precision")
     if _only_half(report):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
@@ -1135,6 +1152,11 @@ class Locator(TorchDispatchMode):
         if out is None:
             return birth
         bad = [span for _, span in spans if is_bad(span)]
+        if str(func) == "aten.div.Tensor" and phase == "forward" and len(spans) == 2:
+            divisor = _values(spans[-1][0]).abs()
+            least = float(torch.where(divisor == 0, inf, divisor).amin())
+            if least < _eps(divisor) and 0 in spans[-1][1]:
+                birth = replace(birth, fix=UNDERFLOW.format(least))
         return replace(
             birth,
             made=_made(extent(out)),
@@ -1335,7 +1357,7 @@ def _again(func, args, kwargs):
 def _try(rerun, report):
     """The report with the cures that were tried, up to the first that was finite: the guilty module
     in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
-    tried = []
+    tried = list(report.tried)
     for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
@@ -1370,7 +1392,8 @@ def _cures(rerun, report):
         where, calls = _lines(rerun, line)
         before = f"x.float() before {where}, with autocast off there"
         yield f"x.float() at {where}", calls, ("line", where), before
-        late = f": float() at {line} is not enough, or its operands are rounded before"
+        if weak != "to_copy":
+            late = f": float() at {line} is not enough, or its operands are rounded before"
     known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
     kinds = {"fp32": None}
     half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
@@ -2568,13 +2591,14 @@ class Watch:
             fix = "look at the schedule"
         birth = self.locator and self.locator.blame([t])
         if birth and birth.weak and not birth.source:
-            fix = birth.fix or f"{WEAK[birth.weak][0]}, at {birth.line}"
+            fix = birth.fix or replace(birth, verdict="divergence").suggestion
+            fix += f", at {birth.line}"
         report = None
         if birth or torch.optim.__name__ in type(optimizer).__module__:
             about = {"verdict": "optimizer", "names": (made, why), "fix": fix}
             report = replace(birth or Report(), **about)
-        # that step has been counted
-        self._stop(f"{symptom} after good gradients", report, max(0, self.steps - 1))
+        counted = self.last.get(id(optimizer)) == self.steps  # else others have stepped more often
+        self._stop(f"{symptom} after good gradients", report, max(0, self.steps - counted))
 
     def _reads(self, t, name):
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
@@ -2631,7 +2655,10 @@ class Watch:
             about = {"symptom": symptom, "step": self.step, "rank": self.rank}
             about |= {"scale": scale, "names": tuple(names)}
             key = report.op or symptom, report.line
-            if key not in self.reports or self.reports[key].step == self.step:  # the last of a step
+            told = (old.symptom.startswith(f"{report.source} is") for old in self.reports.values())
+            if report.source and any(told):
+                pass  # a report says what made it so
+            elif key not in self.reports or self.reports[key].step == self.step:  # a step's last
                 self.reports[key] = replace(report, **about)
             self.guilty = self.rank
         self.symptom = f"{symptom} at step {self.step}"
