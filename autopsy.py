@@ -1870,6 +1870,7 @@ class Tape(TorchFunctionMode):
     def __init__(self, watch):
         super().__init__()
         self.watch, self.calls, self.number, self.start = watch, [], 0, 0
+        self.tables = set()  # numbers of calls: see keep_tables()
         self.first = inf  # the number of calls at the first backward
         self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
         self.outer = set()  # ids of tensors that are held
@@ -1967,12 +1968,27 @@ class Tape(TorchFunctionMode):
         if not isinstance(t, Tensor):
             return t
         made = self.known.get(t)
-        if made and made.number > self.start:
+        if made and self.holds(made.number):
             return made
         if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
             self.outer.add(id(t))
             self.bytes += t.numel() * t.element_size()
         return t
+
+    def holds(self, number):
+        return number > self.start or number in self.tables
+
+    def keep_tables(self):
+        """At the end of the first step: what made a small tensor, before the training, that is bad
+        already (a schedule, a table of weights) stays, because a later step may be the first to use
+        it."""
+        for t, made in self.known.items():
+            small = t.numel() < 1 << 16 and made.number < self.first
+            if small and is_bad(span := extent(t)) and not is_mask(span):
+                self.tables.add(made.number)
+        for call in reversed(self.calls):
+            if call.number in self.tables:
+                self.tables.update(made.number for made in call.uses())
 
     def needed(self, targets):
         """The calls that lead to losses and to these: without a validation that came before."""
@@ -1996,13 +2012,15 @@ class Tape(TorchFunctionMode):
         """Forget what was computed before the last step of every optimizer. One that steps twice
         in a row does not take turns with another: then that one's is forgotten. It returns whether
         it did."""
+        if not self.start:
+            self.keep_tables()
         twice = next(reversed(self.turns), None) == optimizer
         if twice or self.full:
             self.turns = {}
         self.turns.pop(optimizer, None)
         self.turns[optimizer] = self.number
         self.start = min(self.turns.values())
-        self.calls = [call for call in self.calls if call.number > self.start]
+        self.calls = [call for call in self.calls if self.holds(call.number)]
         self.outer, self.bytes = set(), 0
         return twice
 
@@ -2082,8 +2100,8 @@ class Tape(TorchFunctionMode):
                 continue
             line, number = _line(made_by.frames), made_by.number
             guilty = report.source == f"buffer {name}"
-            if guilty and number > self.start and number not in targets:
-                # written by hand since the last step: what is bad in it is this very write
+            if guilty and self.holds(number) and number not in targets:
+                # made outside of its module: what is bad in it is this very write
                 b.nan_to_num_(0.0, 0.0, 0.0)
                 why = self._replayed(self.needed([number]), [number], net, params)
                 if why and why.op and not why.source:
