@@ -1062,9 +1062,11 @@ class Locator(TorchDispatchMode):
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
             samples = self._samples(t)
-            # Born elsewhere, it enters the batch here; or it goes on in some of the rows only.
-            if 0 < len(samples) < (len(birth.samples) or self.size):
-                birth = replace(birth, samples=samples)
+            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else
+            # all rows count: a step in time, say, may show some of them only.
+            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
+            if not spreads and 0 < len(samples) < (len(birth.samples) or self.size):
+                birth = replace(birth, samples=samples, batch_size=self.size)
             return number, birth
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
@@ -1086,6 +1088,8 @@ class Locator(TorchDispatchMode):
             birth = replace(birth, fix=NOT_FINITE)
         if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
             birth = replace(birth, fix=TOO_LOW)
+        if rule.empty:  # which of it is used is not known yet
+            birth = replace(birth, samples=())
         self.births[birth.line] = birth.weak
         return next(self._clock), replace(birth, again=_again(*call))
 
@@ -1152,6 +1156,7 @@ class Locator(TorchDispatchMode):
         if out is None:
             return birth
         bad = [span for _, span in spans if is_bad(span)]
+        nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
         if str(func) == "aten.div.Tensor" and phase == "forward" and len(spans) == 2:
             divisor = _values(spans[-1][0]).abs()
             least = float(torch.where(divisor == 0, inf, divisor).amin())
@@ -1162,7 +1167,7 @@ class Locator(TorchDispatchMode):
             made=_made(extent(out)),
             result=_type(out),
             source="" if all(map(is_mask, bad)) else CONSTANT,
-            samples=self._samples(out),
+            samples=self._samples(out, nan),
         )
 
     def _shown(self, t, span):
@@ -1748,8 +1753,8 @@ WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mu
 NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 FORGOTTEN = (
-    "scaler.step(optimizer) in place of optimizer.step(): it divides the gradients by the loss "
-    "scale, and skips a bad step"
+    "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
+    "divides the gradients by the loss scale, and skips a bad step"
 )
 ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
 BACKWARD = torch.autograd.backward
@@ -1982,8 +1987,9 @@ class Tape(TorchFunctionMode):
         """At the end of the first step: what made a small tensor, before the training, that is bad
         already (a schedule, a table of weights) stays, because a later step may be the first to use
         it."""
+        early = {call.number for call in self.calls if call.number < self.first}
         for t, made in self.known.items():
-            small = t.numel() < 1 << 16 and made.number < self.first
+            small = t.numel() < 1 << 16 and made.number in early  # not what came from NumPy
             if small and is_bad(span := extent(t)) and not is_mask(span):
                 self.tables.add(made.number)
         for call in reversed(self.calls):

@@ -569,7 +569,7 @@ for step, x in enumerate(data.split(8)):
     ("cut before", 3, "samples 5 of micro-batch 0"), ("table", 3, "-> divergence"),
     ("weights", 3, "into 3.weight is nan"), ("metric", 3, "-> divergence"),
     ("read between", 3, ": finite\n  try: division by zero"),
-    ("raises finite", 1, "-> error"), ("scaler by half", 3, "divides the gradients by the loss")])
+    ("raises finite", 1, "-> error"), ("scaler by half", 3, "and scaler.update() after it")])
 def test_kinds_that_were_met_in_other_peoples_scripts(run, fault, code, words):
     bare, done = run(KINDS, watched=False), run(KINDS, fault)
     assert bare.returncode == 0 and done.returncode == code and words in done.stderr, done.stderr
