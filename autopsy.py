@@ -1989,7 +1989,8 @@ class Tape(TorchFunctionMode):
         it."""
         early = {call.number for call in self.calls if call.number < self.first}
         for t, made in self.known.items():
-            small = t.numel() < 1 << 16 and made.number in early  # not what came from NumPy
+            # no fake tensor of a compiler, and not what came from NumPy
+            small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
             if small and is_bad(span := extent(t)) and not is_mask(span):
                 self.tables.add(made.number)
         for call in reversed(self.calls):
