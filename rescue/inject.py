@@ -89,6 +89,8 @@ def fault_value(kind: str, dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point:
         big = 6e4 if dtype == torch.float16 else 1e30
         return {"nan": math.nan, "inf": math.inf, "big": big}[kind]
+    if dtype in (torch.uint8, torch.bool):
+        raise ValueError(f"--inject: {dtype} cannot hold {kind}; plant it after the conversion")
     info = torch.iinfo(dtype)
     return info.min if kind == "nan" else info.max
 
