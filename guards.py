@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
 Guards: see a non-finite number on the device, and keep it out of the weights.
 
@@ -50,7 +50,7 @@ Two kinds of optimizer skip without a host sync: torch's own fused ones, and any
 nothing) and `grad_scale` (divide the gradients by it; None: as they are) in its step(). For any
 other optimizer the verdict is read once a step, and a rejected step is not called.
 
-This file does not find the operation that made the number (autopsy.py does) and does not cure. Copy
+This file does not find the operation that made the number (autopsy/ does) and does not cure. Copy
 it alone: it needs torch.
 """
 

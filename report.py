@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png of it.
 

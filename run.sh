@@ -4,6 +4,7 @@
 #                           -m quick: no test that starts a process or trains through train.py
 # bash run.sh failures      the published failures: as they happened, guarded, cured
 # bash run.sh bench         what safety costs and what it buys, half an hour on two cores
+# bash run.sh pack [FILE]   the folder autopsy/ as one file, autopsy.pyz: python autopsy.pyz SCRIPT
 # bash run.sh gpu [STAGE]   correctness, figures, decisions: at most nine minutes each on a GPU;
 #                           a stage that was cut short goes on where it was
 set -euo pipefail
@@ -66,6 +67,15 @@ case ${1:-} in
       "$python" "$here/bench/$bench.py"
     done
     "$python" "$here/bench/kill_resume.py" --kills 25  # a hundred without the number
+    ;;
+  pack)
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    mkdir "$folder/autopsy"
+    cp "$here"/autopsy/*.py "$folder/autopsy"
+    # zipapp's own -m would lose the exit code
+    printf 'import sys\nfrom autopsy.script import main\nsys.exit(main())\n' >"$folder/__main__.py"
+    "${PYTHON:-python3}" -m zipapp -c -o "${2:-$here/autopsy.pyz}" "$folder"
     ;;
   gpu)
     shift

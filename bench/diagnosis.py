@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import autopsy
+from autopsy.tensors import LIMIT
 from bench import diagnosis_cases, record
 
 ASKED = ("verdict", "module", "op", "line", "samples", "names", "fix")
@@ -136,7 +137,7 @@ def beyond(t):
     if not isinstance(t, Tensor) or not (t.is_floating_point() or t.is_complex()):
         return False
     t = t.detach().coalesce().values() if t.is_sparse else t.detach()
-    return bool((~(t.abs().float() <= autopsy.LIMIT)).any())
+    return bool((~(t.abs().float() <= LIMIT)).any())
 
 
 def by_autopsy(case):

@@ -1,5 +1,5 @@
 """
-How often does `python autopsy.py SCRIPT` name the fault of a script?
+How often does `python autopsy SCRIPT` name the fault of a script?
 
     python bench/diagnosis_scripts.py        # a process a script: four minutes on one CPU core
 
@@ -537,7 +537,7 @@ def answer(name, folder):
     _, code, words, text = SCRIPTS[name]
     text = HEAD + text
     Path(folder, "script.py").write_text(text)
-    command = [sys.executable, record.ROOT / "autopsy.py", "script.py"]
+    command = [sys.executable, record.ROOT / "autopsy", "script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     said = done.stderr
     for path in (folder, record.ROOT, sys.prefix):  # of this machine

@@ -1,5 +1,5 @@
 """
-What `python autopsy.py SCRIPT` costs: time of a training step under the watcher, beside the same
+What `python autopsy SCRIPT` costs: time of a training step under the watcher, beside the same
 script alone.
 
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
-WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy.py"), "script.py"]}
+WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy"), "script.py"]}
 SCRIPT = '''
 import time, torch
 torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """
 A recording of a terminal as an animated SVG:  python docs/record.py     half a minute
 
-my_train.py prints nan, and autopsy.py names the line. Both commands are run here, in an empty
+my_train.py prints nan, and autopsy names the line. Both commands are run here, in an empty
 folder, and docs/autopsy.svg shows what they printed: no line of it is written by hand. Most lines
 "step N loss ..." are left out. The animation is CSS in the SVG, so a browser needs no script and no
 player. Where animations are off, the last frame stands still.
@@ -65,9 +65,9 @@ def kind_of(text: str) -> str:
 def transcript() -> list[Line]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copy(DOCS.parent / "autopsy.py", folder)
+        shutil.copytree(DOCS.parent / "autopsy", Path(folder, "autopsy"))
         source = Path(shutil.copy(DOCS / "my_train.py", folder))
-        runs = [("my_train.py",), ("autopsy.py", "my_train.py")]
+        runs = [("my_train.py",), ("autopsy", "my_train.py")]
         screens = [shortened(printed(folder, *words)) for words in runs]
         number = int(NAME.search("\n".join(screens[1])).group().partition(":")[2])
         guilty = source.read_text().splitlines()[number - 1]
@@ -113,7 +113,7 @@ def svg(lines: list[Line]) -> str:
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img">',
-        "<title>my_train.py prints nan; autopsy.py names the line that made it</title>",
+        "<title>my_train.py prints nan; autopsy names the line that made it</title>",
         "<style>text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',"
         "monospace;white-space:pre}", *rules,
         "@media (prefers-reduced-motion:reduce){text{animation:none!important}}</style>",

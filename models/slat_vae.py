@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.0.0, 2026-11-22)
+# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
 SLatVAE: a structured-latent autoencoder. On its original, AdamW once wrote NaN into every half
 weight.

@@ -3,7 +3,7 @@ Heal: what to do about a bad step that keeps coming back. A ladder of responses,
 
 A guard that only skips is a guard that stalls: when one module overflows in fp16 at every step,
 every step is skipped, the loss scale falls to its floor, and the run stands still without an error.
-So every rejected step is examined (autopsy.py). What is done depends on the verdict:
+So every rejected step is examined (autopsy/). What is done depends on the verdict:
 
     precision          finite in fp32           that module runs in fp32 from now on. If there is no
                                                 such module, or it is in fp32 already, the run goes

@@ -13,8 +13,9 @@ from torch.nn.modules import module as hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-import autopsy
 from autopsy import Locator, StepRecord, examine
+from autopsy.modes import InDtype
+from autopsy.tensors import NARROW
 from bench import diagnosis
 from bench.diagnosis_cases import CASES
 
@@ -373,7 +374,7 @@ def test_the_step_in_fp32_uses_the_plain_mathematics_of_half_only_kernels():
     assert autopsied(net, half=True, run_step=run_step).verdict == "precision"
     assert (False, True) in seen and (True, False) in seen and (True, True) not in seen
     a, b, one = torch.full((16, 16), 400.0), torch.eye(16), torch.ones(())
-    with autopsy.InDtype(torch.float32, autopsy.NARROW, net):
+    with InDtype(torch.float32, NARROW, net):
         narrow = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(*narrow, one * 100, one, out_dtype=torch.bfloat16)
     assert torch.equal(out, a * 100) and out.dtype is torch.float32

@@ -30,12 +30,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import autopsy
 import optim
 import record
 import train
 import validation
 from amp_policy import LossScaler
+from autopsy import step, verdict
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
@@ -368,8 +368,9 @@ PLANTED = {  # a function that the path calls, from a line that may not ask
 @pytest.fixture
 def no_rng(monkeypatch):
     """Random states are the host's affair, and fake tensors hold none."""
-    monkeypatch.setattr(autopsy, "rng_states", lambda device: {})
-    monkeypatch.setattr(autopsy, "set_rng_states", lambda states, device: None)
+    for room in (step, verdict):
+        monkeypatch.setattr(room, "rng_states", lambda device: {})
+        monkeypatch.setattr(room, "set_rng_states", lambda states, device: None)
 
 
 @pytest.mark.parametrize("plant", [False, True], ids=["as it is", "a question planted"])

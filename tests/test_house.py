@@ -3,20 +3,22 @@
 import ast
 import re
 import shutil
+import subprocess
 import sys
 
 from helpers import ROOT, run_script
 
+ROOMS = sorted(ROOT.glob("autopsy/*.py"))  # carried away together
 COPIED = [  # carried away one by one
-    *(ROOT / f"{name}.py" for name in ("amp_policy", "fp32", "guards", "autopsy", "optim",
-                                       "checkpoint", "ranks", "report")),
+    *(ROOT / f"{name}.py" for name in ("amp_policy", "fp32", "guards", "optim", "checkpoint",
+                                       "ranks", "report")),
     *(ROOT / "extras" / f"{name}.py" for name in ("muon", "ema", "graphs")),
     *(ROOT / "rescue" / f"{name}.py" for name in ("inject", "probes")),
     *sorted(path for path in ROOT.glob("models/*.py") if path.stem != "__init__"),
 ]
 AT_NEED = {"report.py": {"matplotlib", "numpy", "PIL", "tensorboard"}}
 OURS = [path for path in ROOT.glob("**/*.py")
-        if path.relative_to(ROOT).parts[0] in ("rescue", "extras", "models", "data")
+        if path.relative_to(ROOT).parts[0] in ("autopsy", "rescue", "extras", "models", "data")
         or path.parent == ROOT]
 
 
@@ -42,6 +44,10 @@ def test_a_copied_file_imports_nothing_of_ours_and_data_adds_torchvision():
         assert not strangers(path, {"torch"} | AT_NEED.get(path.name, set())), path
     for path in ROOT.glob("data/*.py"):
         assert not strangers(path, {"torch", "torchvision", "PIL", "data", "."}), path
+
+
+    for path in ROOMS:
+        assert not strangers(path, {"torch", "autopsy", "."}), path
 
 
 def test_nobody_imports_what_is_only_run():
@@ -79,18 +85,63 @@ def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_
             (folder / "drawn").mkdir()
             (folder / "drawn" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
             command.append("drawn")
-        if path.name == "autopsy.py":
-            command.append("paste.py")
         code, _, err = run_script(command, folder)
-        assert code == (3 if path.name == "autopsy.py" else 0), (path.name, err)
+        assert code == 0, (path.name, err)
         code, _, err = run_script(["paste.py"], folder)
         assert code == 0, (path.name, "paste block", err)
+
+
+def test_the_folder_runs_alone_and_so_does_the_one_file_that_is_packed_of_it(tmp_path):
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    (tmp_path / "paste.py").write_text(paste_block(ROOT / "autopsy" / "__init__.py"))
+    code, out, err = run_script(["paste.py"], tmp_path)
+    assert code == 0 and "aten.log" in out, err
+    (tmp_path / "raises.py").write_text("raise ValueError('mine')\n")
+    packed = tmp_path / "one" / "autopsy.pyz"
+    packed.parent.mkdir()
+    subprocess.run(["bash", ROOT / "run.sh", "pack", packed], check=True)
+    assert packed.stat().st_size < 80_000
+    scripts = ("paste.py", 3, "aten.log"), ("raises.py", 1, "ValueError: mine")
+    for tool in ("autopsy", packed):
+        for script, code, said in scripts:
+            command = [sys.executable, tool, script]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == code and said in done.stderr, done.stderr
+        assert done.stderr.count("File ") == 1, "a frame of ours in the script's traceback"
+
+
+def test_the_rooms_import_in_one_direction_and_the_examination_never_the_watch():
+    rooms = {path.stem: path for path in ROOMS if path.stem != "__main__"}
+    uses = {
+        room: {name.split(".")[1] for name in imported(path) if name.startswith("autopsy.")}
+        for room, path in rooms.items()
+    }
+    floors = []
+    while left := uses.keys() - set().union(*floors):
+        ready = {room for room in left if not uses[room] & left}
+        assert ready, f"a circle among {left}"
+        floors.append(ready)
+    opened = {"__init__"}
+    for floor in reversed(floors):
+        for room in floor & opened:
+            opened |= uses[room]
+    watch = {"hooks", "tape", "replay", "ledger", "findings", "watch", "script"}
+    assert watch < rooms.keys() and not opened & watch
+
+
+def test_no_name_crosses_a_room_with_an_underscore():
+    for path in ROOMS:
+        tree = ast.parse(path.read_text())
+        taken = [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
+                 if n.level]
+        assert not [name for name in taken if name.startswith("_")], path.name
 
 
 def test_a_copied_file_says_its_licence_and_the_version_that_the_changelog_begins_with():
     version = re.search(r"^## (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     line = rf"# SPDX-License-Identifier: MIT \(finite {re.escape(version)}, \d{{4}}-\d\d-\d\d\)\n"
-    assert not [path.name for path in COPIED if not re.match(line, path.read_text())]
+    files = [*COPIED, ROOT / "autopsy" / "__init__.py"]
+    assert not [path.name for path in files if not re.match(line, path.read_text())]
 
 
 def test_what_stands_in_several_copied_files_is_the_same_in_all():

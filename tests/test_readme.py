@@ -61,7 +61,8 @@ def missing_files(path, page):
 def test_every_link_file_flag_and_test_of_the_pages_exists():
     known = {"--standalone", "--nproc_per_node", "--nproc-per-node", "--max-restarts", "--help",
              "--nnodes", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--local-addr"}
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), ROOT / "run.sh"):
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("autopsy/*.py"),
+                 ROOT / "run.sh"):
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", path.read_text()))
     tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
     for path, page in PAGES.items():
@@ -93,6 +94,7 @@ def recipes():
 
 OURS = {path.stem: path for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"),
                                      *ROOT.glob("rescue/*.py"))}  # fmt: skip
+OURS["autopsy"] = ROOT / "autopsy"
 
 
 def imports(block):
@@ -109,7 +111,8 @@ def test_each_recipe_runs_in_an_empty_folder_with_its_files_alone(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         for module in imports(block) & OURS.keys():
-            shutil.copy(OURS[module], folder)
+            copy = shutil.copytree if OURS[module].is_dir() else shutil.copy
+            copy(OURS[module], folder / OURS[module].name)
         (folder / "recipe.py").write_text(block)
         code, out, err = run_script(["recipe.py"], folder)
         assert code == 0, (name, err)
@@ -124,7 +127,7 @@ def test_each_recipe_runs_in_an_empty_folder_with_its_files_alone(tmp_path):
 def commands(page):
     lines = re.findall(r"^    ((?:bash run\.sh|python train\.py|torchrun) ?.*)", page, re.M)
     shown = [re.sub(r"  +#.*", "", line) for line in lines]
-    minutes = ("run.sh test", "run.sh failures", "run.sh bench", "run.sh gpu", "autopsy.py",
+    minutes = ("run.sh test", "run.sh failures", "run.sh bench", "run.sh gpu", "autopsy",
                "--replay", "predict", "bench/")  # fmt: skip
     return [line for line in shown if not any(word in line for word in minutes)]
 
@@ -165,10 +168,10 @@ def test_the_commands_of_the_readme_run_as_written_but_shortened(image_folder, t
 def test_the_transcript_of_the_doctor_is_what_it_prints(tmp_path):
     """Without its numbers: another machine rounds otherwise and names other samples."""
     shown = [block for block in blocks(PAGES[ROOT / "README.md"])
-             if block.startswith("$ python autopsy.py my_train.py\n")]
-    shutil.copy(ROOT / "autopsy.py", tmp_path)
+             if block.startswith("$ python autopsy my_train.py\n")]
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     shutil.copy(ROOT / "docs" / "my_train.py", tmp_path)
-    done = subprocess.run([sys.executable, "autopsy.py", "my_train.py"], cwd=tmp_path, text=True,
+    done = subprocess.run([sys.executable, "autopsy", "my_train.py"], cwd=tmp_path, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": ""}, timeout=600)
     printed = done.stdout + done.stderr
     assert done.returncode == 3 and "my_train.py:12 " in printed, printed

@@ -1,4 +1,4 @@
-"""`python autopsy.py SCRIPT`: the same figures as without it, and each planted fault is named."""
+"""`python autopsy SCRIPT`: the same figures as without it, and each planted fault is named."""
 import os
 import re
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import run_ranks
 
-import autopsy
+from autopsy import script as tool
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = """
@@ -101,9 +101,9 @@ def run(tmp_path):
                 sys.stderr = os.fdopen(2, "w", closefd=False)
                 sys.path.insert(0, str(tmp_path))
                 torch.set_num_threads(1)
-                sys.argv = ["autopsy.py", *before, *argv]
-                sys.orig_argv = [sys.executable, str(ROOT / "autopsy.py"), *before, *argv]
-                code = autopsy.main() if watched else autopsy.run_script(argv) or 0
+                sys.argv = ["autopsy", *before, *argv]
+                sys.orig_argv = [sys.executable, str(ROOT / "autopsy"), *before, *argv]
+                code = tool.main() if watched else tool.run_script(argv) or 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1 if end.code else 0
             except BaseException:
@@ -123,7 +123,7 @@ def run(tmp_path):
 def ranks(folder, text, *args, watched=True):
     """The same on two ranks."""
     (folder / "script.py").write_text(text)
-    files = [ROOT / "autopsy.py", "script.py"] if watched else ["script.py"]
+    files = [ROOT / "autopsy", "script.py"] if watched else ["script.py"]
     codes, outs, errs = zip(*run_ranks([*files, *args], folder), strict=True)
     return SimpleNamespace(returncode=max(codes), stdout="".join(outs), stderr="".join(errs))
 
@@ -133,7 +133,7 @@ def process(folder, text, *args, launcher=(), watched=True, name="script.py"):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     module = ["-m", name.removesuffix(".py").replace("/", ".")]
-    command = [sys.executable, *launcher, *([str(ROOT / "autopsy.py")] if watched else []),
+    command = [sys.executable, *launcher, *([str(ROOT / "autopsy")] if watched else []),
                *(module if "/" in name else [name]), *args]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -285,13 +285,13 @@ def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_pa
     assert bare.returncode == watched.returncode, watched.stderr
     for word in ("implicitly created", "KeyboardInterrupt"):
         assert (word in bare.stderr) == (word in watched.stderr)
-    assert "autopsy.py" not in watched.stderr, "a frame of the watch in the script's traceback"
+    assert "/autopsy/" not in watched.stderr, "a frame of the watch in the script's traceback"
 
 
 def test_a_script_that_is_not_there_is_named_in_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["autopsy.py", "nowhere.py"])
+    monkeypatch.setattr(sys, "argv", ["autopsy", "nowhere.py"])
     with pytest.raises(SystemExit, match=r"autopsy: nowhere\.py is no file"):
-        autopsy.main()
+        tool.main()
 
 
 def test_a_module_runs_by_its_name(tmp_path):

@@ -1,0 +1,243 @@
+"""
+Advice: what to write instead.
+
+For each verdict, each weak operation and each kind of exception a sentence, and for an operation
+the change of its arguments that is tried. Words and numbers only: it asks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
+# What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
+VERDICTS = {
+    "data": (
+        "look at these samples; leave them out, or, where NaN or a fill value stands for what is "
+        "missing, fill it in before the arithmetic (NaN * 0 is NaN)",
+    )
+    * 2,
+    "weights": (
+        "--resume last_good.pt, and look at what the steps before this one did",
+        "reset it, and all that is named as bad, or load a checkpoint in which they are finite; "
+        "look at what wrote it: an earlier step, the code that fills it (or never does: "
+        "torch.empty), or the checkpoint that was loaded",
+    ),
+    "error": ("mend the code at this line",) * 2,
+    "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
+    "divergence": (
+        "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
+        "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, "
+        "clipping",
+    ),
+    "precision": (
+        "x.float() before that line, or --precision bf16",
+        "that line in fp32: torch.autocast(x.device.type, enabled=False) around it, "
+        "x.float() before it",
+    ),
+    "compiler": (
+        "train without --compile",
+        "run the step under torch.compiler.set_stance('force_eager')",
+    ),
+    "calibration": (
+        "nothing: the loss scale falls by itself",
+        "skip the step and halve the loss scale, as torch.amp.GradScaler does",
+    ),
+    "not reproducible": (
+        "the same step once more with --deterministic; if it recurs, suspect this machine's "
+        "hardware",
+        "look for what another run of the step does not repeat: a random generator of its own, a "
+        "counter, a file; else torch.use_deterministic_algorithms(True), and if it recurs, suspect "
+        "this machine's hardware",
+    ),
+}
+
+
+def eps_for(x):
+    return EPS_IN_HALF if x.dtype is torch.float16 else EPS
+
+
+def _clamp(**bounds):
+    """Bounds the first argument of a call."""
+    return lambda x, *args, **kwargs: ((x.clamp(**bounds), *args), kwargs)
+
+
+CLAMP = _clamp(min=EPS)
+INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
+UNMASK = (
+    "over a wholly masked row: write -1e4 into the mask instead of -inf",
+    _clamp(min=-1e4),
+)
+NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
+NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
+EQUAL = (
+    "equal eigenvalues or singular values: the slope holds 1 / (their difference), which is 1 / 0; "
+    "add a small distinct diagonal",
+    None,
+)
+ONE = (
+    "the spread of one number is 0 / 0: no batch of one, or correction=0",
+    lambda *a, **k: (a, k | {"correction": 0}),
+)
+WRONG_INDEX = "mend these numbers, or make the table or layer larger"
+WRONG_LABEL = (
+    "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the last "
+    "layer has too few classes"
+)
+RAISED = {  # words of the exception
+    r"index -?\d+ is (not in|out)|index out of range in": WRONG_INDEX,
+    r"label \S+ is not in|Target -?\d+ is out|Class values": WRONG_LABEL,
+    "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
+    "not positive-definite": "print torch.linalg.eigvalsh(x).min(): if it is further below 0 than "
+    "1e-5 of the largest, a sign is wrong in how the matrix is made (a variance or a noise that is "
+    "learnt has gone below 0: softplus or exp of it); if it is nearer, it is rounding: add a "
+    "diagonal, 1e-6 to 1e-4 of its mean (x + c * torch.eye(n)), or take float64",
+    "should be between 0 and 1": "probabilities are wanted: look at what leaves 0..1 (a resize, a "
+    "sum, no sigmoid), clamp(0, 1) it, or take the loss that takes logits",
+    "satisfy the constraint": "this parameter of a distribution is out of its range: a scale needs "
+    "softplus or a lower bound, probabilities a softmax",
+    "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
+    "else add a small diagonal, or take torch.linalg.lstsq",
+}
+ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
+GROWN = "the gradient norm has grown"
+TINY = (
+    "this number is not 0 but as small as {}: find out why (a product of many factors, a "
+    "determinant, an exp of a large negative number): take logarithms (logsumexp, logdet), shorter "
+    "pieces or float64; an eps or a clamp of 1e-6 would replace it, and its gradient"
+)
+TOO_LOW = "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
+NOT_FINITE = (
+    "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
+    "a count of 0)"
+)
+UNDERFLOW = (
+    "the divisor is 0 in places and as small as {:.3g} elsewhere, where an eps of 1e-6 would "
+    "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "
+    "pieces or float64; if 0 is right there, torch.where, or an eps well below that"
+)
+BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+ALL_BAD = (
+    "every sample is bad: look at how they are made (a column without spread, a wrong file), "
+    "not at single ones"
+)
+MASKED = (
+    "the -inf of a mask is a number in here: look at what comes of it (a label or a path that is "
+    "forbidden, in these samples, or a sum over all classes, as for label smoothing), or leave "
+    "masked entries out before it"
+)
+UNTRAINED = (
+    "the numbers grow through the layers, and nothing has been trained yet: look at how the "
+    "weights are initialised (a smaller std), at the inputs' scale, or add a normalisation"
+)
+UNWRITTEN = (
+    "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
+    "or an opaque kernel (Triton, C++) wrote this: look into it"
+)
+# operation: what to write, and how to change the call's arguments
+WEAK: dict[str, tuple[str, Callable | None]] = {
+    "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
+    "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
+    "log": (
+        "log of 0 or less (after a sigmoid or softmax take logsigmoid or log_softmax): "
+        "log(x.clamp(min=1e-6))",
+        CLAMP,
+    ),
+    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
+    "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
+    "log1p": (
+        "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
+        _clamp(min=-1 + EPS),
+    ),
+    "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
+    "div": (
+        "division by zero: x / (y + eps), eps = 1e-6",
+        lambda x, y, *a, **k: ((x, y + (eps_for(y) if isinstance(y, Tensor) else EPS), *a), k),
+    ),
+    "addcdiv": (
+        "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
+        lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
+    ),
+    "reciprocal": (
+        "division by zero: 1 / (x + eps), eps = 1e-6",
+        lambda x, *a, **k: ((x + eps_for(x), *a), k),
+    ),
+    "exp": (
+        "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
+        "that are not normalised, a high rate); of a sum of them take logsumexp; or bound it: "
+        "exp(x.clamp(max=40))",
+        lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
+    ),
+    "acosh": (
+        "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
+        _clamp(min=1 + EPS),
+    ),
+    "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "softmax": UNMASK,
+    "log_softmax": UNMASK,
+    "logsumexp": UNMASK,
+    "logaddexp": UNMASK,
+    "layer_norm": (
+        "a row of equal numbers, and an eps too small for it: eps=1e-5",
+        lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k),
+    ),
+    "ctc_loss": (
+        "a target that needs more frames than its input has: one for each letter, and one more for "
+        "each that equals the one before; look at these lengths, or zero_infinity=True",
+        lambda *a, **k: (a[:6], k | {"zero_infinity": True}),
+    ),
+    "std": ONE,
+    "var": ONE,
+    "mean": NOTHING,
+    "nll_loss": (NO_LABEL, None),
+    "nll_loss2d": (NO_LABEL, None),
+    "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
+    "mul": (
+        "0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask",
+        None,
+    ),
+    "eigh": EQUAL,
+    "svd": EQUAL,
+    "eig": EQUAL,
+    "angle": ANGLE,
+    "atan2": ANGLE,
+    "weight_norm_interface": (
+        "a weight of norm 0 has no direction (v / |v|): keep it away from 0 where it is "
+        "initialised, pruned or decayed",
+        None,
+    ),
+    "empty": (UNWRITTEN, None),
+    "to_copy": (
+        "this number does not fit into half: do not convert it, or make it smaller before",
+        None,
+    ),
+    "logdet": (
+        "a determinant of 0 or less: of a Jacobian or a rotation take torch.slogdet, for any sign; "
+        "a covariance build as L @ L.T with a positive diagonal in L (slogdet would hide the sign)",
+        None,
+    ),
+}
+IN_HALF = {  # the same numbers for float16
+    "eps = 1e-6": "eps = 1e-4 (one below 6e-8 is 0 in float16)",
+    "beyond 88": "beyond 11",
+    "beyond 44": "beyond 5.5",
+    "max=40": "max=10",
+}
+SAME = {
+    "truediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "rdiv": "reciprocal",
+    "rtruediv": "reciprocal",
+    "itruediv": "div",
+}
+FORGOTTEN = (
+    "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
+    "divides the gradients by the loss scale, and skips a bad step"
+)

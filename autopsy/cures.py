@@ -1,0 +1,115 @@
+"""
+Cures: what helps?
+
+Each cure is a way to run the recorded step; those that fit the verdict are tried in turn, up to the
+first with which the step is finite. Only what was tried is said to help.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from .advice import WEAK
+from .locator import Locator
+from .modes import AtLines, InDtype, island
+from .tensors import HALF
+
+
+def first_cure(rerun, report):
+    """The report with the cures that were tried, up to the first that was finite: the guilty module
+    in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
+    tried = list(report.tried)
+    for what, context, cure, advice in _cures(rerun, report):
+        symptom = rerun(context, fp32=context is None)
+        went = f"still bad ({symptom})" if symptom else "finite"
+        if rerun.error and type(rerun.error).__name__ not in report.symptom:
+            went = f"could not be tried ({symptom})"
+        if isinstance(context, AtLines) and not context.hits:
+            went = "not tried, the call was not seen"
+        tried.append(f"{what}: {went}")
+        report = replace(report, tried=tuple(tried))
+        if went == "finite":
+            return replace(report, cure=cure, fix=report.fix or advice)
+    return report
+
+
+def _cures(rerun, report):
+    """(as text, the context of a run, Report.cure, the advice if it helps), one after the other."""
+    line, weak = report.line, report.weak
+    precision = report.verdict == "precision"
+    if precision:
+        yield from _islands(rerun, report)
+    advice, mend = WEAK.get(weak, ("", None))
+    # 0 / 0: half precision has rounded the divisor's eps to 0
+    rounded = weak == "div" and report.again.startswith("nan in float32,")
+    if mend and (rounded or not precision) and not report.fix:
+        where, calls = _lines(rerun, line, weak)
+        what = report.cure_of_weak.rpartition(": ")[2]
+        yield f"{what} at {where}", calls, ("eps", weak), ""
+    if not precision:
+        return
+    late = ""
+    if line:
+        where, calls = _lines(rerun, line)
+        before = f"x.float() before {where}, with autocast off there"
+        yield f"x.float() at {where}", calls, ("line", where), before
+        if weak != "to_copy":
+            late = f": float() at {line} is not enough, or its operands are rounded before"
+    known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
+    kinds = {"fp32": None}
+    half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
+    ranks = dist.is_available() and dist.is_initialized()
+    if report.result.startswith("float16") and not (half and ranks):  # see island()
+        kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
+    for kind, context in kinds.items():
+        whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
+        yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
+
+
+def _islands(rerun, report):
+    """The guilty module in fp32, then its parents; its result goes back to half, or does not."""
+    modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
+    # a loss around the network is not part of it
+    name = report.module if report.module in modules else ""
+    half = report.result.partition("[")[0]
+    while name:
+        code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
+        begin = "with torch.autocast(x.device.type, enabled=False)"
+        weights = ""
+        if any(p.dtype in HALF for p in modules[name].parameters()):
+            weights = ", half weights"
+            begin = f"{code}.float(), and then {begin}"
+        for stays in sorted(("", ", result in fp32"), reverse=not flags):
+            context = island(modules[name], None if stays else getattr(torch, half, None))
+            back = "" if stays else f".to(torch.{half})"
+            advice = f"{name} in fp32: {begin}: y = {code}(x.float()){back}"
+            if flags:
+                advice = f"--keep-fp32 '{name}'"
+            yield f"{name} in fp32{stays}", context, (f"module{stays}{weights}", name), advice
+        name = name.rpartition(".")[0]
+
+
+def _lines(rerun, line, weak=""):
+    """The context of a cure at this line, and at those that make the next bad number: the same weak
+    operation once more, or for fp32 another that might hide it (1 / inf is 0). As text, too."""
+    meant, lines = [], [line]
+    if not weak:
+        rerun.watch(fp32=True)
+        meant = rerun.locator.births  # bad in fp32 too: meant so
+    while len(lines) < 4:
+        with Locator(rerun.net) as where:
+            symptom = rerun(AtLines(lines, weak))
+        births = where.births.items() if symptom or not weak else ()
+        more = [at for at, kind in births if at not in (*meant, *lines) and weak in ("", kind)]
+        # no line of a library: nobody can mend that
+        more = [at for at in more if ", called from" not in at]
+        if not more:
+            break
+        lines.append(more[0])
+    if len(lines) > 1 and not rerun(AtLines(lines[-1:], weak)):
+        lines = lines[-1:]  # what it made was the cause of the others
+    return " and ".join(lines), AtLines(lines, weak)

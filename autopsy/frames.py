@@ -1,0 +1,59 @@
+"""
+Frames: which line of the script is it?
+
+The innermost line that is neither torch's nor ours; where that is a library's, the line of the
+script that has called it, too. It reads stacks and knows no tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from textwrap import shorten
+
+import torch
+
+ROOM = os.path.dirname(__file__)
+PACK = os.path.dirname(ROOM)  # a file, where the folder was packed into one
+HERE = os.path.join(PACK if os.path.isfile(PACK) else ROOM, "")  # none of its lines is the script's
+TORCH = os.path.dirname(torch.__file__)
+LIBRARY = os.path.dirname(os.__file__)
+# Of torch's own files, those whose arithmetic is no operation that the script has called.
+NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
+
+
+def said(error):
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return shorten(text, 160, placeholder=" ...")
+
+
+def frames_now():
+    """What is under way, the innermost first."""
+    frame = sys._getframe(1)
+    while frame:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def frames_in(text):
+    """The same of what traceback.format_stack() has written."""
+    return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]
+
+
+def script_frames(frames):
+    """The script's line, and before it the lines of libraries that it has called, without torch."""
+    found = []
+    for frame in frames:
+        file = frame[0]
+        if NAMED.match(file) or not (file.startswith((HERE, TORCH, "<"))):
+            found.append(frame)
+            if not file.startswith((LIBRARY, TORCH)) and "-packages" not in file:
+                break
+    return found
+
+
+def line_of(frames):
+    """file:line in function, of a library and of the script that has called it."""
+    at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in script_frames(frames)]
+    return ", called from ".join([*at[:1], *at[1:][-1:]])

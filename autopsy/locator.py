@@ -1,0 +1,327 @@
+"""
+Locator: who made the first bad number?
+
+It reads the result of every operation, remembers of each storage what made it bad, and names the
+earliest birth among the ancestors of a tensor. It gives no verdict and changes no number.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count, takewhile
+from math import inf, isfinite
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, eps_for
+from .frames import frames_in, frames_now, line_of
+from .modes import Functions
+from .operations import WRITERS, in_wider_types, out_of_range, rule_of
+from .report import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN, Report
+from .samples import Samples
+from .step import attributes_of
+from .tensors import (
+    STATISTIC,
+    bad_end,
+    extent,
+    flat_tensors,
+    inner_tensors,
+    is_bad,
+    is_mask,
+    is_part,
+    is_real,
+    numbers_of,
+    spans_of,
+    storage_of,
+    type_of,
+)
+
+LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
+NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
+
+
+class Locator(TorchDispatchMode):
+    """Reads the result of every aten operation while it is entered; blame(tensors) names the birth.
+
+    `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that
+    samples can be named. What it remembers of a tensor it forgets with the tensor's storage, so it
+    may stay entered for many steps. Anomaly mode is on meanwhile (without its check of NaN): it
+    keeps the lines of the forward for the backward.
+    """
+
+    def __init__(self, net: nn.Module | None = None, batch: Any = ()):
+        super().__init__()
+        self.net, self.paused, self._clock = net, False, count()
+        self.functions = Functions(self._check_index)
+        self.names, self.calls = {}, Counter()  # modules: names; how often each was called
+        self.failed = None  # the operation that raised
+        self.step = 0  # of what is named; set it where many steps are watched
+        self.numbers = []  # among the arguments of the operation under way
+        self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
+
+        self.lawful = {-100}  # every ignore_index seen
+        self._stack = [("", 0)]  # modules under way: name, which call
+        # Autograd's sequence number where a module begins or ends, and the module from there on.
+        self._since = deque([(0, ("", 0))], maxlen=1 << 18)
+        # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
+        # time and the birth).
+        self.known, self.causes = WeakKeyDictionary(), WeakKeyDictionary()
+        self.samples = Samples()
+        self.take(batch)
+
+    def take(self, batch: Any, size: int = 0) -> None:
+        """These tensors are the batch: by them samples are named. `size`: how many, if known."""
+        self.calls.clear()
+        self.ignored = None  # the ignore_index of a loss that ignores every label here
+        leaves = dict(inner_tensors(batch))
+        if not leaves:
+            return  # an earlier micro-batch brought all
+        for name, t in leaves.items():
+            first, _, rest = name.partition(".")
+            plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
+            self.known.setdefault(storage_of(t), rest or plain)
+        self.samples.begin(leaves.values(), size)
+
+    def _name(self, net, prefix=""):
+        for name, module in net.named_modules(prefix=prefix):
+            self.names.setdefault(module, name)
+            for key, t in inner_tensors(attributes_of(module), name):
+                self.known[storage_of(t)] = f"attribute {key}"
+        self.known.update({storage_of(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
+        for name, p in net.named_parameters(prefix):
+            self.known[storage_of(p)] = f"parameter {name}"
+            if p.grad is not None:  # of a second optimizer, say
+                self.known[storage_of(p.grad)] = f"old gradient of {name}"
+
+    def __enter__(self):
+        if self.net is not None:
+            self._name(self.net)
+        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.set_anomaly_enabled(True, check_nan=False)
+        self._handles = (
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.set_anomaly_enabled(*self._anomaly)
+        for handle in self._handles:
+            handle.remove()
+
+    # Modules. An autograd node belongs to the module under way when it got its sequence number.
+
+    def _enter_module(self, module, args):
+        if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
+            self._name(module, "" if self.net is None else type(module).__name__)
+        name = self.names.get(module, self._stack[-1][0])
+        repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
+        if module in self.names and not repeated:
+            self.calls[name] += 1
+        self.samples.enter(module, flat_tensors(args), outermost=len(self._stack) == 1)
+        self._stack.append((name, self.calls[name]))
+        self._mark()
+
+    def _leave_module(self, module, args, out):
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self):
+        number = torch._C._autograd._get_sequence_nr()
+        if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
+            self._since.append((number, self._stack[-1]))
+
+    # Operations
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a tensor that wraps others: their operations come here next
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        rule = rule_of(func)
+        given = dict(zip(rule.names, args, strict=False)) | kwargs
+        self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
+        inputs = flat_tensors((args, kwargs))
+        written = {id(t): t for t in flat_tensors([given.get(name) for name in rule.writes])}
+        kept = [a.clone() if id(a) in written else a for a in args]
+        if rule.overwrites:
+            inputs = [t for t in inputs if id(t) not in written]
+        spans = spans_of(inputs) if written else []  # now: it overwrites its evidence
+        if rule.index:
+            self._check_index(rule.index(*args), func, inputs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            spans = spans or spans_of(inputs)
+            self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
+            raise
+        before = {storage_of(t) for t in inputs}
+        outs = [*flat_tensors(out), *written.values()]
+        self.samples.carry(rule, given, inputs, outs, before)
+        copied = storage_of(inputs[0]) if func is torch.ops.aten.clone.default else None
+        if copied in self.known and copied not in self.causes:  # a copy is no use of it
+            self.known[storage_of(out)] = self.known[copied]
+            return out
+        for t in outs:
+            storage = storage_of(t)
+            if storage in before and not written:
+                continue  # a view: it shares what is known of its storage
+            if rule.loads:  # a file's numbers
+                self.known[storage] = OUTSIDE
+                continue
+            if self.known.get(storage) == OPAQUE:
+                del self.known[storage]  # written now
+            if is_bad(span := extent(t)):
+                spans = spans or spans_of(inputs)
+                self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
+            elif storage in self.causes and not is_part(t):
+                del self.causes[storage]  # wholly overwritten
+            elif rule.empty:
+                self.known[storage] = OPAQUE
+        return out
+
+    def _bad(self, call, spans, t, span):
+        """What made the bad result `t` of the call (func, args, kwargs)."""
+        func, args, kwargs = call
+        rule = rule_of(func)
+        wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
+        number, birth = self._earliest(spans, func)
+        if number < LAWFUL:
+            samples = self.samples.of(t)
+            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else
+            # all rows count: a step in time, say, may show some of them only.
+            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
+            if not spreads and 0 < len(samples) < (len(birth.samples) or self.samples.size):
+                birth = replace(birth, samples=samples, batch_size=self.samples.size)
+            return number, birth
+        addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
+        added = rule.sums and any(is_bad(s) for _, s in addends)
+        spoilt = not is_mask(span) and not rule.takes_masks
+        if birth and (added or (birth.source and spoilt)):
+            # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
+            return next(self._clock), replace(birth, entered=str(func))
+        if is_mask(span) and (wanted or number == LAWFUL):
+            passed_on = rule.copies and is_bad(spans[0][1])
+            return LAWFUL, birth or (None if passed_on else self._birth(func, spans, t))
+        birth = self._birth(func, spans, t)
+        # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
+        fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
+        if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
+            by = self.functions.name  # a function that fills with NaN by itself is an operation
+            maker = {"source": WRITTEN} if re.search(WRITERS, by) else {"op": f"torch.{by}"}
+            return next(self._clock), replace(birth, **maker)
+        if not all(map(isfinite, self.numbers)):
+            birth = replace(birth, fix=NOT_FINITE)
+        if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
+            birth = replace(birth, fix=TOO_LOW)
+        if rule.empty:  # which of it is used is not known yet
+            birth = replace(birth, samples=())
+        self.births[birth.line] = birth.weak
+        return next(self._clock), replace(birth, again=in_wider_types(*call))
+
+    def blame(self, tensors: Iterable[Tensor]) -> Report | None:
+        """The earliest birth among the ancestors of these tensors."""
+        number, birth = self._earliest(spans_of(tensors))
+        return birth if number < LAWFUL else None
+
+    def _earliest(self, spans, func=None):
+        """The first cause among these tensors, which `func` uses: (its number, its birth)."""
+        bad = (self._cause(t, span, func, spans) for t, span in spans if is_bad(span))
+        return min(bad, default=NOBODY, key=lambda cause: cause[0])
+
+    def _cause(self, t, span, func, spans):
+        """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
+        if (storage := storage_of(t)) in self.causes:
+            return self.causes[storage]
+        name = self.known.get(storage, "")
+        lawful = not name.startswith("parameter ") and not STATISTIC.search(name)
+        mask = is_mask(span) and lawful
+        if mask and (not name or name.startswith(STATE)):
+            return LAWFUL, None
+        if not name or not func:
+            return NOBODY
+        self.samples.cut(t)
+        birth = replace(self._birth(func, spans, t), source=name)
+        number = LAWFUL if mask else next(self._clock)
+        return self.causes.setdefault(storage, (number, birth))
+
+    def _birth(self, func, spans, out=None):
+        module, call = self._stack[-1]
+        node = torch._C._current_autograd_node()
+        name, line, phase = "", "", "forward"
+        # In the backward: a hook, a custom function, a checkpoint
+        stack = list(takewhile(lambda frame: frame[2] != "_engine_run_backward", frames_now()))
+        checkpoints = any(file.endswith("checkpoint.py") for file, *_ in stack)
+        repeats = checkpoints and torch.is_grad_enabled()
+        if node is not None and not repeats:
+            phase, name, line = "backward", node.name().rpartition(":")[2], line_of(stack)
+            stack = frames_in(node.metadata.get("traceback_", ()))
+            if name == "AccumulateGrad":
+                owner = self.known.get(storage_of(node.variable), "").removeprefix("parameter ")
+                module, call = owner.rpartition(".")[0], 0
+            elif len(self._stack) == 1:
+                number = node._sequence_nr()
+                at = bisect_right(self._since, number, key=lambda mark: mark[0])
+                module, call = self._since[at - 1][1]
+        birth = Report(
+            op=str(func),
+            module=module,
+            phase=phase,
+            node=name,
+            line=line or line_of(stack),
+            call=call,
+            spans=tuple(span for _, span in spans),
+            inputs=(
+                *(self._shown(t, span) for t, span in spans),
+                *(f"the number {a:.3g}" for a in self.numbers),
+            ),
+            step=self.step,
+            batch_size=self.samples.size,
+            fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
+        )
+        if out is None:
+            return birth
+        bad = [span for _, span in spans if is_bad(span)]
+        nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
+        if str(func) == "aten.div.Tensor" and phase == "forward" and len(spans) == 2:
+            divisor = numbers_of(spans[-1][0]).abs()
+            least = float(torch.where(divisor == 0, inf, divisor).amin())
+            if least < eps_for(divisor) and 0 in spans[-1][1]:
+                birth = replace(birth, fix=UNDERFLOW.format(least))
+        return replace(
+            birth,
+            made=bad_end(extent(out)),
+            result=type_of(out),
+            source="" if all(map(is_mask, bad)) else CONSTANT,
+            samples=self.samples.of(out, nan),
+        )
+
+    def _shown(self, t, span):
+        """Type, shape and span of an input; its name, where it is bad and was there before."""
+        name = self.known.get(storage_of(t)) if is_bad(span) else None
+        return f"{type_of(t)} {span[0]:.3g} .. {span[1]:.3g}" + (f" ({name})" if name else "")
+
+    def _check_index(self, ranges, func, inputs):
+        """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
+        for what, index, low, high, *ignore in ranges:
+            self.lawful.update(ignore)
+            if ignore and bool((index == ignore[0]).all()):
+                self.ignored = ignore[0]
+            names, wrong = out_of_range(what, index, low, high, ignore)
+            if names:
+                self.samples.cut(index)
+                birth = self._birth(func, spans_of(inputs))
+                self.failed = replace(birth, names=names, samples=self.samples.of(index, wrong))
+                raise IndexError(names[0])

@@ -1,0 +1,138 @@
+"""
+Operations: what is known of an aten operation.
+
+Which arguments it writes, where the batch goes in its results, which indices it takes, and what it
+gives in wider types. Facts only: nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+from .tensors import FLOATS, bad_end, exchange_dtype, extent, flat_tensors, is_bad
+
+
+def out_of_range(what, index, low, high, lawful):
+    """("label 3 is not in 0..2", ...), and where these are."""
+    wrong = (index < low) | (index > high)
+    for ignored in lawful:
+        wrong &= index != ignored
+    values = index[wrong].unique().tolist()
+    return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
+
+
+def _in_order(index, size):
+    """x[:, i] or x[torch.arange(len(x)), i]: the rows stay where they are."""
+    return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
+
+
+# Of operations: the batch does not stay in the results of the first; in those of the second it
+# does, in other dimensions.
+DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
+STAYS = "nll_loss|embedding$|ctc_loss|linalg"
+MATMUL = "(b|add|badd)?b?mm|(add)?mv"
+SUMS = f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"
+CONSTANTS = "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor"
+WRITERS = "^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num"  # functions: the script's own
+OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
+
+
+@cache
+def rule_of(func):
+    """What the dispatch needs to know of an operation, computed once."""
+    schema = func._schema
+    name = schema.name.partition("::")[2].strip("_")
+    pointwise = torch.Tag.pointwise in func.tags or name == "copy"
+    names = [a.name for a in schema.arguments]
+    writes = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    if re.search("(native|cudnn|miopen)_batch_norm$", name):  # the schema does not say so
+        writes = ["running_mean", "running_var"]
+
+    def follow(given, k, number, source, d, t):
+        """The dimension of result `number` that is dimension `d` of input k (from the end)."""
+        size = source.shape[d]  # before d moves
+        if pointwise:
+            d += t.dim() - source.dim()
+        elif re.fullmatch(MATMUL, name):
+            if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
+                return None  # summed over
+        elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
+            pass
+        elif re.search(DROPS, name) or (number and re.search("(?<!attention)_backward$", name)):
+            return None  # the slope of a weight
+        elif "dim" in names or "dims" in names:
+            dims = given.get("dim", given.get("dims"))
+            dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+            dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
+            if name == "stack":
+                d += dims[0] <= d
+            elif d in dims:
+                return None
+            elif t.dim() < source.dim():
+                d -= sum(x < d for x in dims)
+        elif t.dim() != source.dim() and not re.search(STAYS, name):
+            return None
+        return d if 0 <= d < t.dim() and t.shape[d] == size else None
+
+    return SimpleNamespace(
+        names=names,
+        writes=writes,
+        pointwise=pointwise,
+        follow=follow,
+        index=INDEX.get(name),
+        overwrites=name in OVERWRITES,
+        constant=re.fullmatch(CONSTANTS, name),
+        empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
+        joins=name in ("stack", "cat"),
+        copies=name in ("to_copy", "clone", "copy"),
+        loads=name == "set",
+        sums=re.fullmatch(SUMS, name),
+        takes_masks=re.search("softmax|logsumexp|attention", name),
+        bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
+    )
+
+
+INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, ignore_index)
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        lambda x, target, weight, reduction, ignore: [
+            ("label", target, 0, x.shape[min(x.dim() - 1, 1)] - 1, ignore)
+        ],
+    ),
+    **dict.fromkeys(
+        ("gather", "index_select", "scatter", "scatter_add"),
+        lambda x, dim, index, *more: [("index", index, 0, x.shape[dim] - 1)] if x.dim() else [],
+    ),
+    "embedding": lambda weight, index, *more: [("index", index, 0, len(weight) - 1)],
+    "index": lambda x, indices, *more: [
+        ("index", i, -x.shape[k], x.shape[k] - 1)
+        for k, i in enumerate(indices)
+        if i is not None and all(j is None or j.dtype is torch.int64 for j in indices)
+    ],
+    "binary_cross_entropy": lambda x, target, *more: [("label", target, 0, 1)],
+    "one_hot": lambda tensor, num_classes=-1: (
+        [("label", tensor, 0, num_classes - 1)] if num_classes > 0 else []
+    ),
+}
+
+
+def in_wider_types(func, args, kwargs):
+    """The operation on the same inputs in fp32 and fp64: "nan in float32, finite in float64"."""
+    results = []
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return ""  # it would draw random numbers, or wait for another rank
+    for dtype in (torch.float32, torch.float64):
+        try:
+            wide, named = exchange_dtype((args, kwargs), dtype, FLOATS)
+            spans = [extent(t) for t in flat_tensors(func(*wide, **named))]
+        except Exception:  # a kernel that knows one dtype only
+            break
+        bad = next((bad_end(s) for s in spans if is_bad(s)), "finite")
+        results.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
+        if bad == "finite":
+            break
+    return ", ".join(results)

@@ -1,0 +1,239 @@
+"""
+Report: what is said.
+
+The data of a report, its lines, and the names of sources. It gives no advice of its own: the words
+are those of advice.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import torch.distributed as dist
+
+from .advice import (
+    ALL_BAD,
+    CLAMP,
+    GROWN,
+    IN_HALF,
+    MASKED,
+    TINY,
+    UNTRAINED,
+    UNWRITTEN,
+    VERDICTS,
+    WEAK,
+)
+from .tensors import few, is_real
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was wrong, and which operation made the first bad number; str() is for a tired person.
+
+    Without a verdict: the operation alone, as Locator.blame() returns it.
+    """
+
+    verdict: str = ""  # one of VERDICTS
+    step: int = 0
+    rank: int = 0
+    precision: str = ""
+    scale: float = 1.0
+    advice: str = "code"  # or "flags": those of this repository's train.py
+    symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
+    op: str = ""  # "aten.log.default"; "" = no operation is guilty
+    module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
+    call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
+    phase: str = "forward"  # or "backward", "optimizer"
+    node: str = ""  # backward: autograd's name for the function
+    line: str = ""  # file:line in function
+    made: str = ""  # what the result holds; "" = the operation raised
+    result: str = ""  # dtype and shape of the result
+    inputs: tuple[str, ...] = ()
+    spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
+    source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
+    again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
+    entered: str = ""  # the sum or product which the -inf that was made here went into
+    micro_batch: int = 0
+    samples: tuple[int, ...] = ()  # positions in the micro-batch
+    batch_size: int = 0  # by what they were counted
+    indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
+    names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
+    repeated: bool = True  # the step was run again, in fp32 too
+    tried: tuple[str, ...] = ()  # "block in fp32: finite"
+    cure: tuple[str, str] = ("", "")  # the first finite one: ("module, result in fp32", "block")
+    fix: str = ""  # what to do, where it is known without looking at the operation
+
+    @property
+    def origin(self) -> str:
+        """The verdict, where the source alone says it."""
+        if self.source in ("", OPAQUE):
+            return ""
+        return "weights" if self.source.startswith(STATE) else "data"
+
+    @property
+    def failed(self) -> bool:
+        """Cures were tried, in vain."""
+        return "still bad" in "".join(self.tried) and not self.cure[0]
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude among the inputs."""
+        return max((abs(v) for span in self.spans for v in span if is_real(v)), default=0.0)
+
+    @property
+    def grown(self) -> bool:
+        """Finite inputs so large that their result overflows."""
+        large = self.largest > (1e3 if self.failed else 1e6)
+        return self.made != "nan" and large and not self.source
+
+    @property
+    def weak(self) -> str:
+        """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
+        plain = {key.replace("_", ""): key for key in WEAK}
+        for name in (self.node, *self.op.split(".")[1:2]):
+            other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
+            name = re.sub(other, "", name.lower())
+            harmless = name in ("mul", "mean") and self.made != "nan"
+            if ".parametrizations." in f".{self.module}" and name in ("div", "reciprocal"):
+                return "weight_norm_interface"
+            if name in plain and not harmless and not (name == "pow" and self.grown):
+                return plain[name]
+        return ""
+
+    @property
+    def cure_of_weak(self) -> str:
+        """What WEAK says, with the numbers of this dtype."""
+        text = WEAK[self.weak][0]
+        for number, in_half in IN_HALF.items() if self.result.startswith("float16") else ():
+            text = text.replace(number, in_half)
+        return text
+
+    @property
+    def suggestion(self) -> str:
+        if self.fix:
+            return self.fix
+        if self.source == WRITTEN:
+            return (
+                f"the script writes this number itself, at {self.line}: "
+                "leave it out of the loss, or write another"
+            )
+        if self.source.startswith(EARLIER):
+            return "that line made it or passed it on: --from-step 0 names the operation"
+        if self.source.startswith("a "):
+            return "mend this number where it is made: NumPy, a constant, a table"
+        if self.verdict == "data" and 0 < len(self.samples) == self.batch_size:
+            return ALL_BAD
+        if self.entered and self.verdict != "data":
+            return (
+                "-inf is a mask up to a softmax or a maximum only: where nothing is left "
+                "(a row without entries), write 0 before the sum or product; label_smoothing gives "
+                "masked classes a share, too: none there"
+            )
+        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
+            lowest = [low for low, _ in self.spans] or [0.0]  # of whole numbers nothing is known
+            below_0 = self.phase == "forward" and lowest[0] < -1e-3 * self.largest
+            if WEAK[self.weak][1] is CLAMP and below_0:  # not 0, or its rounding
+                return (
+                    f"{self.weak} of a negative number ({lowest[0]:.3g}): find out why it is "
+                    "negative (a sign, a formula, a difference that was rounded): a clamp hides "
+                    "it; where it may be negative by right, the clamp is the cure"
+                )
+            divides = self.weak == "div" or self.weak.startswith("log")
+            if divides and lowest[-1] > 0 and lowest[1:]:
+                return TINY.format(f"{lowest[-1]:.3g}")
+            if not self.failed:
+                return self.cure_of_weak
+        advice = VERDICTS[self.verdict][self.advice != "flags"]
+        if self.verdict != "divergence":
+            return advice
+        if self.grown:
+            few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
+            first = "look at these samples, no other does this; else " if few else ""
+            return first + (advice if self.step else UNTRAINED)
+        if not self.op:
+            return "no operation was seen that made it: it was made in another thread or library"
+        if self.source == OPAQUE:
+            return UNWRITTEN
+        if any(lowest == -inf for lowest, _ in self.spans):
+            return MASKED
+        if re.search(r"\d in float64", self.again):
+            return (
+                "the result is too large for float32, not for float64: "
+                "clamp or mask the inputs before it, or compute with its logarithm"
+            )
+        return (
+            "this operation has no finite value at these inputs: "
+            "clamp or mask them before it, or write it otherwise"
+        )
+
+    def operation(self) -> Iterator[str]:
+        """The lines that speak of the operation."""
+        if self.op:
+            node = f" of {self.node}" if self.node else ""
+            line = f", {self.line}" if self.line else ""
+            module = self.module or ("the model itself" if self.call else "")
+            call = f", call {self.call} of this step" if self.call > 1 else ""
+            place = f"in {module}{call}" if module else "outside of any module"
+            named = self.source not in ("", WRITTEN)
+            first = f"first to use {self.source}" if named else "first bad op"
+            verb = {"": "made", CONSTANT: "made", WRITTEN: "writes"}.get(self.source, "is given")
+            made = f"{verb} {self.made}" if self.made else "raised"
+            yield f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}"
+        if self.entered:
+            yield f"its -inf entered {self.entered}, where it is no mask"
+        if self.inputs:
+            yield "its inputs: " + few(self.inputs, 4, "; ")
+        if self.again:
+            yield f"repeated on the same inputs: {self.again}"
+
+    def lines(self) -> Iterator[str]:
+        if not self.verdict:
+            yield from self.operation()
+            return
+        precision = f"{self.precision}, " if self.precision else ""
+        about = f"{precision}scale {self.scale:g}, rank {self.rank}"
+        symptom = self.symptom or "the step was bad"
+        yield f"{symptom} at step {self.step} ({about}) -> {self.verdict}"
+        yield from self.operation()
+        if self.names:
+            where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
+            yield where + few(self.names, 5)
+        if self.samples:
+            known = f": positions in the batch of {self.batch_size}"
+            if self.indices:
+                known = f" (in the data set: {few(self.indices)})"
+            place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
+            yield f"samples {few(self.samples)} {place}{known}"
+        elif self.micro_batch:
+            yield f"in micro-batch {self.micro_batch}, rank {self.rank}"
+        in_fp32 = {"precision": "finite", "divergence": "bad as well"}
+        if self.repeated and self.verdict in in_fp32:
+            yield "the same batch in fp32: " + in_fp32[self.verdict]
+        yield from (f"tried: {sentence}" for sentence in self.tried)
+        yield f"try: {self.suggestion}"
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.lines())
+
+
+def agree(report: Report) -> Report:
+    """The same report on every rank: the gravest verdict's, of the lowest rank that has it.
+
+    A collective: every rank must call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return report
+    every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
+    dist.all_gather_object(every, report)
+    return min(every, key=lambda other: (verdicts.index(other.verdict), other.rank))
+
+
+CONSTANT = "a number made outside of torch, or before the watch"
+WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
+OUTSIDE = "a tensor from outside of torch (NumPy, a file)"
+OPAQUE = "memory of torch.empty that no operation of torch wrote"
+UNKNOWN = "what compiled code or another library made"
+EARLIER = "a tensor of an earlier step"
+STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", EARLIER)

@@ -1,0 +1,90 @@
+"""
+Rerun: the recorded step once more.
+
+As it was, in fp32, or with every operation watched. Each run begins from the same buffers and
+random numbers, and says what was bad first. What that means, the verdict says.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .frames import frames_in, line_of, said
+from .locator import Locator
+from .report import Report
+from .tensors import STATISTIC, bad_end, extent, is_bad, is_mask, storage_of
+
+
+class Rerun:
+    """The recorded step, as often as needed, each time from the same buffers and random numbers."""
+
+    def __init__(self, run_step, record, net, about):
+        if not record.batches:
+            raise ValueError("the record holds no micro-batch: call record.keep(...)")
+        self.run_step, self.record, self.net, self.about = run_step, record, net, about
+        self.factor, self.last = 1.0, 0
+
+    def __call__(self, context=None, fp32=False):
+        """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
+        self.record.restore()
+        self.error = None
+        clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
+        # Fused attention knows half only; its plain mathematics knows fp32.
+        attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
+        try:
+            with warnings.catch_warnings(), context or nullcontext(), attention:
+                warnings.simplefilter("ignore")  # all has been said once
+                for k, batch in enumerate(self.record.batches):
+                    if isinstance(context, Locator):
+                        self.last = k
+                        context.take(batch, len(self.record.indices[k]))
+                    out = self.run_step(batch, fp32)
+                    if not isinstance(out, tuple):
+                        out = out, {n: p.grad for n, p in self.net.named_parameters()}
+                    results = {"loss": torch.as_tensor(out[0]).detach()}
+                    results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
+                    buffers = dict(self.net.named_buffers())
+                    results |= {f"buffer {name}": buffers[name] for name in clean}
+                    self.results = results
+                    for name, t in results.items():
+                        span = extent(t)
+                        mask = name.startswith("buffer ") and not STATISTIC.search(name)
+                        if is_bad(span) and not (mask and is_mask(span)):
+                            return f"{name} is {bad_end(span)}"
+        except Exception as error:
+            self.error = error
+            return said(error)
+        return ""
+
+    def watch(self, fp32=False):
+        """Run it with every operation watched: what is bad, and who made it."""
+        where = Locator(self.net)
+        where.known.update({storage_of(t): name for name, t in self.record.named})
+        self.locator = where
+        with where.functions:
+            symptom = self(where, fp32)
+        birth = None
+        if isinstance(self.error, torch.OutOfMemoryError):
+            raise self.error
+        if self.error:
+            line = line_of(frames_in(traceback.format_tb(self.error.__traceback__)))
+            frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
+            inner = [frame.f_locals.get("self") for frame in reversed(frames)]
+            modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
+            module = next(filter(None, modules), "")
+            raised = Report(op=type(self.error).__name__, module=module, line=line)
+            variables = [v for frame in frames for v in frame.f_locals.values()]
+            birth = where.failed or where.blame(filter(torch.is_tensor, variables)) or raised
+        elif symptom:
+            if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
+                self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN
+            birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+        about = {"symptom": symptom, "micro_batch": self.last, **self.about}
+        return replace(birth or Report(), **about)

@@ -1,0 +1,111 @@
+"""
+Step: what one step needs to be run again, and how that is put back.
+
+Random states, buffers, and what modules carry without a buffer. It reads no weight and changes
+none.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tensors import device_of
+
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
+KEPT = (list, dict)  # attributes that are written in place
+
+
+class StepRecord:
+    """What is needed to run one step again, apart from the weights (a rejected step kept those).
+
+    Create it before the step's first forward; keep() every micro-batch with the labels as they
+    came, and the samples' indices in the data set where they are known. Costs a copy of the
+    buffers and the RNG states; no sync.
+    """
+
+    def __init__(self, step: int, net: nn.Module, *, rank: int = 0):
+        self.step, self.rank, self.net = step, rank, net
+        self.device = device_of(list(net.parameters()))
+        self.buffers = copied_buffers(net)
+        self.carried = carried_by(net)
+        self.rng = rng_states(self.device)
+        self.batches = []
+        self.indices = []
+        self.named = []  # tensors that are no part of the batch
+
+    def keep(self, *batch: Any, indices: Iterable[int] | None = None) -> None:
+        self.batches.append(batch)
+        self.indices.append([] if indices is None else [int(i) for i in indices])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """RNG, buffers and attributes as they were before the step; no gradients."""
+        set_rng_states(self.rng, self.device)
+        put_back(self.net, self.buffers)
+        carry_back(self.carried)
+        self.net.zero_grad(set_to_none=True)
+
+
+def copied_buffers(net):
+    return {n: b.detach().clone() for n, b in net.named_buffers() if not b.is_inference()}
+
+
+@torch.no_grad()
+def put_back(net, copies):
+    for name, b in net.named_buffers():
+        if name in copies:
+            b.copy_(copies[name])
+
+
+def attributes_of(module):
+    """What a module carries without a buffer: hidden states, counters, short lists."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in INTERNAL and (not isinstance(value, tuple | list | dict) or len(value) < 99)
+    }
+
+
+def carried_by(net):
+    """Of each module: its attributes, and these as they are now, with what lists and dicts hold."""
+    return [
+        (m, {n: (v, copy(v) if type(v) in KEPT else v) for n, v in attributes_of(m).items()})
+        for m in net.modules()
+    ]
+
+
+def carry_back(carried):
+    for module, before in carried:
+        for name, (value, held) in before.items():
+            if type(value) in KEPT:
+                value.clear()
+                value.__init__(held)  # the same object, filled again
+            vars(module)[name] = value
+
+
+def rng_states(device: torch.device | str) -> dict[str, Any]:
+    """Of Python, torch's CPU and `device`; of NumPy where it is loaded (in plain types)."""
+    states = {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": None}
+    if torch.device(device).type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random.get_state(legacy=False)
+        key = {"key": numpy["state"]["key"].tolist(), "pos": int(numpy["state"]["pos"])}
+        states["numpy"] = numpy | {"state": key}
+    return states
+
+
+def set_rng_states(states: Mapping[str, Any], device: torch.device | str) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -1,0 +1,313 @@
+"""
+Tape: what the script has computed since its last step.
+
+Calls of modules and of torch's functions outside of modules, with what they were given, so that
+each can be made again from the same line. It judges nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from math import inf
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .frames import frames_now, line_of, script_frames
+from .step import carry_back, put_back, rng_states, set_rng_states
+from .tensors import device_of, extent, flat_tensors, inner_tensors, is_bad, is_mask, storage_of
+
+ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
+RANDOM = re.compile(
+    "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
+)
+WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
+# Attributes, and what only torch itself calls
+NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
+ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
+BACKWARD = torch.autograd.backward
+SLOPES = (BACKWARD, torch.autograd.grad)
+
+
+@dataclass(frozen=True)
+class Made:
+    """In the arguments of a call: the k-th tensor that an earlier call made."""
+
+    number: int
+    k: int
+    frames: tuple = ()
+    data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
+
+
+class Packed(NamedTuple):
+    """Stands for a PackedSequence, which takes tensors only."""
+
+    data: Any
+    batch_sizes: Any
+    sorted_indices: Any
+    unsorted_indices: Any
+
+
+def _is_packed(x):
+    return isinstance(x, Packed | PackedSequence)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an outermost module, of a function of torch outside of modules, or a backward."""
+
+    function: Callable
+    number: int
+    args: Any  # Made(...) for what an earlier call made; everything else by reference
+    kwargs: Any
+    frames: tuple  # the innermost first
+    grad: bool
+    autocast: list[tuple[str, torch.dtype]]
+    rng: dict | None = None
+    carried: list = ()  # of a module, before the call: see carried_by()
+    left: list = ()  # what the call wrote of these: (module, name)
+    buffers: dict = field(default_factory=dict)  # in training: before this step's first call
+    shape: tuple[int, ...] = ()  # of a module's first input
+
+    def given(self):
+        return [t for _, t in inner_tensors((self.args, self.kwargs))]
+
+    def uses(self):
+        """What other calls made."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
+
+    def again(self, made):
+        """Make this call once more, from the same line."""
+
+        def stand_in(x):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                return x.detach().requires_grad_()  # nothing is known of its history
+            if isinstance(x, Packed):
+                return PackedSequence(*map(stand_in, x))
+            return made[x] if isinstance(x, Made) else x
+
+        try:
+            args, kwargs = tree_map(stand_in, (self.args, self.kwargs), is_leaf=_is_packed)
+        except KeyError:
+            return  # made before the last step of another optimizer
+        function = self.function
+        if function is BACKWARD and len(args) == 4:  # as Tensor.backward calls it
+            function = Tensor.backward  # which class Calls sees
+        for frame in self.frames:
+            function = partial(_from(frame), function)
+        carry_back(self.carried)
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            if self.rng:
+                set_rng_states(self.rng, device_of((args, kwargs)))
+            out = function(*args, **kwargs)
+        made.update(self.made(out))
+
+    def made(self, out):
+        out = out, [vars(module).get(name) for module, name in self.left]
+        tensors = enumerate(inner_tensors(out))
+        weights = isinstance(self.function, nn.Module) or any(t.requires_grad for t in self.given())
+        data = not weights and all(x.data for x in self.uses())
+        return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
+
+
+@cache
+def _from(frame):
+    """Calls a function as if from this line of the script: every traceback then says so."""
+    file, line, name = frame
+    space = {}
+    text = "\n" * (line - 1) + "def f(call, *args, **kwargs): return call(*args, **kwargs)"
+    exec(compile(text, file, "exec"), space)
+    space["f"].__code__ = space["f"].__code__.replace(co_name=name)
+    return space["f"]
+
+
+class Tape(TorchFunctionMode):
+    """Writes down what the script computes outside of modules, and the calls of modules.
+
+    What a call made is not held. The rest is, by reference: the batch. `listener`: its read(t,
+    name) hears of each number that the script reads, its wrote(name, t, values) of each weight that
+    it writes by hand.
+    """
+
+    def __init__(self, hooks):
+        super().__init__()
+        self.hooks, self.listener = hooks, None
+        self.calls, self.number, self.start = [], 0, 0
+        self.weights = WeakSet()  # storages of modules' parameters
+        self.tables = set()  # numbers of calls: see keep_tables()
+        self.first = inf  # the number of calls at the first backward
+        self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
+        self.outer = set()  # ids of tensors that are held
+        self.bytes = 0
+        self.turns = {}  # optimizer: the number of calls at its last step
+        self.rooms = WeakKeyDictionary()  # storages of torch.empty: the line that made them
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.hooks.mine():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in READS or name in ASKS:
+            self.hooks.safely(self.listener.read, args[0], name)
+        if name == "__get__":
+            name += func.__self__.__name__
+        random = RANDOM.search(name)
+        drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
+        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
+            out = func(*args, **kwargs)
+            if name == "empty" and out.layout is torch.strided:
+                self.rooms[storage_of(out)] = line_of(frames_now())
+            return out
+        given = (*args, *kwargs.values())  # nn.init gives its tensor by name
+        writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        if writes and not self.overwritten(name, *given):
+            return func(*args, **kwargs)
+        call = self.write(func, args, kwargs)
+        if random:
+            call.rng = rng_states(device_of(args))
+        out = func(*args, **kwargs)
+        if "empty" in name:
+            call.function = partial(_as_it_is_now, out.detach())
+            call.args, call.kwargs = (), {}
+        self.done(call, out)
+        if not (flat_tensors(out) or writes or name == "register_hook"):
+            self.calls.remove(call)
+        return out
+
+    def overwritten(self, name, t, *values):
+        """Before an operation in place. False: it is not written down."""
+        symbol = self.symbol(t)
+        base = t if t._base is None else t._base  # a part of what is held changes with it
+        made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)
+        if made and not isinstance(t, nn.Parameter):
+            return True
+        if self._is_weight(t):
+            self.hooks.safely(self.listener.wrote, name, t, values)
+            return False
+        if t.numel() > ROOM >> 6:
+            return False
+        before = t.detach().clone()
+        for call in self.calls:
+            if call.buffers and any(t is b for b in call.function.buffers()):
+                call.buffers = {}  # the next call copies them as they are then
+            # what they were given
+            call.args, call.kwargs = tree_map(
+                lambda x: before if x is symbol else x, (call.args, call.kwargs)
+            )
+        self.done(self.write(Tensor.clone, (before,), {}), t)
+        return True
+
+    def _is_weight(self, t):
+        known = isinstance(t, nn.Parameter) or storage_of(t) in self.weights
+        return t.is_floating_point() and (known or t.requires_grad)
+
+    def write(self, function, args, kwargs):
+        self.number += 1
+        if function in SLOPES:
+            self.first = min(self.first, self.number)
+        casts = [
+            (d, torch.get_autocast_dtype(d))
+            for d in ("cpu", "cuda")
+            if torch.is_autocast_enabled(d)
+        ]
+        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
+        grad = self.hooks.script_grad()
+        frames = tuple(script_frames(frames_now()))
+        self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
+        return self.calls[-1]
+
+    def done(self, call, out):
+        for made, t in call.made(out).items():
+            self.known[t] = made
+
+    def symbol(self, t):
+        """What stands for this tensor in a call."""
+        if isinstance(t, PackedSequence):
+            return Packed(*map(self.symbol, t))
+        if not isinstance(t, Tensor):
+            return t
+        made = self.known.get(t)
+        if made and self.holds(made.number):
+            return made
+        if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
+            self.outer.add(id(t))
+            self.bytes += t.numel() * t.element_size()
+        return t
+
+    def holds(self, number):
+        return number > self.start or number in self.tables
+
+    def keep_tables(self):
+        """At the end of the first step: what made a small tensor, before the training, that is bad
+        already (a schedule, a table of weights) stays, because a later step may be the first to use
+        it."""
+        early = {call.number for call in self.calls if call.number < self.first}
+        for t, made in self.known.items():
+            # no fake tensor of a compiler, and not what came from NumPy
+            small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
+            if small and is_bad(span := extent(t)) and not is_mask(span):
+                self.tables.add(made.number)
+        for call in reversed(self.calls):
+            if call.number in self.tables:
+                self.tables.update(made.number for made in call.uses())
+
+    def needed(self, targets):
+        """The calls that lead to losses and to these: without a validation that came before."""
+        calls, needed = [], set(targets)
+        for call in reversed(self.calls):
+            if call.grad or call.number in needed:
+                calls.append(call)
+                needed.update(made.number for made in call.uses())
+        return calls[::-1]
+
+    @property
+    def latest(self):
+        """The number of calls at the last step of any optimizer: they may take turns."""
+        return max(self.turns.values(), default=0)
+
+    @property
+    def full(self):
+        return self.bytes > ROOM or len(self.calls) > 9999
+
+    def stepped(self, optimizer):
+        """Forget what was computed before the last step of every optimizer. One that steps twice
+        in a row does not take turns with another: then that one's is forgotten. It returns whether
+        it did."""
+        if not self.start:
+            self.keep_tables()
+        twice = next(reversed(self.turns), None) == optimizer
+        if twice or self.full:
+            self.turns = {}
+        self.turns.pop(optimizer, None)
+        self.turns[optimizer] = self.number
+        self.start = min(self.turns.values())
+        self.calls = [call for call in self.calls if self.holds(call.number)]
+        self.outer, self.bytes = set(), 0
+        return twice
+
+    def buffers_back(self, calls):
+        for call in calls:
+            if call.buffers:
+                put_back(call.function, call.buffers)
+
+
+def _as_it_is_now(room):
+    """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
+    again = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
+    with _disable_current_modes():  # torch wrote nothing here
+        again.resize_(room.shape).copy_(room)
+    return again

@@ -1,0 +1,160 @@
+"""
+Tensors: what does a tensor hold?
+
+Its numbers whatever its layout, its lowest and highest, whether these are bad, and the tensors
+within a batch of any shape. It reads tensors and changes none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
+HALF = (torch.float16, torch.bfloat16)
+NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (*NARROW, torch.float32, torch.float64)
+STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
+
+
+def numbers_of(t):
+    """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):  # within torch.func's vmap or grad
+        t = torch._C._functorch.get_unwrapped(t)
+    t = t.to_local() if hasattr(t, "to_local") else t
+    if t.layout is torch.strided and not t.is_nested:
+        return t
+    return t._values() if t.layout is torch.sparse_coo else t.values()
+
+
+def storage_of(t):
+    """One object for all views of a storage. It lives as long as the storage."""
+    return numbers_of(t).untyped_storage()
+
+
+def is_part(t):
+    """A view of a piece of its storage."""
+    return numbers_of(t).nbytes < storage_of(t).nbytes()
+
+
+def spans_of(tensors):
+    """(tensor, extent) of those with real numbers."""
+    return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+@torch.no_grad()
+def extent(t: Tensor) -> tuple[float, float]:
+    """(lowest, highest) as floats; NaN in both if there is one; (0, 0) without real numbers."""
+    t = numbers_of(t)
+    if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
+        return 0.0, 0.0
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    elif t.element_size() == 1:
+        t = t.float()
+    low, high = torch.aminmax(t)
+    number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
+    return float(number(low)), float(number(high))
+
+
+def is_real(x):
+    return isinstance(x, int | float) and abs(x) <= LIMIT
+
+
+def is_bad(span: tuple[float, float]) -> bool:
+    return not (span[0] >= -LIMIT and span[1] <= LIMIT)  # True for NaN
+
+
+def is_mask(span: tuple[float, float]) -> bool:
+    """Bad, but only at the negative end: what -inf or finfo.min in a mask looks like."""
+    return span[0] < -LIMIT and span[1] <= LIMIT
+
+
+def bad_end(span):
+    """The bad end of a span, as text."""
+    return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
+
+
+def type_of(t):
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def beyond_limit(t):
+    return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
+
+
+def bad_rows(table):
+    """Of a table (an embedding, say) with good rows and bad ones: which are bad."""
+    plain = type(table) in (Tensor, nn.Parameter) and table.layout is torch.strided
+    if not plain or table.dim() < 2 or table.element_size() == 1:  # not of shards, nor of fp8
+        return ""
+    rows = beyond_limit(table).flatten(1).any(1).nonzero().flatten().tolist()
+    return f" in rows {few(rows)} of {len(table)}" if 0 < len(rows) < len(table) else ""
+
+
+def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) for every tensor in nested mappings, lists, tuples, dataclasses, and in
+    the variables of plain objects (a batch of PyG or detectron2)."""
+    if isinstance(tree, Tensor):
+        yield prefix, tree
+        return
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    elif not isinstance(tree, Mapping):
+        closed = isinstance(tree, nn.Module | type | ModuleType) or depth < 6
+        tree = {} if closed else getattr(tree, "__dict__", {})
+    for key, value in tree.items() if depth else ():
+        # optimizer.state is keyed by the parameters themselves
+        key = "" if isinstance(key, Tensor) or str(key).startswith("_") else str(key)
+        yield from inner_tensors(value, ".".join(filter(None, (prefix, key))), depth - 1)
+
+
+def flat_tensors(tree):
+    """The tensors among an operation's arguments or results."""
+    return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
+
+
+def batched(tensors):
+    """Those with a batch dimension: a row of real numbers may be one observation."""
+    return (t for t in tensors if t.dim() > 1 or (t.dim() and not t.is_floating_point()))
+
+
+def batch_size_of(tensors):
+    """Most tensors have the batch first, or after time; 0: there are none."""
+    # of two dimensions of real numbers the second is no time, but columns
+    heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in tensors]
+    counts = Counter(n for head in heads for n in dict.fromkeys(head))
+    return max(counts, key=counts.get, default=0)  # of equals the one that came first
+
+
+def exchange_dtype(tree, to, of):
+    """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
+
+    def one(v):
+        if isinstance(v, Tensor):
+            return v.to(to, copy=True) if v.dtype in of else v
+        return to if isinstance(v, torch.dtype) and v in of else v
+
+    return tree_map(one, tree)
+
+
+def running_statistics(net):
+    """Running statistics: buffers that can never hold a mask or an inf on purpose."""
+    return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
+
+
+def few(items, n=8, between=", "):
+    items = list(items)
+    more = f" and {len(items) - n} more" if len(items) > n else ""
+    return between.join(map(str, items[:n])) + more
+
+
+def device_of(tree):
+    return next((t.device for t in flat_tensors(tree)), "cpu")
