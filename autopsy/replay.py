@@ -174,7 +174,7 @@ def _play(calls, made, net, params, targets, scale, fp32):
     backward = calls[-1].function is BACKWARD
     roots = [made[m] for m in calls[-1].uses() if m in made] if backward else []
     bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
-    loss = (bad or roots or judged or [torch.zeros(())])[0].detach()
+    loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
     return loss / scale, {name: p.grad for name, p in params.items()}
 
 

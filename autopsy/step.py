@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .tensors import device_of
 
@@ -54,7 +55,12 @@ class StepRecord:
 
 
 def copied_buffers(net):
-    return {n: b.detach().clone() for n, b in net.named_buffers() if not b.is_inference()}
+    return {n: b.detach().clone() for n, b in net.named_buffers() if has_numbers(b)}
+
+
+def has_numbers(b):
+    """Whether they can be copied and put back."""
+    return not (is_lazy(b) or b.is_meta or b.is_inference())
 
 
 @torch.no_grad()

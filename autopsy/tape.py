@@ -163,8 +163,12 @@ class Tape(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in READS or name in ASKS:
             self.hooks.safely(self.listener.read, args[0], name)
-        if name == "__get__":
+        if name in ("__get__", "__set__"):
             name += func.__self__.__name__
+        if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
+            self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
+        if name == "__set__data":
+            self.hooks.safely(self.listener.wrote, "data", args[1], args[1:])
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
@@ -176,6 +180,11 @@ class Tape(TorchFunctionMode):
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
         if writes and not self.overwritten(name, *given):
             return func(*args, **kwargs)
+        if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
+            out = func(*args, **kwargs)
+            if self.maker(args[0]):
+                self.done(self.write(Tensor.clone, args[:1], {}), out)
+            return out
         call = self.write(func, args, kwargs)
         if random:
             call.rng = rng_states(device_of(args))
@@ -240,13 +249,17 @@ class Tape(TorchFunctionMode):
             return Packed(*map(self.symbol, t))
         if not isinstance(t, Tensor):
             return t
-        made = self.known.get(t)
-        if made and self.holds(made.number):
+        if made := self.maker(t):
             return made
         if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
             self.outer.add(id(t))
             self.bytes += t.numel() * t.element_size()
         return t
+
+    def maker(self, t):
+        """What made this tensor, if it can be made again."""
+        made = self.known.get(t)
+        return made if made and self.holds(made.number) else None
 
     def holds(self, number):
         return number > self.start or number in self.tables

@@ -15,28 +15,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
 HALF = (torch.float16, torch.bfloat16)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*NARROW, torch.float32, torch.float64)
+PLAIN = (Tensor, nn.Parameter)
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
 
 
-def numbers_of(t):
-    """The numbers of a sparse or nested tensor, this rank's of a sharded one, or the tensor."""
+def parts_of(t):
+    """The plain tensors that hold its numbers in this process: of a sparse or nested tensor the
+    values, of a sharded one this rank's, of one that wraps others (a quantised moment, say) these,
+    of one without memory none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):  # within torch.func's vmap or grad
         t = torch._C._functorch.get_unwrapped(t)
-    t = t.to_local() if hasattr(t, "to_local") else t
+    if type(t) not in PLAIN:
+        if is_lazy(t):
+            return []
+        if hasattr(t, "to_local"):
+            return parts_of(t.to_local())
+        if hasattr(t, "trigger_wait"):  # a collective that is under way
+            return parts_of(t.trigger_wait())
+        if is_traceable_wrapper_subclass(t):
+            names, _ = t.__tensor_flatten__()
+            return [part for name in names for part in parts_of(getattr(t, name))]
+    if t.is_meta:
+        return []
     if t.layout is torch.strided and not t.is_nested:
-        return t
-    return t._values() if t.layout is torch.sparse_coo else t.values()
+        return [t]
+    if t.layout is torch._mkldnn:
+        return [t.to_dense()]
+    return [t._values() if t.layout is torch.sparse_coo else t.values()]
+
+
+def numbers_of(t):
+    """The same as one tensor. Of several parts those that are floating-point, and wider than a
+    byte: a block of quantised numbers is as good as its scale."""
+    parts = parts_of(t)
+    if len(parts) == 1:
+        return parts[0]
+    wide = [part for part in parts if part.is_floating_point() and part.itemsize > 1]
+    wide = [part.flatten().float() for part in wide]
+    return torch.cat(wide) if wide else torch.zeros(0, device="cpu")
 
 
 def storage_of(t):
     """One object for all views of a storage. It lives as long as the storage."""
-    return numbers_of(t).untyped_storage()
+    with torch._C.DisableTorchFunctionSubclass():  # a lazy parameter refuses otherwise
+        return [*parts_of(t), t][0].untyped_storage()
 
 
 def is_part(t):
@@ -53,7 +83,7 @@ def spans_of(tensors):
 def extent(t: Tensor) -> tuple[float, float]:
     """(lowest, highest) as floats; NaN in both if there is one; (0, 0) without real numbers."""
     t = numbers_of(t)
-    if not t.numel() or t.is_meta or not (t.is_floating_point() or t.is_complex()):
+    if not t.numel() or not (t.is_floating_point() or t.is_complex()):
         return 0.0, 0.0
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
@@ -92,7 +122,7 @@ def beyond_limit(t):
 
 def bad_rows(table):
     """Of a table (an embedding, say) with good rows and bad ones: which are bad."""
-    plain = type(table) in (Tensor, nn.Parameter) and table.layout is torch.strided
+    plain = type(table) in PLAIN and table.layout is torch.strided
     if not plain or table.dim() < 2 or table.element_size() == 1:  # not of shards, nor of fp8
         return ""
     rows = beyond_limit(table).flatten(1).any(1).nonzero().flatten().tolist()

@@ -874,11 +874,114 @@ def test_what_an_earlier_step_has_made_is_named_where_every_operation_is_watched
     assert f"script.py:{line_of(KINDS, 'carried')} " in done.stderr, done.stderr
 
 
-def test_an_error_of_the_watch_is_one_line_and_the_script_goes_on(run):
-    text = CLASSIFIER.replace("net = Net()", "net = Net(); torch._foreach_norm = None")
+def test_a_watch_that_fails_says_so_at_the_end_and_ends_with_4_and_the_script_goes_on(run):
+    text = CLASSIFIER.replace("net = Net()", "net = Net(); torch.Tensor.is_inference = None")
+    text = text.replace("x = torch.randn(6, 8)", "x = torch.randn(6, 8) * torch.nan")
     bare, watched = run(text, watched=False), run(text)
-    assert bare.stdout == watched.stdout and watched.returncode == 0
-    assert watched.stderr.count("autopsy: the watcher failed (TypeError") == 1, watched.stderr
+    assert bare.stdout == watched.stdout and bare.returncode == 0 and watched.returncode == 4
+    assert "from step 0 on nothing was read (exit code 4)" in watched.stderr, watched.stderr
+    assert "nothing non-finite" not in watched.stderr
+    blind = run("import torch; torch._foreach_norm = None" + WRITTEN)
+    assert blind.returncode == 4 and "nothing was read (exit code 4)" in blind.stderr
+
+
+TENSORS = PREAMBLE + """
+class Refuses(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "norm" in str(func): raise NotImplementedError(str(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LazyLinear(8) if fault == "lazy" else nn.Linear(4, 8)
+        self.n, self.b = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.register_buffer("other", OTHER.get(fault, lambda: None)())
+    def forward(self, x):
+        return self.b(self.n(self.a(x)))
+
+OTHER = {
+    "meta buffer": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+    "fp8": lambda: torch.eye(4).to(torch.float8_e4m3fn),
+    "mkldnn": lambda: torch.eye(4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "refuses": lambda: torch.eye(4).as_subclass(Refuses),
+}
+with torch.device("meta" if fault == "meta" else "cpu"):
+    net = Net()
+if fault == "meta":  # as from_pretrained does
+    net.to_empty(device="cpu")
+    for module in net.children(): module.reset_parameters()
+if fault == "meta step":
+    with torch.device("meta"):
+        other = nn.Linear(3, 3)
+        other(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+net(torch.ones(3, 4))
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(5):
+    h = net(torch.randn(5, 4))
+    if step == 3: h = h / (h * 0)  # here
+    optimizer.zero_grad(); h.square().mean().backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", [
+    "meta", "meta step", "meta buffer", "lazy", "sparse", "csr", "quantised", "fp8", "mkldnn",
+    "nested", "refuses"])
+def test_a_tensor_of_any_kind_beside_the_fault_does_not_end_the_watch(run, kind):
+    named(run(TENSORS, kind), TENSORS, "here", "divergence")
+
+
+WRITTEN = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+bias = net[2].bias
+nn.init.ones_(bias); nn.init.zeros_(bias)
+nothing = torch.zeros(2)
+if fault == "item": bias.data[0] = torch.nan  # item
+if fault == "data": bias.data = nothing / nothing  # data
+if fault == "copy": bias.data.copy_(nothing / nothing)  # copy
+if fault == "outside": bias.detach().numpy()[0] = float("nan")
+if fault in ("item", "copy"): nn.init.ones_(net[0].bias)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(3):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+"""
+
+
+def test_what_is_written_past_a_parameter_is_not_blamed_on_the_last_initialiser(run):
+    assert run(WRITTEN).returncode == 0
+    named(run(WRITTEN, "item"), WRITTEN, "item", "weights")
+    for fault in ("data", "copy"):
+        named(run(WRITTEN, fault), WRITTEN, fault, "divergence")
+    done = run(WRITTEN, "outside")
+    assert done.returncode == 3 and "2.bias is nan at step 0" in done.stderr, done.stderr
+    assert "what wrote it after that was not seen" in done.stderr
+    assert "torch.zero" not in done.stderr
+
+
+def test_a_deep_copy_keeps_nothing_of_what_was_copied_before(run):
+    """Its memo holds all that; to walk it at each tensor takes quadratic time."""
+    done = run(PREAMBLE + """
+import copy
+class Memo(dict):
+    walks = 0
+    def items(self):
+        Memo.walks += 1
+        return super().items()
+h = torch.ones(3) * 2
+h = h / (h * 0) if fault else h  # here
+copied = copy.deepcopy([h, *nn.Linear(3, 3).parameters()], Memo())
+assert not Memo.walks, Memo.walks
+w = torch.ones(3, requires_grad=True)
+(w * copied[0]).sum().backward()
+torch.optim.SGD([w], 0.1).step()
+""", "fault")
+    assert done.returncode == 3 and "aten.div" in done.stderr, done.stderr
 
 
 RANKS = PREAMBLE + """
