@@ -7,6 +7,7 @@ the change of its arguments that is tried. Words and numbers only: it asks nothi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -241,3 +242,49 @@ FORGOTTEN = (
     "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
     "divides the gradients by the loss scale, and skips a bad step"
 )
+# A part of the path of a framework's files: what it calls another precision than float16, than
+# bfloat16, and a lower rate.
+RATE_OF_TRAINER = "TrainingArguments(learning_rate=..., warmup_steps=..., max_grad_norm=1.0)"
+RATE_OF_LIGHTNING = "a lower lr in configure_optimizers, Trainer(gradient_clip_val=1.0)"
+FRAMEWORKS = {
+    "/accelerate/": (
+        'Accelerator(mixed_precision="bf16")',
+        'Accelerator(mixed_precision="no")',
+        "a lower lr, accelerator.clip_grad_norm_(model.parameters(), 1.0)",
+    ),
+    "/ultralytics/": ("train(amp=False)", "train(amp=False)", "train(lr0=..., warmup_epochs=...)"),
+    "/transformers/": (
+        "TrainingArguments(bf16=True)",
+        "TrainingArguments(bf16=False)",
+        RATE_OF_TRAINER,
+    ),
+    "/lightning/fabric/": (
+        'Fabric(precision="bf16-mixed")',
+        'Fabric(precision="32-true")',
+        "a lower lr, fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+    ),
+    "/lightning/pytorch/": (
+        'Trainer(precision="bf16-mixed")',
+        'Trainer(precision="32-true")',
+        RATE_OF_LIGHTNING,
+    ),
+}
+FRAMEWORKS["/lightning_fabric/"] = FRAMEWORKS["/lightning/fabric/"]
+FRAMEWORKS["/pytorch_lightning/"] = FRAMEWORKS["/lightning/pytorch/"]
+
+
+def framework_of(files):
+    """The outermost framework among the files of a stack, the innermost first; or ""."""
+    at = [part for file in files for part in FRAMEWORKS if part in file.replace("\\", "/")]
+    return at[-1] if at else ""
+
+
+def in_its_words(framework, report):
+    """The advice in the words of the framework that runs the step, or ""."""
+    rated = re.search("learning rate|lower lr", report.suggestion)
+    if not framework or not (rated or report.verdict == "precision"):
+        return ""
+    in_half, in_bf16, rate = FRAMEWORKS[framework]
+    words = in_bf16 if report.precision == "bfloat16" else in_half
+    words = words if report.verdict == "precision" else rate
+    return f"; in the words of {framework.split('/')[1]}: {words}"

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .advice import WEAK
 from .locator import Locator
-from .modes import AtLines, InDtype, island
+from .modes import AtLines, InDtype, islands
 from .tensors import HALF
 
 
@@ -33,6 +35,7 @@ def first_cure(rerun, report):
         tried.append(f"{what}: {went}")
         report = replace(report, tried=tuple(tried))
         if went == "finite":
+            advice = advice() if callable(advice) else advice
             return replace(report, cure=cure, fix=report.fix or advice)
     return report
 
@@ -71,26 +74,52 @@ def _cures(rerun, report):
 
 
 def _islands(rerun, report):
-    """The guilty module in fp32, then its parents; its result goes back to half, or does not."""
+    """The guilty module in fp32, all that are like it, then its parents; the result goes back to
+    half, or does not."""
     modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
     # a loss around the network is not part of it
     name = report.module if report.module in modules else ""
-    half = report.result.partition("[")[0]
+    half = getattr(torch, report.result.partition("[")[0], None)
+    alike = [other for other in modules if name and _pattern(other) == _pattern(name)]
     while name:
-        code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{name}")  # net.blocks[9].fc1
-        begin = "with torch.autocast(x.device.type, enabled=False)"
-        weights = ""
-        if any(p.dtype in HALF for p in modules[name].parameters()):
-            weights = ", half weights"
-            begin = f"{code}.float(), and then {begin}"
-        for stays in sorted(("", ", result in fp32"), reverse=not flags):
-            context = island(modules[name], None if stays else getattr(torch, half, None))
-            back = "" if stays else f".to(torch.{half})"
-            advice = f"{name} in fp32: {begin}: y = {code}(x.float()){back}"
-            if flags:
-                advice = f"--keep-fp32 '{name}'"
-            yield f"{name} in fp32{stays}", context, (f"module{stays}{weights}", name), advice
-        name = name.rpartition(".")[0]
+        for names in ([name], alike) if len(alike) > 1 else ([name],):
+            title = name if names == [name] else _pattern(name)
+            weights = ""
+            if any(p.dtype in HALF for each in names for p in modules[each].parameters()):
+                weights = ", half weights"
+            for stays in sorted(("", ", result in fp32"), reverse=not flags):
+                back = None if stays else half
+                seen = []
+                context = islands([modules[each] for each in names], back, seen)
+                advice = partial(_in_fp32, title, names, weights, back, seen)
+                if flags:
+                    advice = f"--keep-fp32 '{title}'"
+                yield f"{title} in fp32{stays}", context, (f"module{stays}{weights}", title), advice
+        name, alike = name.rpartition(".")[0], []
+
+
+def _pattern(name):
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _in_fp32(title, names, weights, back, seen):
+    """Advice in words, and as code where the module takes one tensor and returns one: the code is
+    what was tried."""
+    code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{names[0]}")  # net.blocks[9].fc1
+    begin = "with torch.autocast(x.device.type, enabled=False)"
+    if weights:
+        begin = f"{code}.float(), and then {begin}"
+    args, kwargs, out = seen
+    simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    if simple and args[0].is_floating_point() and isinstance(out, Tensor) and len(names) == 1:
+        to_half = f".to({back})" if back in HALF else ""
+        return f"{title} in fp32: {begin}: y = {code}(x.float()){to_half}"
+    of_all = f", for each of the {len(names)}" if len(names) > 1 else ""
+    results = f", its results .to({back})" if back in HALF else ""
+    return (
+        f"{title} in fp32{of_all}: {begin} around its call, its floating-point arguments "
+        f".float(){results}"
+    )
 
 
 def _lines(rerun, line, weak=""):

@@ -31,6 +31,7 @@ from .report import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN, Report
 from .samples import Samples
 from .step import attributes_of
 from .tensors import (
+    HALF,
     STATISTIC,
     bad_end,
     extent,
@@ -65,6 +66,7 @@ class Locator(TorchDispatchMode):
         self.functions = Functions(self._check_index)
         self.names, self.calls = {}, Counter()  # modules: names; how often each was called
         self.failed = None  # the operation that raised
+        self.half = None  # the first half type that an operation has computed in
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
@@ -123,11 +125,13 @@ class Locator(TorchDispatchMode):
     # Modules. An autograd node belongs to the module under way when it got its sequence number.
 
     def _enter_module(self, module, args):
+        compiled = getattr(module, "_orig_mod", None)
+        module = compiled or module
         if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
             self._name(module, "" if self.net is None else type(module).__name__)
         name = self.names.get(module, self._stack[-1][0])
         repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
-        if module in self.names and not repeated:
+        if module in self.names and not (repeated or compiled):
             self.calls[name] += 1
         self.samples.enter(module, flat_tensors(args), outermost=len(self._stack) == 1)
         self._stack.append((name, self.calls[name]))
@@ -170,11 +174,15 @@ class Locator(TorchDispatchMode):
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
         self.samples.carry(rule, given, inputs, outs, before)
-        copied = storage_of(inputs[0]) if func is torch.ops.aten.clone.default else None
-        if copied in self.known and copied not in self.causes:  # a copy is no use of it
-            self.known[storage_of(out)] = self.known[copied]
-            return out
+        if rule.copies and not written:  # a copy, to another device or type, is no use of it
+            copied, spoilt = storage_of(inputs[0]), out.dtype != inputs[0].dtype
+            kept_good = not spoilt or is_bad(extent(inputs[0]))
+            if copied in self.known and copied not in self.causes and kept_good:
+                self.known[storage_of(out)] = self.known[copied]
+                return out
         for t in outs:
+            if t.dtype in HALF:
+                self.half = self.half or t.dtype
             storage = storage_of(t)
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage

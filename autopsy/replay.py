@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .frames import line_of
+from .frames import line_of, names_of
 from .modes import InDtype
 from .report import EARLIER, OUTSIDE, UNKNOWN
 from .rerun import Rerun
@@ -31,10 +31,11 @@ def replay(tape, targets, step):
     are judged, beside the losses."""
     calls = tape.needed(targets)
     called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
-    net = _together([x for x in called if isinstance(x, nn.Module)])
+    modules = [x for x in called if isinstance(x, nn.Module)]
+    net = _together([getattr(module, "_orig_mod", module) for module in modules])
     params = dict(net.named_parameters())
     within = set(params.values())
-    leaves = dict.fromkeys(t for call in calls for t in call.given() if t.is_leaf)
+    leaves = dict.fromkeys(t for call in calls for _, t in call.given() if t.is_leaf)
     free = [t for t in leaves if t.requires_grad and t not in within]
     params |= {f"{type_of(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
     now = StepRecord(step, net)
@@ -118,7 +119,8 @@ def _replayed(tape, calls, targets, net, params, step):
 def _batch(tape, calls):
     """Of the tensors that the calls were given: the batch, and others by their names."""
     first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
-    given = dict.fromkeys(t for call in first for t in call.given())
+    names = {t: name for call in reversed(first) for name, t in call.given()}
+    given = dict.fromkeys(t for call in first for _, t in call.given())
     given = [t for t in given if t.grad_fn is not None or not t.requires_grad]
     shape = first[0].shape
     batch, named = [], []
@@ -133,6 +135,8 @@ def _batch(tape, calls):
             named.append((UNKNOWN, t))
         elif early and t.dim() and like:
             batch.append(t)
+            name = names[t].rpartition(".")[2]  # of an argument, or a key: "labels"
+            named += [(name, t)] if name.isidentifier() else []
         elif made:
             when = "a tensor before this step" if made.number <= tape.first else EARLIER
             named.append((f"{when} ({line_of(made.frames)})", t))
@@ -151,15 +155,22 @@ def verdict_on_birth(birth):
 
 
 def _together(modules):
-    """One module that holds these. A single one is itself."""
+    """One module that holds these, by the names that the script has for them. A single one without
+    an owner is itself."""
     inner = {m for root in modules for m in root.modules() if m is not root}
     outer = [root for root in dict.fromkeys(modules) if root not in inner]
-    if len(outer) == 1:
+    names = names_of(outer)
+    if len(outer) == 1 and not names[outer[0]]:
         return outer[0]
     net = nn.Module()
     for module in outer:
-        name = type(module).__name__
-        net.add_module(name + (f"_{len(net._modules)}" if name in net._modules else ""), module)
+        *path, name = names[module].split(".")
+        at = net
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, nn.Module())
+            at = at._modules[part]
+        at.add_module(name + (f"_{len(at._modules)}" if name in at._modules else ""), module)
     return net
 
 

@@ -35,7 +35,7 @@ WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mu
 # Attributes, and what only torch itself calls
 NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
-ASKS = ("isnan", "isinf", "isfinite")  # a script that passes over bad batches asks so
+ASKS = ("isnan", "isinf", "isfinite", "ne", "eq", "__ne__", "__eq__")  # is it bad? x != x
 BACKWARD = torch.autograd.backward
 SLOPES = (BACKWARD, torch.autograd.grad)
 
@@ -81,7 +81,8 @@ class Call:
     shape: tuple[int, ...] = ()  # of a module's first input
 
     def given(self):
-        return [t for _, t in inner_tensors((self.args, self.kwargs))]
+        """(dotted name, tensor)"""
+        return [*inner_tensors((self.args, self.kwargs))]
 
     def uses(self):
         """What other calls made."""
@@ -119,7 +120,8 @@ class Call:
     def made(self, out):
         out = out, [vars(module).get(name) for module, name in self.left]
         tensors = enumerate(inner_tensors(out))
-        weights = isinstance(self.function, nn.Module) or any(t.requires_grad for t in self.given())
+        weights = any(t.requires_grad for _, t in self.given())
+        weights = weights or isinstance(self.function, nn.Module)
         data = not weights and all(x.data for x in self.uses())
         return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
 
@@ -161,7 +163,7 @@ class Tape(TorchFunctionMode):
         if not self.hooks.mine():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in READS or name in ASKS:
+        if name in READS or (name in ASKS and args[0] is args[-1]):
             self.hooks.safely(self.listener.read, args[0], name)
         if name in ("__get__", "__set__"):
             name += func.__self__.__name__

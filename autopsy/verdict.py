@@ -108,6 +108,9 @@ def _judge(rerun, report, state):
     """The verdict on a step that is bad again."""
     where = rerun.locator
     exact = re.fullmatch(EXACT, report.precision.lower())
+    if exact and where.half:  # a forward may enter autocast by itself
+        exact = False
+        report = replace(report, precision=str(where.half).removeprefix("torch."))
     if origin := report.origin:
         table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
         held = bad_rows(table) if origin == "weights" else f" holds {report.made}"

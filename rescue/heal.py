@@ -174,8 +174,10 @@ def more_precise(run: Run, report: autopsy.Report) -> str:
     """fp32 for the module to blame; else fp16 -> bf16 where the chip has it -> fp32."""
     kind, name = report.cure
     keep_output = "result" in kind
-    if kind.startswith("module") and name and name not in pinned(run.net, keep_output=keep_output):
+    before = pinned(run.net, keep_output=keep_output)
+    if kind.startswith("module") and name:  # or a pattern: all attentions
         keep_fp32(run.net, [name], keep_output=keep_output)
+    if pinned(run.net, keep_output=keep_output) != before:
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         run.healing.healed.append(name)
         return f"{name} is kept in fp32 from now on" + (", its result too" if keep_output else "")

@@ -885,6 +885,69 @@ def test_a_watch_that_fails_says_so_at_the_end_and_ends_with_4_and_the_script_go
     assert blind.returncode == 4 and "nothing was read (exit code 4)" in blind.stderr
 
 
+INSIDE = PREAMBLE + """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(self, x, mask=None):
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)  # overflow
+        weights = (scores.float() / scores.float().abs().amax()).softmax(-1).to(scores.dtype)
+        return (weights @ x, weights) if fault == "tuple" else weights @ x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16 if fault == "log" else torch.float16):
+            x = self.embed(ids)
+            for layer in self.layers:
+                h = layer(x, mask=None) if fault == "keyword" else layer(x)
+                x = F.layer_norm(x + (h[0] if fault == "tuple" else h), (16,))
+            return self.head(x)
+
+class Owner(nn.Module):  # as a LightningModule: it is not called itself
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+    def training_step(self, ids):
+        return self.model(ids)
+
+def main():
+    net = Owner()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    for step in range(5):
+        ids = torch.randint(10, (4, 5))
+        if step == 3 and fault != "log":
+            with torch.no_grad():
+                for layer in net.model.layers:
+                    layer.q.weight.mul_(3000); layer.k.weight.mul_(3000)
+        out = net.training_step(ids)
+        if step == 3 and fault == "log":
+            p = (out * 0 + 9).sigmoid()
+            out = out - (1 - p).log()  # log
+        loss = F.cross_entropy(out.float().flatten(0, 1), ids.flatten())
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+main()
+"""
+
+
+def test_half_that_a_forward_enters_by_itself_is_precision_and_no_hardware(run):
+    done = run(INSIDE, "log")
+    named(done, INSIDE, "log", "precision")
+    assert "(bfloat16, " in done.stderr and "hardware" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["one tensor", "tuple", "keyword"])
+def test_all_modules_of_a_kind_are_tried_together_under_the_name_of_their_owner(run, kind):
+    done = run(INSIDE, kind)
+    named(done, INSIDE, "overflow", "precision")
+    assert "in model.layers.0" in done.stderr, done.stderr
+    assert "tried: model.layers.* in fp32, result in fp32: finite" in done.stderr, done.stderr
+
+
 TENSORS = PREAMBLE + """
 class Refuses(torch.Tensor):
     @classmethod
