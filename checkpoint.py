@@ -74,7 +74,7 @@ PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
-FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
+FIXED = ("val_share", "model", "dataset", "num_classes", "images", "pixels", "labels")  # of a run
 FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # older checkpoints lack them
 
 

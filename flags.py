@@ -74,6 +74,8 @@ TABLE = {
         ("--workers", from_0, 0, "stream with N processes instead of caching"),
         ("--cutout", from_0, 0, "cut squares out of images"),
         ("--max-bad-share", at_least_0, 0.01, "unreadable files to put up with"),
+        ("--val-share", number(float, 0, above=True, below=1), None, "of a folder of <class>/* "
+         "without train/ and val/: what validates"),
     ],
     "optimizer (defaults: the model's recipe)": [
         ("--lr", positive, None, "peak learning rate, as it is; default: the recipe's, scaled to "

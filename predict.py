@@ -9,66 +9,113 @@ model, its classes in order, the size, crop, mean and deviation of the images, a
 evaluated when these weights were kept. This file reads both. It decodes, crops and normalises with
 the code of the validation, and computes in fp32.
 
+A wrong answer looks like a right one. So a run folder is checked before the first image: model.json
+has every key, of the right type and within its bounds; best.pt has the tensors of that model, with
+their shapes and dtypes, and all are finite. What does not hold is one sentence and exit code 2. An
+image that cannot be read, or whose outputs are not finite, is named on standard error. The other
+images are answered, and the exit code is 2.
+
 README.md has ten lines that do it without our files, for a model that torchvision has.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-import checkpoint
-from data import batches, imagefolder
+from checkpoint import CheckpointError, load, non_finite
+from data import batches, imagefolder, read_description, regular
 from fp32 import fp32_eval
-from models import build
+from models import MODELS, build, misfits
+from report import print_line
+
+
+def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The network of a run folder, in evaluation mode on the CPU, and what model.json says of it.
+
+    Raises OSError and CheckpointError, each with the name of the file.
+    """
+    facts, file = folder / "model.json", folder / "best.pt"
+    try:
+        known = read_description(facts)
+        name, side = known.get("model"), known["image_size"]
+        if name not in [*MODELS]:
+            raise ValueError(f"model is {name}: `python train.py --help` lists all models")
+        if known["channels"] != 3:
+            raise ValueError(f"images of {known['channels']} channels: image files have 3")
+        net = build(name, known["classes"], side, channels=3).eval()
+        if hasattr(net, "judged_by"):
+            raise ValueError(f"{name} does not name the class of an image")
+        with torch.no_grad():
+            net(torch.zeros(1, 3, side, side))  # what the sizes do not allow fails here
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{facts}: {error}") from error
+    weights = load(regular(file))
+    if odd := misfits(weights, net):
+        raise CheckpointError(f"{file} does not hold the {name} of {facts}: {', '.join(odd[:3])} "
+                     f"({len(odd)} in all) differ in name, shape or dtype")
+    if bad := non_finite(weights):
+        raise CheckpointError(f"{file} is not finite in {', '.join(bad[:3])}")
+    net.load_state_dict(weights)
+    return net.to(memory_format=torch.channels_last), known
 
 
 @torch.no_grad()
-def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
-    """For each image every class with its probability, or the numbers of a regression."""
-    facts = folder / "model.json"
-    try:
-        known = json.loads(facts.read_text())
-    except ValueError as error:
-        raise OSError(f"{facts} is damaged: {error}") from error
-    net = build(known["model"], known["classes"], known["image_size"], known["channels"])
-    if hasattr(net, "judged_by"):
-        raise SystemExit(f"predict.py: {known['model']} does not name the class of an image")
-    if known["channels"] != 3:
-        raise SystemExit(f"predict.py: this run's images have {known['channels']} channels, "
-                         "image files have 3")
-    net.load_state_dict(checkpoint.load(folder / "best.pt"))
-    net.to(memory_format=torch.channels_last).eval()
-    normalize = batches.Normalize(known["mean"], known["std"])
+def predict(net: nn.Module, known: dict[str, Any], path: str) -> dict[str, float]:
+    """Every class of `path` with its probability, or the numbers of a regression.
+
+    Raises imagefolder.Unreadable, and FloatingPointError where the outputs are not finite.
+    """
     crop = imagefolder.Crop(known["resize"], known["image_size"])
+    image = imagefolder.read(path, crop)
+    normalize = batches.Normalize(known["mean"], known["std"])
     with fp32_eval(net):
-        for path in paths:
-            try:
-                image = imagefolder.Files([path], crop)[0]
-            except OSError as error:
-                raise OSError(f"{path}: {error}") from error
-            numbers = net(normalize(image[None]))[0]
-            if not known["regression"]:
-                numbers = numbers.softmax(0)
-            yield dict(zip(known["classes"], numbers.tolist(), strict=True))
+        numbers = net(normalize(image[None]))[0]
+    if not numbers.isfinite().all():
+        raise FloatingPointError("the outputs of the model are not finite")
+    if not known["regression"]:
+        numbers = numbers.softmax(0)
+    return dict(zip(known["classes"], numbers.tolist(), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+def say(text: object) -> None:
+    """One line on standard error, without control characters."""
+    print("predict.py:", imagefolder.printable(" ".join(str(text).split())), file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A trained model on your own images.")
+    parser.add_argument("folder", type=Path, help="of a run: it holds best.pt and model.json")
     parser.add_argument("images", nargs="+")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that does not know a character
     try:
-        for path, answer in zip(args.images, predict(args.folder, args.images), strict=True):
+        net, known = load_run(args.folder)
+    except (OSError, CheckpointError) as error:
+        say(error)
+        return 2
+    code = 0
+    for path in args.images:
+        try:
+            answer = predict(net, known, path)
+        except (imagefolder.Unreadable, FloatingPointError) as error:
+            say(f"{path}: {error}")
+            code = 2
+            continue
+        if not known["regression"]:
             best = max(answer, key=answer.get)
-            print(f"{path}: {best} {answer[best]:.4g}")
-    except (OSError, checkpoint.CheckpointError) as error:  # no run, no image
-        parser.error(str(error))
+            answer = {best: answer[best]}
+        numbers = ", ".join(f"{name} {number:.4g}" for name, number in answer.items())
+        if not print_line(imagefolder.printable(f"{path}: {numbers}")):
+            say("standard output was closed: the other images have no answer")
+            return 2
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -135,6 +135,7 @@ def data(run: Run, local_rank: int) -> list[str]:
             None if args.workers else ".cache",
             warn=left_out.append,
             say=print if run.rank == 0 else str,
+            val_share=args.val_share,
         )
     args.dataset = run.data.name
     outputs = len(run.data.classes)

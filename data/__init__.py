@@ -8,13 +8,17 @@ be copied alone; `load` below adds the rest.
 
 import hashlib
 import importlib
+import json
 import math
 import os
+import stat
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +27,8 @@ from . import batches, cifar10, imagefolder, synthetic
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 NAMES.remove("batches")
+
+LARGEST = 4096  # pixels a side of what read_description accepts: more would fill the memory first
 
 
 class WrongArgument(ValueError):
@@ -39,6 +45,7 @@ class Dataset:
         float target are called.
     mean, std: of each channel, in 0..255. Default: those of the training images.
     scale: areas of the random resized crop. None: images are padded and shifted.
+    val_share: where a folder without a split was split, the share of the validation.
     """
 
     name: str
@@ -48,9 +55,13 @@ class Dataset:
     mean: list[float] = field(default_factory=list)
     std: list[float] = field(default_factory=list)
     scale: tuple[float, float] | None = None
+    val_share: float | None = None
 
     def __post_init__(self):
         self.classes = [str(name) for name in self.classes]
+        counts = Counter(self.classes)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"{self.name}: two classes are called {', '.join(twice)}")
         for split, (images, labels) in (("train", self.train), ("val", self.val)):
             if isinstance(images, Tensor) and (images.dtype is not torch.uint8 or images.ndim != 4):
                 raise ValueError(
@@ -63,6 +74,10 @@ class Dataset:
                 )
         if not self.mean:
             self.mean, self.std = batches.statistics(self.train[0])
+        self.mean = [float(x) for x in self.mean]
+        self.std = [float(x) for x in self.std]
+        if sentence := wrong_statistics(self.mean, self.std, self.channels):
+            raise ValueError(f"{self.name}: {sentence}")
 
     def place(self, device: torch.device) -> None:
         """The images on the device, where they fit."""
@@ -85,7 +100,10 @@ class Dataset:
         return self.val[0].shape[-1]
 
     def describe(self) -> dict:
-        """What a trained network has to know of its images, and of its outputs."""
+        """What a trained network has to know of its images, and of its outputs.
+
+        It goes to model.json. `read_description` reads it.
+        """
         return {
             "dataset": self.name,
             "classes": self.classes,
@@ -95,7 +113,58 @@ class Dataset:
             "image_size": self.image_size,
             "mean": self.mean,  # in 0..255
             "std": self.std,
+            "val_share": self.val_share,
         }
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What `Dataset.describe` said, from a model.json that anybody may have changed.
+
+    Raises OSError, and ValueError: a sentence that says what is wrong.
+    """
+    if regular(path).stat().st_size > 2**24:  # 22,000 classes take 1 MB
+        raise ValueError("it is too long to describe a model")
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    needed = ("classes", "regression", "channels", "resize", "image_size", "mean", "std")
+    if not isinstance(known, dict):
+        raise ValueError("it describes no model")
+    if missing := [key for key in needed if key not in known]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    names = known["classes"]
+    if not isinstance(names, list) or not names or any(type(name) is not str for name in names):
+        raise ValueError("classes should be a list of names")
+    if len(set(names)) < len(names):
+        raise ValueError("two of its classes have the same name")
+    if type(known["regression"]) is not bool:
+        raise ValueError("regression should be true or false")
+    for key in ("channels", "resize", "image_size"):
+        if type(known[key]) is not int or not 1 <= known[key] <= LARGEST:
+            raise ValueError(f"{key} should be a whole number from 1 to {LARGEST}")
+    if known["resize"] < known["image_size"]:
+        raise ValueError("resize should be at least image_size")
+    if sentence := wrong_statistics(known["mean"], known["std"], known["channels"]):
+        raise ValueError(sentence)
+    return known
+
+
+def regular(path: Path) -> Path:
+    """`path` itself. A pipe would wait for its writer, and /dev/zero never ends."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is no regular file")
+    return path
+
+
+def wrong_statistics(mean: Any, std: Any, channels: int) -> str:
+    """What is wrong with the mean and deviation of each channel, or ""."""
+    for name, numbers, low in (("mean", mean, 0), ("std", std, 1)):
+        good = isinstance(numbers, list) and len(numbers) == channels
+        # NaN fails the comparison
+        if not good or not all(type(x) in (int, float) and low <= x <= 255 for x in numbers):
+            return f"{name} should be a number from {low} to 255 for each of {channels} channel(s)"
+    return ""
 
 
 def load(
@@ -107,12 +176,14 @@ def load(
     cache_dir: str | None = ".cache",
     warn: Callable[[str], object] = warnings.warn,
     say: Callable[[str], object] = print,
+    val_share: float | None = None,
 ) -> Dataset:
     """The dataset of that name.
 
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
     image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32.
     cache_dir None: imagefolder streams, without cache.
+    val_share: for imagefolder, where the folder has no split.
     Raises WrongArgument and FileNotFoundError where an argument is wrong, imagefolder.DiskFull, and
     OSError and ValueError for bad data: each a sentence that names the folder or file.
     """
@@ -122,10 +193,18 @@ def load(
     if name == "imagefolder":
         if not folder:
             raise WrongArgument(
-                "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/"
+                "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
+                "or with <class>/ and --val-share 0.2"
             )
-        loaded = imagefolder.load(folder, image_size, cache_dir=cache_dir, **how)
-        return Dataset(name, *loaded, scale=(0.35, 1.0))
+        try:
+            loaded = imagefolder.load(
+                folder, image_size, val_share=val_share, cache_dir=cache_dir, **how
+            )
+        except imagefolder.WrongShare as error:
+            raise WrongArgument(error) from error
+        return Dataset(name, *loaded, scale=(0.35, 1.0), val_share=val_share)
+    if val_share is not None:
+        raise WrongArgument("--val-share is for --dataset imagefolder")
     if name not in (None, "cifar10", "synthetic"):
         return importlib.import_module(f"{__name__}.{name}").load(folder, image_size)
     if image_size not in (None, 32):

@@ -3,6 +3,7 @@ Image folders: decoded once, in parallel, into a memory-mapped cache. Unreadable
 left out.
 
     DIR/train/<class>/**   DIR/val/<class>/**  (or DIR/test/)
+    DIR/<class>/**         with val_share: the share of the validation
     .jpg .jpeg .png .gif .webp .bmp .tif .tiff .ppm .pgm
 
 A loader that decodes the same JPEG in every epoch repeats work whose result never changes, and
@@ -11,8 +12,9 @@ split becomes one file of bytes (N, S', S', 3), which is mapped into memory. A s
 memory works, ranks share one copy, and the next run starts at once. The fingerprint of the cache
 covers the names, sizes and times of all files, their order, and S'. The cache is built under a lock
 and renamed when it is complete, so a killed run leaves no file that looks finished. Its size is
-said before it is built, and a cache that the disk has no room for is refused. A damaged cache is
-built again.
+said before it is built, and a cache that the disk has no room for is refused. A checksum of its
+bytes is compared at every start (0.6 s a GB; of more than 4 GB every n-th image is read). A damaged
+cache is built again.
 
 S' is the image size S if the images have that size already: nothing is resampled (Tiny ImageNet's
 64). Else S' is 8/7 of S (256 for 224): the short side becomes S', a centre square is kept, and the
@@ -23,12 +25,19 @@ result has at least twice the wanted size: then photographs have a PSNR of 42 to
 full decode; at once the wanted size it is 36 to 39. torch resizes: within 2 of 255 of Pillow's
 bilinear filter, 2.3 times as fast.
 
+A folder without a split is split by a hash of each file's name within its class. So the split is
+the same on every machine, and a new photo moves no other one.
+
 Pillow converts unusual files to RGB: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the
 first frame of an animation. Alpha is dropped, as in torchvision. EXIF's rotation is applied;
-torchvision ignores it. Links are followed. Hidden files and other extensions are ignored. An image
-above 179 megapixels (Pillow's limit, 0.7 GB a process) counts as unreadable. So does what is no
-regular file: to open a pipe is to wait for its writer. Class names that differ only in case or
-Unicode form are refused, and so is a class without a readable training image.
+torchvision ignores it. Hidden files and other extensions are ignored. An image above 179 megapixels
+(Pillow's limit, 0.7 GB a process) counts as unreadable. So does what is no regular file (to open a
+pipe is to wait for its writer), pixels of 32 bits (their range is not known), and PostScript, which
+is a program. Class names that differ only in case or Unicode form are refused, and so is a class
+without a readable training image.
+
+A link to a folder is followed once. A link that leads upwards, or into a class, is not: it would
+give images a second label, or show validation images to the training. Such a link is named.
 
 Without a cache (if the disk has no room), the same images are decoded at each access. `Files`
 replaces the tensor, and a DataLoader reads ahead. Here too every file is decoded once before the
@@ -56,6 +65,8 @@ import sys
 import threading
 import unicodedata
 import warnings
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -68,6 +79,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
 
 
 class UnreadableImages(ValueError):
@@ -81,8 +93,16 @@ class UnreadableImages(ValueError):
         )
 
 
+class Unreadable(ValueError):
+    """One image that cannot be decoded: what Pillow says of it."""
+
+
 class DiskFull(OSError):
     """The cache does not fit on the disk."""
+
+
+class WrongShare(ValueError):
+    """val_share does not suit this folder."""
 
 
 class OtherSize(ValueError):
@@ -96,9 +116,24 @@ def listed(files: dict[str, str]) -> str:
     return "".join(lines) + rest
 
 
-def printable(path: str) -> str:
-    """Linux takes any bytes as a name. Those that are no UTF-8 become a question mark in a box."""
-    return os.fsencode(path).decode(errors="replace")
+def printable(text: str) -> str:
+    """Linux takes any bytes as a name. Control characters, which a terminal would obey, are
+    written out. Bytes that are no UTF-8 become a question mark in a box."""
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if "\ud800" <= character <= "\udfff":
+        return "\ufffd"
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def reason(error: Exception, path: str) -> str:
+    """What Pillow says of a file, in one line, without the path."""
+    text = f"{type(error).__name__}: {error}".replace(repr(path), "")
+    return " ".join(text.split()).rstrip(": ")
 
 
 class Crop(NamedTuple):
@@ -121,24 +156,44 @@ class Files(Dataset):
     def __getitem__(self, i: int | slice) -> Tensor:
         if isinstance(i, slice):
             return torch.stack([self[k] for k in range(len(self))[i]])
-        data = bytearray(decode(self.paths[i], self.crop))
-        pixels = torch.frombuffer(data, dtype=torch.uint8).view(self.crop.side, -1, 3)
+        data, _ = decode(self.paths[i], self.crop)
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self.crop.side, -1, 3)
         return pixels.permute(2, 0, 1)
 
 
+Say = Callable[[str], object]
+Progress = Callable[[list], Iterable]
 Split = tuple[Tensor | Files, Tensor]  # images uint8 (N, 3, S, S), memory-mapped; labels int64 (N,)
+
+
+class Part(NamedTuple):
+    """The files of a split, before they are decoded."""
+
+    where: Path  # the folder that holds them
+    name: str  # of its cache
+    files: list[tuple[str, int]]  # path, label
+    inodes: list[int | None]  # which file each path leads to; None: to none
+    digest: str  # of names, sizes and times
+
+
+class Notes(NamedTuple):
+    """What was seen while a split was decoded."""
+
+    unreadable: dict[int, str]  # row -> reason
+    unusual: dict[str, int]  # "gray" -> how many
 
 
 def load(
     folder: str | Path,
     image_size: int | None = None,
     *,
+    val_share: float | None = None,
     only: str = "",
     cache_dir: str | Path | None = ".cache",
     max_bad_share: float = 0.01,
-    progress: Callable[[list], Iterable] = iter,
-    warn: Callable[[str], object] = warnings.warn,
-    say: Callable[[str], object] = print,
+    progress: Progress = iter,
+    warn: Say = warnings.warn,
+    say: Say = print,
 ) -> tuple[Split, Split, list[str]]:
     """Return ((train images, labels), (val images, labels), class names).
 
@@ -148,110 +203,310 @@ def load(
     the end of the list.
 
     Args:
+        val_share: of the images of a folder without a split, for the validation.
         only: the name of a set whose images all have image_size. An image of another size is an
             error, not resized.
         cache_dir: the folder of the decoded images. None: no cache, and the images are `Files`.
         progress: wraps the list of files that are decoded; pass tqdm to show the progress.
-        warn: is called with one sentence a split about the files that were left out.
-        say: is called with the place and size of a cache before it is built.
+        warn: is called with a sentence about files that were left out, links that were not
+            followed, and classes that are not validated.
+        say: is called with the place and size of a cache before it is built, with how a folder was
+            split, and with the numbers of unusual images and of other files.
 
     Raises:
-        FileNotFoundError: train/ or val/ is missing: it is another folder that was meant.
+        FileNotFoundError: train/ or val/ is missing, or val_share: another folder was meant.
+        WrongShare: a ValueError; the folder has a split, or val_share leaves one side empty.
         DiskFull: an OSError; the cache has no room.
+        OSError: a folder cannot be read.
         ValueError: no images, a single class, a class without images, other classes in val than in
             train, two classes that cannot be told from each other, or a wrong size.
         UnreadableImages: a ValueError; more than max_bad_share of a split cannot be decoded.
     """
     folder = Path(folder)
+    train, val, classes = find(folder, val_share, warn, say)
+    crops = choose_crops(train, image_size, only)
+    splits = []
+    counts = Counter()
+    for part, crop in zip((train, val), crops, strict=True):
+        if cache_dir is None:
+            images, notes = None, decode_all(part.files, crop, None, progress)
+        else:
+            images, notes = cached(part, crop, Path(cache_dir), progress, say)
+        splits.append(labelled(part, crop, images, notes, max_bad_share, warn))
+        counts.update(notes.unusual, unreadable=len(notes.unreadable))
+    if odd := [f"{count:,} {kind}" for kind, count in counts.items() if count]:
+        total = len(train.files) + len(val.files)
+        say(f"of {total:,} images: {', '.join(odd)} (gray and CMYK become RGB)")
+    check_every_class(train, val, splits, classes, warn)
+    return splits[0], splits[1], words(folder / "words.txt", classes)
+
+
+def find(
+    folder: Path, val_share: float | None, warn: Say, say: Say
+) -> tuple[Part, Part, list[str]]:
+    """The files of both splits, and the names of the classes."""
     train = folder / "train"
     val = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
     if not train.is_dir() or val is None:
-        raise FileNotFoundError(
-            f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/)"
-        )
-    classes = class_folders(train)
-    val_classes = class_folders(val)
+        return split_by_name(folder, val_share, warn, say)
+    if val_share is not None:
+        raise WrongShare(f"--val-share is for a folder without a split, and {folder} has one: "
+                         f"{train.name}/ and {val.name}/. Leave the flag out")
+    classes, val_classes = class_folders(train, warn), class_folders(val, warn)
     if set(classes) != set(val_classes):
         only_one = ", ".join(sorted(set(classes) ^ set(val_classes)))
         raise ValueError(f"{train} and {val} hold different classes: only one has {only_one}")
-    if len(classes) == 1:
-        raise ValueError(f"{train} holds one class: there is nothing to tell apart")
-    train_files = list_files(classes)
-    val_files = list_files(val_classes)
-    for where, files in ((train, train_files), (val, val_files)):
-        if not files:
-            raise ValueError(
-                f"{where} holds no images: it should look like {where}/<class>/<image>.jpg"
-            )
-    own = own_side([path for path, _ in train_files[:: len(train_files) // 100 or 1]])
+    tops = Tops([*classes.values(), *val_classes.values()], warn)
+    train_files = list_files(train, classes, tops, warn, say)
+    val_files = list_files(val, val_classes, tops, warn, say)
+    parts = make_part(train, "train", train_files), make_part(val, val.name, val_files)
+    name_shared_files(*parts, warn)
+    return *parts, list(classes)
+
+
+def split_by_name(
+    folder: Path, val_share: float | None, warn: Say, say: Say
+) -> tuple[Part, Part, list[str]]:
+    """The same for a folder of classes: each file's name says whether it is validated."""
+    classes = {} if val_share is None else class_folders(folder, warn)
+    like_splits = [path for name, path in classes.items() if name.casefold() in SPLITS]
+    holds_folders = [path for path in like_splits if not any(map(is_image, os.listdir(path)))]
+    if val_share is None or len(like_splits) > 1 or holds_folders:
+        raise FileNotFoundError(
+            f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/); a folder "
+            "that holds <class>/ without a split is split with --val-share 0.2"
+        )
+    files = list_files(folder, classes, Tops(classes.values(), warn), warn, say)
+    tops = [str(top) for top in classes.values()]
+    train, val = [], []
+    for path, label in files:
+        name = path.removeprefix(tops[label])
+        (val if is_validated(name, val_share) else train).append((path, label))
+    if not train or not val:
+        raise WrongShare(
+            f"--val-share {val_share:g} splits the {len(files)} images of {folder} into "
+            f"{len(train)} for training and {len(val)} for validation: take another share"
+        )
+    names = ", ".join([*classes][:10] + (["..."] if len(classes) > 10 else []))
+    say(f"{folder} has no split: --val-share {val_share:g} takes {len(train):,} images for "
+        f"training and {len(val):,} for validation, by a hash of each file's name\n"
+        f"  {len(classes)} classes: {names}")
+    parts = make_part(folder, "train", train), make_part(folder, "val", val)
+    name_shared_files(*parts, warn)
+    return *parts, list(classes)
+
+
+def is_validated(name: str, share: float) -> bool:
+    """Whether a hash of the name, as a number from 0 to 1, is below `share`."""
+    name = unicodedata.normalize("NFC", name.replace(os.sep, "/"))
+    digest = hashlib.sha256(os.fsencode(name)).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def make_part(where: Path, name: str, files: list[tuple[str, int]]) -> Part:
+    """Look at every file once: a cache is of these names, sizes and times."""
+    digest = hashlib.sha256()
+    inodes = []
+    for path, _ in files:
+        try:
+            state = os.stat(path)
+            inodes.append(hash((state.st_dev, state.st_ino)))
+            # ctime too: an archive that is unpacked gives new bytes their old mtime
+            facts = f" {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}\n"
+        except OSError:  # a broken link is an unreadable file like any other
+            inodes.append(None)
+            facts = " gone\n"
+        digest.update(os.fsencode(path.removeprefix(str(where))) + facts.encode())
+    return Part(where, name, files, inodes, digest.hexdigest())
+
+
+def name_shared_files(train: Part, val: Part, warn: Say) -> None:
+    """Warn of a file that has, by links, two labels or a place in both splits."""
+    known, repeated = set(), set()
+    for inode in (*train.inodes, *val.inodes):
+        (repeated if inode in known else known).add(inode)
+    first, shared = {}, {}
+    for split in (train, val) if repeated - {None} else ():
+        for (path, label), inode in zip(split.files, split.inodes, strict=True):
+            if inode in repeated and inode is not None:
+                other, place = first.setdefault(inode, (path, (split.name, label)))
+                if place != (split.name, label):
+                    shared[path] = f"is {printable(other)} too"
+    if shared:
+        warn(f"{len(shared)} files have two labels, or are in both splits:{listed(shared)}")
+
+
+def choose_crops(train: Part, image_size: int | None, only: str) -> tuple[Crop, Crop]:
+    """How training and validation images are cut out."""
+    few = train.files[:: len(train.files) // 100 or 1]
+    own = own_side([path for path, _ in few])
     side = image_size or own or 224
     short = side if only or side == own else round(side * 8 / 7)
-    splits = []
-    for where, files, crop in (
-        (train, train_files, Crop(short, short, only)),
-        (val, val_files, Crop(short, side, only)),
-    ):
-        if cache_dir is None:
-            images, bad = None, decode_all(files, crop, None, progress)
-        else:
-            images, bad = cached(where, files, crop, Path(cache_dir), progress, say)
-        rows = kept_rows(len(files), bad)
-        bad = {files[i][0]: reason for i, reason in bad.items()}
-        if len(bad) > max_bad_share * len(files) or not rows:
-            raise UnreadableImages(bad, len(files), max_bad_share)
-        if bad:
-            warn(f"{len(bad)} of {len(files)} images in {where} are unreadable and left out:"
-                 f"{listed(bad)}")
-        if images is None:
-            images = Files([files[i][0] for i in rows], crop)
-        splits.append((images, torch.tensor([files[i][1] for i in rows])))
-    counts = splits[0][1].bincount(minlength=len(classes)).tolist()
-    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-        raise ValueError(f"{train} holds no readable image of {', '.join(empty)}: add some, or "
-                         "delete the folder here and in the validation set")
-    return splits[0], splits[1], words(folder / "words.txt", list(classes))
+    return Crop(short, short, only), Crop(short, side, only)
+
+
+def labelled(
+    part: Part, crop: Crop, images: Tensor | None, notes: Notes, max_bad_share: float, warn: Say
+) -> Split:
+    """The images of a split with their labels. What is unreadable is named, or too much."""
+    files = part.files
+    rows = kept_rows(len(files), notes.unreadable)
+    bad = {files[i][0]: reason for i, reason in notes.unreadable.items()}
+    if len(bad) > max_bad_share * len(files) or not rows:
+        raise UnreadableImages(bad, len(files), max_bad_share)
+    if bad:
+        warn(f"{len(bad)} of {len(files)} images in {part.where} are unreadable and left out:"
+             f"{listed(bad)}")
+    if images is None:
+        images = Files([files[i][0] for i in rows], crop)
+    return images, torch.tensor([files[i][1] for i in rows])
+
+
+def check_every_class(
+    train: Part, val: Part, splits: list[Split], classes: list[str], warn: Say
+) -> None:
+    """A class without a training image is refused, one without a validation image is named."""
+    empty = []
+    for _, labels in splits:
+        counts = labels.bincount(minlength=len(classes)).tolist()
+        without = [name for name, count in zip(classes, counts, strict=True) if not count]
+        empty.append(", ".join(without))
+    if empty[0]:
+        raise ValueError(f"{train.where} holds no readable image of {empty[0]} for training: add "
+                         "some, or delete the class")
+    if empty[1]:
+        warn(f"{val.where} holds no readable image of {empty[1]} for validation: the scores say "
+             "nothing about it")
 
 
 def words(path: Path, classes: list[str]) -> list[str]:
     """ImageNet's folders are WordNet numbers; words.txt beside them has the names."""
     if not path.is_file():
         return classes
-    meanings = dict(line.split("\t", 1) for line in path.read_text().splitlines() if "\t" in line)
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    meanings = dict(line.split("\t", 1) for line in lines if "\t" in line)
     names = [meanings.get(number, number).split(",")[0].strip() for number in classes]
+    count = Counter(names)
     both = zip(names, classes, strict=True)
-    return [name if names.count(name) == 1 else number for name, number in both]
+    return [printable(name) if name and count[name] == 1 else number for name, number in both]
 
 
-def class_folders(folder: Path) -> dict[str, Path]:
+def is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def class_folders(folder: Path, warn: Say) -> dict[str, Path]:
     """Class name -> folder, sorted. Names get Unicode's composed form; Macs write the other one."""
-    classes, by_folded_name = {}, {}
+    classes, by_folded_name, loose = {}, {}, {}
     for path in folder.iterdir():
-        if path.is_dir() and not path.name.startswith("."):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
             name = unicodedata.normalize("NFC", printable(path.name))
             other = by_folded_name.setdefault(name.casefold(), path)
             if other != path:
                 raise ValueError(
-                    f"{printable(other)} and {printable(path)} are one class to some file systems: "
-                    "merge or rename them"
+                    f"{printable(str(other))} and {printable(str(path))} are one class to some "
+                    "file systems: merge or rename them"
                 )
             classes[name] = path
+        elif is_image(path.name):
+            loose[str(path)] = "in no class"
+        elif not path.exists():
+            loose[str(path)] = "a link that leads nowhere"
+    if loose:
+        warn(f"{len(loose)} files in {folder} are not used:{listed(loose)}")
     return dict(sorted(classes.items()))
 
 
-def list_files(classes: dict[str, Path]) -> list[tuple[str, int]]:
-    """(path, label) of every image file, in order. Links are followed, each folder is read once."""
-    files = []
+class Tops:
+    """The class folders of both splits: no link may lead above one of them, or into one.
+
+    Folders are known by their real paths.
+    """
+
+    def __init__(self, folders: Iterable[Path], warn: Say):
+        self.seen: set[str] = set()  # every folder that is read
+        self.above: set[str] = set()
+        by_path = {}
+        for folder in folders:
+            real = os.path.realpath(folder)
+            other = by_path.setdefault(real, folder)
+            if other != folder:
+                sentence = f"{printable(str(other))} and {printable(str(folder))} are one folder"
+                if other.parent == folder.parent:
+                    raise ValueError(f"{sentence}: delete one of the links")
+                warn(f"{sentence}: the validation shows no new images")
+            self.above.update(outer_folders(real))
+        if inner := by_path.keys() & self.above:
+            names = ", ".join(printable(str(by_path[real])) for real in sorted(inner))
+            raise ValueError(f"{names} holds other class folders: no class may lie in another")
+        self.tops = set(by_path)
+
+    def leads_back(self, target: str, here: str) -> bool:
+        """Whether a link to `target`, in the folder `here`, leads upwards, or into a class."""
+        upwards = target == here or target in outer_folders(here) or target in self.above
+        return upwards or target in self.tops or not self.tops.isdisjoint(outer_folders(target))
+
+
+def outer_folders(real: str) -> list[str]:
+    return [str(path) for path in Path(real).parents]
+
+
+def list_files(
+    where: Path, classes: dict[str, Path], tops: Tops, warn: Say, say: Say
+) -> list[tuple[str, int]]:
+    """(path, label) of every image file, in order. Each folder is read once."""
+    if len(classes) == 1:
+        raise ValueError(f"{where} holds one class: there is nothing to tell apart")
+    files, passed_over, others = [], {}, Counter()
     for label, top in enumerate(classes.values()):
-        seen = {os.path.realpath(top)}
-        for folder, folders, names in os.walk(top, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
-            folders[:] = [name for name in folders if real[name] not in seen]  # links make circles
-            seen.update(real.values())
+        for folder, folders, names in os.walk(top, onerror=give_up, followlinks=True):
+            folders[:] = followed(folder, folders, tops, passed_over)
             for name in sorted(names):
-                if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
-                    files.append((os.path.join(folder, name), label))
+                path = os.path.join(folder, name)
+                if is_image(name):
+                    files.append((path, label))
+                elif os.path.islink(path) and not os.path.exists(path):
+                    passed_over[path] = "leads nowhere"
+                elif not name.startswith("."):
+                    others[Path(name).suffix or "without an extension"] += 1
+    if passed_over:
+        warn(f"{len(passed_over)} folders or links in {where} are not followed: they lead nowhere, "
+             f"upwards, into a class, or to what has been read{listed(passed_over)}")
+    if others:
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(5))
+        say(f"{where}: files that are no images for this reader: {printable(counted)}")
+    if not files:
+        raise ValueError(
+            f"{where} holds no images: it should look like {where}/<class>/<image>.jpg"
+        )
     return files
+
+
+def followed(
+    folder: str, names: list[str], tops: Tops, passed_over: dict[str, str]
+) -> list[str]:
+    """Which of these folders in `folder` are read, in order. The others go to `passed_over`."""
+    here = os.path.realpath(folder)
+    kept = []
+    for name in sorted(names):
+        if name.startswith("."):
+            continue
+        path = os.path.join(folder, name)
+        real = os.path.realpath(path)
+        known = real in tops.seen or real in tops.tops
+        if known or (os.path.islink(path) and tops.leads_back(real, here)):
+            passed_over[path] = f"leads to {printable(real)}"
+        else:
+            tops.seen.add(real)
+            kept.append(name)
+    return kept
+
+
+def give_up(error: OSError) -> None:
+    """os.walk passes over a folder that it cannot read, without a word."""
+    raise error
 
 
 def own_side(paths: list[str]) -> int | None:
@@ -276,9 +531,14 @@ def image_file(path: str) -> Image.Image:
     return Image.open(path)
 
 
-def decode(path: str, crop: Crop) -> bytes:
-    """RGB, side x side x 3. Raises what Pillow raises: for a broken file any exception."""
+def decode(path: str, crop: Crop) -> tuple[bytes, str]:
+    """(RGB, side x side x 3; what is unusual in the file or "").
+
+    Raises what Pillow raises: for a broken file any exception.
+    """
     with image_file(path) as image:
+        if image.format == "EPS":
+            raise ValueError("PostScript is a program: it is not run")
         if crop.only and image.size != (crop.side, crop.side):
             width, height = image.size
             raise OtherSize(
@@ -288,6 +548,11 @@ def decode(path: str, crop: Crop) -> bytes:
         # The JPEG decoder itself halves, at most three times.
         image.draft(None, (2 * crop.short, 2 * crop.short))
         image.load()
+        unusual = "CMYK" if image.mode == "CMYK" else ""
+        if image.mode.startswith(("1", "L", "I")) and image.mode != "LAB":
+            unusual = "gray"
+        if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] >= 2**16):
+            raise ValueError("pixels of 32 bits: what is white is not known, save 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits: a conversion to RGB alone would clip at 255
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         if image.mode != "RGB":
@@ -299,7 +564,17 @@ def decode(path: str, crop: Crop) -> bytes:
         if "exif" in image.info or "xmp" in image.info:
             ImageOps.exif_transpose(image, in_place=True)
         pixels = image.tobytes()
-    return pixels if side == crop.short == crop.side else resized(pixels, side, crop)
+    if not side == crop.short == crop.side:
+        pixels = resized(pixels, side, crop)
+    return pixels, unusual
+
+
+def read(path: str, crop: Crop) -> Tensor:
+    """One image, uint8 (3, side, side). Raises Unreadable."""
+    try:
+        return Files([path], crop)[0]
+    except Exception as error:  # for a broken file Pillow raises any kind
+        raise Unreadable(reason(error, path)) from error
 
 
 def resized(pixels: bytes, side: int, crop: Crop) -> bytes:
@@ -315,28 +590,28 @@ def resized(pixels: bytes, side: int, crop: Crop) -> bytes:
     return image[0, :, kept, kept].permute(1, 2, 0).numpy().tobytes()  # side, side, 3
 
 
-def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> list[str | None]:
+def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> list[tuple]:
     """Decode files and write them to the cache, if any, from row `first` on.
 
-    Returns each file's error, or None.
+    Returns for each file (its error or None, what is unusual in it or "").
     """
-    rows, reasons = [], []
+    rows, found = [], []
     for path in paths:
         try:
-            rows.append(decode(path, crop))
-            reasons.append(None)
+            pixels, unusual = decode(path, crop)
+            rows.append(pixels)
+            found.append((None, unusual))
         except OtherSize:
             raise
         except Exception as error:
             rows.append(bytes(3 * crop.side**2))
-            reason = f"{type(error).__name__}: {error}".replace(repr(path), "")
-            reasons.append(" ".join(reason.split()))
+            found.append((reason(error, path), ""))
     if file:
         data = b"".join(rows)
         written = os.pwrite(opened(file), data, first * 3 * crop.side**2)
         if written != len(data):
             raise DiskFull(f"the disk has no room for {file}")
-    return reasons
+    return found
 
 
 @functools.cache
@@ -363,12 +638,9 @@ def prepare_worker() -> None:
 
 
 def decode_all(
-    files: list[tuple[str, int]], crop: Crop, file: str | None, progress
-) -> dict[int, str]:
-    """Decode every file into its row of `file`, in one process a core.
-
-    Returns the errors: row -> reason.
-    """
+    files: list[tuple[str, int]], crop: Crop, file: str | None, progress: Progress
+) -> Notes:
+    """Decode every file into its row of `file`, in one process a core."""
     # Forked workers start in milliseconds. Outside Linux forking is unsafe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     affinity = getattr(os, "sched_getaffinity", None)
@@ -379,61 +651,79 @@ def decode_all(
     chunks = (paths[i : i + chunk] for i in firsts)
     job = functools.partial(decode_into, file, crop)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker) as pool:
-        reasons = itertools.chain.from_iterable(pool.map(job, firsts, chunks))
-        numbered = enumerate(zip(progress(files), reasons, strict=True))
-        return {i: reason for i, (_, reason) in numbered if reason}
+        found = itertools.chain.from_iterable(pool.map(job, firsts, chunks))
+        found = [seen for _, seen in zip(progress(files), found, strict=True)]
+    unreadable = {i: reason for i, (reason, _) in enumerate(found) if reason}
+    return Notes(unreadable, Counter(unusual for _, unusual in found if unusual))
 
 
 def cached(
-    where: Path, files: list[tuple[str, int]], crop: Crop, cache_dir: Path, progress, say
-) -> tuple[Tensor, dict[int, str]]:
-    """(images in the order of `kept_rows`, reasons of the unreadable files).
+    part: Part, crop: Crop, cache_dir: Path, progress: Progress, say: Say
+) -> tuple[Tensor, Notes]:
+    """(images in the order of `kept_rows`, what was seen when they were decoded).
 
     Reads the cache, or builds it first.
     """
-    digest = hashlib.sha256(f"3 {crop}".encode())
-    for path, _ in files:
-        try:
-            status = os.stat(path)
-            state = f" {status.st_size} {status.st_mtime_ns}\n"
-        except OSError:  # a broken link is an unreadable file like any other
-            state = " gone\n"
-        digest.update(os.fsencode(path.removeprefix(str(where))) + state.encode())
+    where, files = part.where, part.files
+    digest = hashlib.sha256(f"4 {crop} {part.digest}".encode())
     home = hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:8]
     # Each folder and size has one cache: a new one replaces the old one.
-    name = f"{where.name}-{crop.side}-{home}"
+    name = f"{part.name}-{crop.side}-{home}"
     pixels = cache_dir / f"{name}-{digest.hexdigest()[:16]}.images"
-    reasons = pixels.with_suffix(".json")
+    notes = pixels.with_suffix(".json")
     cache_dir.mkdir(parents=True, exist_ok=True)
     with locked(cache_dir / f"{name}.lock"):
-        bad = unreadable(pixels, reasons, len(files), crop)
-        if bad is None:
+        found = whole(pixels, notes, len(files), crop)
+        if found is None:
             for old in cache_dir.glob(f"{name}-*"):  # other files, damaged, or of a killed run
                 old.unlink()
             refuse_too_large(len(files), crop, pixels, say)
-            build(files, crop, pixels, reasons, progress)
-            bad = unreadable(pixels, reasons, len(files), crop)
-        size = (len(files) - len(bad)) * 3 * crop.side**2
-        if size == 0:
-            return torch.empty(0, 3, crop.side, crop.side), bad
-        # Shared: a private mapping counts as used memory, and the set may be larger than memory.
-        images = torch.from_file(str(pixels), shared=True, size=size, dtype=torch.uint8)
-    return images.view(-1, crop.side, crop.side, 3).permute(0, 3, 1, 2), bad
+            build(files, crop, pixels, notes, progress)
+            found = whole(pixels, notes, len(files), crop)
+            if found is None:
+                raise OSError(f"{pixels} is not what was written to it: the disk may be damaged")
+    images, seen = found
+    return images.permute(0, 3, 1, 2), seen
 
 
-def unreadable(pixels: Path, reasons: Path, total: int, crop: Crop) -> dict[int, str] | None:
-    """What the cache says of unreadable files: row -> reason. None: no cache, or a damaged one."""
+def whole(pixels: Path, notes: Path, total: int, crop: Crop) -> tuple[Tensor, Notes] | None:
+    """(images (N, S, S, 3), what was seen) of the cache. None: no cache, or a damaged one."""
     try:
-        bad = {int(i): str(reason) for i, reason in json.loads(reasons.read_text()).items()}
+        if not notes.is_file():
+            return None
+        known = json.loads(notes.read_text())
+        bad = {int(i): str(reason) for i, reason in known["unreadable"].items()}
+        unusual = {str(kind): int(count) for kind, count in known["unusual"].items()}
         size = pixels.stat().st_size
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return None
     rows = total - len(bad)
     in_range = all(0 <= i < total for i in bad)
-    return bad if in_range and size == rows * 3 * crop.side**2 else None
+    if not in_range or size != rows * 3 * crop.side**2:
+        return None
+    images = mapped(pixels, rows, crop)
+    return (images, Notes(bad, unusual)) if checksum(images) == known.get("checksum") else None
 
 
-def refuse_too_large(count: int, crop: Crop, pixels: Path, say) -> None:
+def mapped(pixels: Path, count: int, crop: Crop) -> Tensor:
+    """The images of a cache, (N, S, S, 3)."""
+    if count == 0:
+        return torch.empty(0, crop.side, crop.side, 3, dtype=torch.uint8)
+    # Shared: a private mapping counts as used memory, and the set may be larger than memory.
+    size = count * 3 * crop.side**2
+    images = torch.from_file(str(pixels), shared=True, size=size, dtype=torch.uint8)
+    return images.view(-1, crop.side, crop.side, 3)
+
+
+def checksum(images: Tensor) -> int:
+    """CRC-32 of the bytes. Of a set of more than 4 GB every n-th image is read."""
+    crc = 0
+    for some in images[:: 1 + images.nbytes // 2**32].split(256):
+        crc = zlib.crc32(some.contiguous().numpy(), crc)
+    return crc
+
+
+def refuse_too_large(count: int, crop: Crop, pixels: Path, say: Say) -> None:
     """Say how large the cache will be. Raise DiskFull where the disk has no room for it."""
     need = count * 3 * crop.side**2
     free = shutil.disk_usage(pixels.parent).free
@@ -457,26 +747,27 @@ def kept_rows(total: int, bad: Iterable[int]) -> list[int]:
 
 
 def build(
-    files: list[tuple[str, int]], crop: Crop, pixels: Path, reasons: Path, progress
+    files: list[tuple[str, int]], crop: Crop, pixels: Path, notes: Path, progress: Progress
 ) -> None:
     """Write the cache of these files under a temporary name, then rename it."""
     row = 3 * crop.side**2
     temporary = f"{pixels}.{os.getpid()}.part"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        bad = decode_all(files, crop, temporary, progress)
-        rows = kept_rows(len(files), bad)
+        seen = decode_all(files, crop, temporary, progress)
+        rows = kept_rows(len(files), seen.unreadable)
         for i, source in enumerate(rows):
             if source != i:
                 os.pwrite(descriptor, os.pread(descriptor, row, source * row), i * row)
         os.truncate(descriptor, len(rows) * row)
         os.fsync(descriptor)
         os.replace(temporary, pixels)
+        crc = checksum(mapped(pixels, len(rows), crop))
         with open(temporary, "w") as file:
-            json.dump(bad, file)
+            json.dump(seen._asdict() | {"checksum": crc}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, reasons)
+        os.replace(temporary, notes)
     finally:
         os.close(descriptor)
         Path(temporary).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
@@ -232,3 +232,18 @@ def wrap(net, label_smoothing=0.0, regression=False):
     if hasattr(net, "judged_by"):
         return net
     return Regressor(net) if regression else Classifier(net, label_smoothing=label_smoothing)
+
+
+def misfits(weights, net):
+    """Names of the tensors of a state_dict that are not as this network's, in order.
+
+    load_state_dict casts in silence, complex or whole numbers too.
+    """
+
+    def kinds(state):
+        tensors = state.items() if isinstance(state, dict) else ()
+        return {name: isinstance(t, Tensor) and (t.shape, t.dtype, t.layout, t.device)
+                for name, t in tensors}
+
+    odd = kinds(weights).items() ^ kinds(net.state_dict()).items()
+    return sorted({str(name) for name, _ in odd})

@@ -35,6 +35,7 @@ NEEDED = (
 IDENTIFYING = (
     "model", "batch_size", "accum_steps", "lr", "warmup_updates", "weight_decay", "no_decay",
     "betas", "adam_eps", "amsgrad", "muon", "clip_grad", "drop_path", "cutout", "ema", "seed",
+    "val_share",
 )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ def test_synthetic_images_are_the_same_on_every_machine():
 
 @pytest.mark.parametrize("crop", CROPS)
 def test_a_batch_depends_on_seed_and_step_alone_and_an_epoch_shows_each_image_once(crop):
-    forwards, backwards = stream(**crop), stream(**crop)
+    forwards = stream(**crop)
+    backwards = stream(**crop)
     halves = [stream(rank=rank, world_size=2, **crop) for rank in range(2)]
     first = [forwards.at(step) for step in range(8)]
     for step in reversed(range(8)):
@@ -48,16 +49,18 @@ def test_a_batch_depends_on_seed_and_step_alone_and_an_epoch_shows_each_image_on
         of_ranks = zip(*(half.at(step) for half in halves), strict=True)
         assert same(first[step], tuple(map(torch.cat, of_ranks)))
     order = torch.cat([labels for _, labels in first]).view(2, 96)
-    assert (order.sort(1).values == NUMBERS).all()
+    assert (order.sort(1).values == NUMBERS).all(), "each image once"
     assert not torch.equal(*order), "the second epoch has another order"
     assert not torch.equal(first[0][1], stream(seed=6).at(0)[1])
 
 
 def test_every_validation_image_is_seen_once_over_all_ranks():
-    normalize, seen = batches.Normalize([0.0] * 3, [1.0] * 3), []
+    normalize = batches.Normalize([0.0] * 3, [1.0] * 3)
+    seen = []
     for rank in range(3):
         how = {"batch_size": 7, "rank": rank, "world_size": 3}
-        for x, y in batches.val_batches(IMAGES[:95], NUMBERS[:95], normalize, **how):
+        share = batches.val_batches(IMAGES[:95], NUMBERS[:95], normalize, **how)
+        for x, y in share:
             assert torch.equal(x, IMAGES[y].float())
             seen += y.tolist()
     assert sorted(seen) == [*range(95)]
@@ -70,18 +73,21 @@ def test_every_validation_image_is_seen_once_over_all_ranks():
 ])  # fmt: skip
 def test_without_a_crop_an_image_is_mirrored_in_every_other_epoch_and_else_unchanged(how, edge):
     s = stream(**how)
+    kept = slice(edge, 32 - edge)
     for step in range(8):
         for image, label in zip(*s.at(step), strict=True):
-            plain = s.normalize(IMAGES[label][None])[0, :, edge : 32 - edge, edge : 32 - edge]
+            plain = s.normalize(IMAGES[label][None])[0, :, kept, kept]
             mirrored = s.mirrored_first[label] ^ (step >= 4)
             assert torch.equal(image, plain.flip(2) if mirrored else plain)
 
 
 def test_a_padded_crop_is_what_padding_and_cutting_give():
-    shift, mirrored = torch.randint(0, 5, (2, 96)), torch.rand(96) < 0.5
+    shift = torch.randint(0, 5, (2, 96))
+    mirrored = torch.rand(96) < 0.5
     crops = batches.padded_crop(IMAGES, shift, mirrored, 2)
     padded = F.pad(IMAGES.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
-    for crop, image, (down, right), flips in zip(crops, padded, shift.T, mirrored, strict=True):
+    rows = zip(crops, padded, shift.T, mirrored, strict=True)
+    for crop, image, (down, right), flips in rows:
         window = image[:, down : down + 32, right : right + 32]
         assert torch.equal(crop, window.flip(2) if flips else window)
 
@@ -91,18 +97,24 @@ def test_images_of_the_wanted_size_are_padded_by_a_sixteenth_and_never_resampled
 
 
 def test_a_resized_crop_samples_the_box_that_was_drawn():
-    drawn = torch.rand(4, 200, generator=torch.Generator().manual_seed(0))
-    ramp = torch.arange(64).expand(200, 1, 64, 64)  # a pixel's value is its place: it shows the box
+    seeded = torch.Generator().manual_seed(0)
+    drawn = torch.rand(4, 200, generator=seeded)
+    # A pixel's value is its place: it shows the box.
+    ramp = torch.arange(64).expand(200, 1, 64, 64)
     images = torch.cat([ramp, ramp.mT], dim=1).to(torch.uint8)
     mirrored = torch.arange(200) % 2 == 1
     crops = batches.resized_crop(images, drawn, mirrored, 8, (0.35, 1.0))
-    area, ratio = 0.35 + 0.65 * drawn[0], (4 / 3) ** (2 * drawn[1] - 1)
-    across, down = crops[:, 0, 3], crops[:, 1, :, 3]
+    area = 0.35 + 0.65 * drawn[0]
+    ratio = (4 / 3) ** (2 * drawn[1] - 1)
+    across = crops[:, 0, 3]
     across[mirrored] = across[mirrored].flip(1)
+    down = crops[:, 1, :, 3]
+    pixels = torch.linspace(0.5, 7.5, 8)[:, None] / 8
     for seen, square, place in ((across, area * ratio, 2), (down, area / ratio, 3)):
         length = square.sqrt().clamp(max=1)
-        centres = length * torch.linspace(0.5, 7.5, 8)[:, None] / 8 + (1 - length) * drawn[place]
-        assert (seen.T - (64 * centres - 0.5).clamp(0, 63)).abs().max() < 0.01
+        centres = length * pixels + (1 - length) * drawn[place]
+        expected = (64 * centres - 0.5).clamp(0, 63)
+        assert (seen.T - expected).abs().max() < 0.01
 
 
 def test_the_first_batches_of_a_recipe_that_says_so_are_the_inner_pixels_of_the_whole_ones(
@@ -123,23 +135,30 @@ def test_the_first_batches_of_a_recipe_that_says_so_are_the_inner_pixels_of_the_
 
 
 def test_cutout_takes_one_square_out_of_each_image_the_same_on_any_number_of_ranks():
-    plain, whole = stream().at(3)[0], stream(cutout=8).at(3)[0]
+    plain, _ = stream().at(3)
+    whole, _ = stream(cutout=8).at(3)
     halves = [stream(cutout=8, rank=rank, world_size=2).at(3)[0] for rank in range(2)]
     assert torch.equal(whole, torch.cat(halves))
     gone = (whole != plain).any(1)  # B, H, W
     for side in (gone.any(2).sum(1), gone.any(1).sum(1)):
-        assert side.min() >= 4 and side.max() == 8, "it may reach beyond the image by half"
-    square = gone.any(2)[:, None, :, None] & gone.any(1)[:, None, None, :]
+        assert side.min() >= 4, "it may reach beyond the image by half"
+        assert side.max() == 8
+    down = gone.any(2)[:, None, :, None]
+    across = gone.any(1)[:, None, None, :]
+    square = down & across
     assert torch.equal(whole, plain.masked_fill(square, 0.0))
 
 
 def test_normalised_images_of_any_number_of_channels_have_mean_0_and_deviation_1():
     images = torch.randint(0, 256, (400, 6, 16, 16), dtype=torch.uint8)
-    images //= torch.arange(1, 7).view(6, 1, 1).to(torch.uint8)
+    darker = torch.arange(1, 7).view(6, 1, 1)
+    images //= darker.to(torch.uint8)
     normalize = batches.Normalize(*batches.statistics(images))
     x = normalize(images)
-    assert x.mean((0, 2, 3)).abs().max() < 0.05 and (x.std((0, 2, 3)) - 1).abs().max() < 0.05
-    assert x.dtype == torch.float32 and x.is_contiguous(memory_format=torch.channels_last)
+    assert x.mean((0, 2, 3)).abs().max() < 0.05
+    assert (x.std((0, 2, 3)) - 1).abs().max() < 0.05
+    assert x.dtype == torch.float32
+    assert x.is_contiguous(memory_format=torch.channels_last)
     assert normalize.lines(x) is normalize.lines(x), "sent to a device once"
 
 
@@ -162,20 +181,29 @@ def test_the_fingerprint_binds_each_image_to_its_label_and_its_place():
     before = fingerprint(IMAGES, CLASSES)
     by_pixels = batches.place(IMAGES, torch.device("cpu"))
     assert before == fingerprint(by_pixels, CLASSES), "the layout in memory says nothing"
-    plain = hashlib.blake2b(bytes(by_pixels.permute(0, 2, 3, 1).flatten().tolist()), digest_size=8)
-    assert before["pixels"] == plain.hexdigest(), "the same with any torch"
+    plain = bytes(by_pixels.permute(0, 2, 3, 1).flatten().tolist())
+    by_hand = hashlib.blake2b(plain, digest_size=8).hexdigest()
+    assert before["pixels"] == by_hand, "the same with any torch"
     other = IMAGES.roll(48, dims=0)  # two class folders of equal size were exchanged
-    for changed in ((other, CLASSES), (IMAGES, CLASSES.flip(0)), (IMAGES[1:], CLASSES[1:])):
+    relabelled = IMAGES, CLASSES.flip(0)
+    fewer = IMAGES[1:], CLASSES[1:]
+    for changed in ((other, CLASSES), relabelled, fewer):
         assert fingerprint(*changed) != before
 
 
-@pytest.mark.parametrize(("train_split", "words"), [
-    ((IMAGES.float(), CLASSES), r"the train images are torch.float32 \(96, 3, 32, 32\)"),
-    ((IMAGES, CLASSES[1:]), "96 train images have 95 labels"),
+@pytest.mark.parametrize(("change", "words"), [
+    ({"train": (IMAGES.float(), CLASSES)}, r"images are torch.float32 \(96, 3, 32, 32\)"),
+    ({"train": (IMAGES, CLASSES[1:])}, "96 train images have 95 labels"),
+    ({"classes": ["disc", "disc"]}, "two classes are called disc"),
+    ({"mean": [120.0], "std": [60.0]}, "mean should be a number from 0 to 255 for each of 3"),
+    ({"mean": [0.5] * 3, "std": [0.2] * 3}, "std should be a number from 1 to 255"),
+    ({"mean": [float("nan")] * 3, "std": [60.0] * 3}, "mean should be"),
 ])  # fmt: skip
-def test_a_dataset_that_makes_no_sense_is_refused(train_split, words):
+def test_a_dataset_that_makes_no_sense_is_refused(change, words):
+    good = {"train": (IMAGES, CLASSES), "val": (IMAGES, CLASSES), "classes": synthetic.CLASSES}
+    Dataset("mine", **good)
     with pytest.raises(ValueError, match=words):
-        Dataset("mine", train_split, (IMAGES, CLASSES), synthetic.CLASSES)
+        Dataset("mine", **good | change)
 
 
 def example(name):
@@ -191,10 +219,12 @@ def test_the_recipe_for_mixup_mixes_images_as_it_mixes_losses():
     code = textwrap.dedent(text[text.index("    import torch\n") : end])
     scope = {"__package__": "models", "__name__": "models.mixup"}
     exec(code, scope)
-    images, labels = torch.randn(6, 10), torch.arange(6)
+    images = torch.randn(6, 10)
+    labels = torch.arange(6)
     torch.manual_seed(0)
     weight = torch.rand(6)[:, None]
-    mixed = [(1 - weight) * x + weight * x.roll(1, 0) for x in (images, F.one_hot(labels, 10))]
+    pair = images, F.one_hot(labels, 10)
+    mixed = [(1 - weight) * x + weight * x.roll(1, 0) for x in pair]
     torch.manual_seed(0)
     loss, _ = scope["Mixup"](torch.nn.Flatten())(images[..., None, None], labels)
     torch.testing.assert_close(loss, F.cross_entropy(*mixed))
@@ -216,23 +246,28 @@ def test_data_of_ones_own_is_two_files_as_contributing_shows(tmp_path):
         code, out, err = run_script(line.split(), tree)
         assert code == 0, err
         last = json.loads(out.splitlines()[-1])
-        assert (last["dataset"], last["updates"]) == (name, 4) and last[judged_by] > 0
+        assert (last["dataset"], last["updates"]) == (name, 4)
+        assert last[judged_by] > 0
 
 
 def test_folders_and_torchvision_files_give_the_same_images(image_folder, tmp_path, monkeypatch):
     loaded = load("cifar10", image_folder, cache_dir=tmp_path / "cache", say=str)
-    assert loaded.train[0].shape == (400, 3, 32, 32) and len(loaded.val[1]) == 100
+    assert loaded.train[0].shape == (400, 3, 32, 32)
+    assert len(loaded.val[1]) == 100
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": loaded.classes}))
-    for name, (x, y) in (("data_batch_1", loaded.train), ("test_batch", loaded.val)):
+    names = pickle.dumps({"label_names": loaded.classes})
+    (folder / "batches.meta").write_bytes(names)
+    files = {"data_batch_1": loaded.train, "test_batch": loaded.val}
+    for name, (x, y) in files.items():
         content = {"data": x.flatten(1).numpy(), "labels": y.tolist()}
         (folder / name).write_bytes(pickle.dumps(content))
     monkeypatch.setattr(cifar10.datasets.CIFAR10, "train_list", [("data_batch_1", None)])
     monkeypatch.setattr(cifar10.datasets.CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr(cifar10.datasets.cifar, "check_integrity", lambda *args: True)
     again = load("cifar10", tmp_path)
-    assert same(again.train, loaded.train) and same(again.val, loaded.val)
+    assert same(again.train, loaded.train)
+    assert same(again.val, loaded.val)
     assert again.classes == loaded.classes == [f"class{i}" for i in range(10)]
 
 
@@ -240,13 +275,19 @@ def test_cifar_is_decoded_once_and_in_memory_and_its_folder_may_be_read_only(
     image_folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    before, decoded = sorted(image_folder.rglob("*")), []
+    before = sorted(image_folder.rglob("*"))
+    decoded = []
+
+    def progress(files):
+        decoded.append(len(files))
+        return files
+
     (tmp_path / "file").touch()
-    progress = lambda files: decoded.append(len(files)) or files  # noqa: E731
     first = load("cifar10", image_folder, progress, cache_dir=None)
     for cache in (None, "file/x"):  # .cache is there now; in a file no cache can be kept
         again = load("cifar10", image_folder, progress, cache_dir=cache)
-        assert same(again.train, first.train) and same(again.val, first.val)
+        assert same(again.train, first.train)
+        assert same(again.val, first.val)
     assert decoded == [400, 100, 400, 100]
     assert sorted(image_folder.rglob("*")) == before
 
@@ -259,7 +300,8 @@ def test_without_data_and_network_what_was_asked_for_is_refused_and_the_default_
     monkeypatch.setattr(synthetic, "load", lambda: small)
     (tmp_path / "empty").mkdir()
     code, _, err, _ = run("--data-dir", tmp_path / "empty")
-    assert code == 2 and "--dataset synthetic" in err
+    assert code == 2
+    assert "--dataset synthetic" in err
     monkeypatch.chdir(tmp_path / "empty")
     line = "--model cifarnet-tiny --max-steps 2 --batch-size 40 --device cpu"
     assert train.main(line.split()) == 0
@@ -279,9 +321,9 @@ def odd_one(folder):
 
 
 @pytest.mark.parametrize(("make", "flags", "code", "words"), [
-
     (str, ("--dataset", "imagefolder"), 2, "data should hold train/<class>/"),
     (str, ("--image-size", 64), 2, "--image-size 64: the images of cifar10 are 32 x 32"),
+    (str, ("--val-share", 0.2), 2, "--val-share is for --dataset imagefolder"),
     (odd_one, ("--dataset", "imagefolder", "--image-size", 9**6), 2, "which has"),
     (odd_one, (), 4, "odd.png is 9x8 pixels; CIFAR-10 images are 32x32"),
 ])  # fmt: skip

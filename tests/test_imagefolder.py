@@ -1,5 +1,6 @@
 """Image folders: what is dirty is named, what is odd but decodable is right, no half a cache."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -80,7 +81,7 @@ def test_a_hundred_megapixels_of_jpeg_take_little_memory(tmp_path):
 import resource
 from data import imagefolder
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, ["huge.jpg"]) == [None]
+assert imagefolder.decode_into(None, imagefolder.Crop(64, 64), 0, ["huge.jpg"]) == [(None, "")]
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(grown // (2**20 if sys.platform == "darwin" else 2**10))
 """)
@@ -180,12 +181,67 @@ def test_other_files_and_circles_are_passed_over_and_links_are_followed(folder):
     for name in (".hidden.png", "notes.txt", "000.png.part"):
         (cat / name).write_text("nothing")
     (folder / "train/.git").mkdir()
-    (cat / "circle").symlink_to(cat)
     (outside / "deeper").mkdir(parents=True)
     (cat / "link").symlink_to(outside)
     for red in (50, 51):  # a change behind a link is a change
         Image.new("RGB", (8, 8), (red, 60, 70)).save(outside / "deeper/ö.png")
         assert colours(read(folder)[0]) == sorted([*EXPECTED, (red, 60, 70, 0)])
+
+
+@pytest.mark.parametrize(("link", "target"), [
+    ("train/cat/circle", "."), ("train/cat/up", ".."), ("train/cat/top", "/"),
+    ("train/cat/other", "../dog"), ("train/cat/leak", "../../val/cat"),
+    ("val/dog/leak", "../../train/dog"), ("train/cat/missing", "/nowhere"),
+    ("train/missing", "/nowhere"),
+])  # fmt: skip
+def test_a_link_that_leads_back_or_nowhere_is_named_and_not_followed(folder, link, target):
+    (folder / link).symlink_to(target)
+    warnings = []
+    train, val, _ = read(folder, warn=warnings.append)
+    assert colours(train) == EXPECTED
+    assert len(val[1]) == 4
+    assert len(warnings) == 1
+    assert f"{folder / link}: " in warnings[0]
+
+
+def test_what_two_links_lead_to_is_read_once_and_only_downwards(folder):
+    outside = folder.parent / "elsewhere"
+    (outside / "deeper").mkdir(parents=True)
+    (outside / "deeper/up").symlink_to("..")
+    Image.new("RGB", (8, 8), (50, 60, 70)).save(outside / "deeper/one.png")
+    Image.new("RGB", (8, 8), (51, 61, 71)).save(outside / "not below.png")
+    for place in ("train/cat", "train/dog", "val/cat"):
+        (folder / place / "link").symlink_to(outside / "deeper")
+    warnings = []
+    train, val, _ = read(folder, warn=warnings.append)
+    assert colours(train) == sorted([*EXPECTED, (50, 60, 70, 0)])
+    assert len(val[1]) == 4
+    assert "up: " in warnings[0]
+    assert "dog/link: " in warnings[0]
+    assert "val/cat/link: " in warnings[1]
+
+
+@pytest.mark.parametrize(("place", "words"), [
+    ("train/cat/x.png", "two labels"), ("val/dog/x.png", "in both splits"),
+])  # fmt: skip
+def test_a_file_with_two_labels_or_in_both_splits_is_named(folder, place, words):
+    os.link(folder / "train/dog/000.png", folder / place)
+    (folder / "train/dog/again.png").symlink_to("000.png")  # drawn more often: that is allowed
+    warnings = []
+    read(folder, warn=warnings.append)
+    assert len(warnings) == 1
+    assert words in warnings[0]
+    assert str(folder / place) in warnings[0]
+
+
+def deep(folder):
+    """A folder whose path is too long to be read."""
+    here = os.getcwd()
+    os.chdir(folder)
+    for _ in range(25):
+        os.mkdir("n" * 200)
+        os.chdir("n" * 200)
+    os.chdir(here)
 
 
 def emptied(folder):
@@ -201,6 +257,10 @@ def emptied(folder):
     (lambda f: [p.unlink() for p in (f / "val").glob("*/*")], ValueError, "val holds no images"),
     (lambda f: emptied(f / "train/dog"), ValueError, "train holds no readable image of dog"),
     (lambda f: (f / "train/Cat").mkdir(), ValueError, "are one class to some file systems: merge"),
+    (lambda f: (f / "train/owl").symlink_to("cat"), ValueError, "different classes"),
+    (lambda f: [(p / "owl").symlink_to("cat") for p in f.iterdir()], ValueError, "are one folder"),
+    (lambda f: [(p / "owl").symlink_to("..") for p in f.iterdir()], ValueError, "other class fold"),
+    (lambda f: deep(f / "train/cat"), OSError, "File name too long"),
 ])  # fmt: skip
 def test_a_folder_that_makes_no_sense_is_refused_in_a_sentence(folder, damage, kind, words):
     damage(folder)
@@ -222,6 +282,93 @@ def test_the_default_size_is_the_images_own_or_224(folder):
     Image.new("RGB", (9, 8)).save(folder / "train/dog/other.png")
     train, val, _ = read(folder)
     assert train[0].shape[2:] == (256, 256) and val[0].shape[2:] == (224, 224)
+
+
+def test_what_is_unusual_is_counted_in_a_line_and_a_class_without_validation_is_named(folder):
+    Image.new("L", (8, 8)).save(folder / "train/cat/grey.png")
+    Image.new("CMYK", (8, 8)).save(folder / "val/cat/print.jpg")
+    for name in ("broken.png", "phone.heic"):
+        (folder / "train/cat" / name).touch()
+    emptied(folder / "val/dog")
+    for _ in range(2):  # decoded, and from the cache
+        said, warnings = [], []
+        read(folder, max_bad_share=0.6, say=said.append, warn=warnings.append)
+        assert "of 27 images: 1 gray, 3 unreadable, 1 CMYK" in said[-1]
+        assert f"{folder / 'train'}: files that are no images for this reader: 1 .heic" in said
+        assert "val holds no readable image of dog" in warnings[-1]
+
+
+# --- A folder without a split
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of a hundred photos; the red of each is its number."""
+    for name in ("cat", "train"):  # a class may have this name
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for i in range(100):
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "set" / name / f"{i:03d}.png")
+    return tmp_path / "set"
+
+
+def test_a_folder_without_a_split_is_split_by_names_and_a_new_photo_moves_no_other(photos):
+    said = []
+    train, val, classes = read(photos, val_share=0.2, say=said.append)
+    assert classes == ["cat", "train"]
+    assert len(train[1]) + len(val[1]) == 200
+    assert 20 <= len(val[1]) <= 60
+    assert not {*colours(train)} & {*colours(val)}
+    assert f"--val-share 0.2 takes {len(train[1])} images for training" in said[0]
+    assert "2 classes: cat, train" in said[0]
+    copy = photos.rename(photos.with_name("moved"))
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(copy / "cat/000 new.png")
+    for cache in (photos.parent / "cache", None):
+        again = read(copy, val_share=0.2, cache_dir=cache)
+        assert {*colours(again[1])} - {(255, 0, 0, 0)} == {*colours(val)}
+    more = read(copy, val_share=0.5)
+    assert {*colours(val)} < {*colours(more[1])}, "a larger share keeps what was validated"
+
+
+def test_the_same_names_are_validated_on_every_machine():
+    names = ["/a.png", "/b.png", "/caf\u00e9.png", "/cafe\u0301.png", "/deep/a.png"]
+    chosen = [imagefolder.is_validated(name, 0.5) for name in names]
+    by_hand = [hashlib.sha256(name.encode()).digest()[0] < 128 for name in names]
+    assert chosen[:3] == by_hand[:3]
+    assert chosen[2] == chosen[3], "Macs write the other form"
+
+
+def as_split(folder, *names):
+    for name in names:
+        shutil.copytree(folder / "cat", folder / name / "cat")
+
+
+@pytest.mark.parametrize(("share", "change", "kind", "words"), [
+    (None, str, FileNotFoundError, "--val-share 0.2"),
+    (0.2, lambda f: as_split(f, "Test", "Val"), FileNotFoundError, "should hold train/<class>/"),
+    (0.2, lambda f: [as_split(f, "Valid"), shutil.rmtree(f / "train")], FileNotFoundError, "hold"),
+    (0.2, lambda f: (f / "val").mkdir(), imagefolder.WrongShare, "Leave the flag out"),
+    (0.2, lambda f: (f / "notes").mkdir(), ValueError, "no readable image of notes"),
+    (0.2, lambda f: shutil.rmtree(f / "cat"), ValueError, "one class"),
+    (1e-9, str, imagefolder.WrongShare, "200 for training and 0 for validation"),
+])
+def test_what_cannot_be_split_is_refused(photos, share, change, kind, words):
+    change(photos)
+    with pytest.raises(kind, match=words):
+        read(photos, val_share=share)
+
+
+def test_a_run_remembers_its_share_and_does_not_go_on_with_another(run, tmp_path):
+    folder = tmp_path / "photos"
+    shutil.copytree(f"{run.images}/train", folder)
+    line = ("--dataset", "imagefolder", "--data-dir", folder, "--resume", "auto", "--val-share")
+    code, _, err, _ = run(*line, 0.2, "--max-steps", 2)
+    assert code == 0, err
+    assert json.loads((run.folder / "model.json").read_text())["val_share"] == 0.2
+    code, _, err, _ = run(*line, 0.2 + 1e-9, "--max-steps", 3)  # it would split in the same way
+    assert code == 2
+    assert "val_share: 0.2 -> 0.200000001" in err
+    code, _, err, _ = run(*line, 0.2, "--max-steps", 3)
+    assert code == 0, err
 
 
 # --- The cache
@@ -269,16 +416,48 @@ def test_the_size_of_a_cache_is_said_first_and_what_does_not_fit_is_refused(fold
     assert {path.suffix for path in cache.iterdir()} == {".lock"}, "nothing that looks finished"
 
 
-@pytest.mark.parametrize(("kind", "content"), [
-    ("images", b"cut short"),
-    ("json", b"[]"),
-    ("json", json.dumps({"7": "", "70": ""}).encode()),
+def with_one_bit(path):
+    state = path.stat()
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def of_row_70(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unreadable": {"70": ""}}))
+
+
+@pytest.mark.parametrize(("kind", "damage"), [
+    ("images", lambda path: path.write_bytes(b"cut short")),
+    ("images", with_one_bit),
+    ("images", pipe),
+    ("json", lambda path: path.write_bytes(b"[]")),
+    ("json", lambda path: path.write_text("[" * 10**5)),
+    ("json", of_row_70),
+    ("json", pipe),
 ])
-def test_a_damaged_cache_is_built_again(folder, decoding, kind, content):
+def test_a_damaged_cache_is_built_again(folder, decoding, kind, damage):
     read(folder)
     for path in (folder.parent / "cache").glob(f"*.{kind}"):
-        path.write_bytes(content)
-    assert colours(read(folder)[0]) == EXPECTED and decoding == [20, 4] * 2
+        damage(path)
+    assert colours(read(folder)[0]) == EXPECTED
+    assert decoding == [20, 4] * 2
+
+
+def test_another_picture_of_the_same_size_and_time_is_decoded(folder, decoding):
+    path = folder / "train/cat/000.bmp"
+    Image.new("RGB", (8, 8), (50, 60, 70)).save(path)
+    read(folder)
+    state = path.stat()
+    Image.new("RGB", (8, 8), (51, 60, 70)).save(path)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert (51, 60, 70, 0) in colours(read(folder)[0])
 
 
 def test_batches_without_a_cache_are_the_same_and_leave_the_random_numbers_alone(folder):
