@@ -30,6 +30,7 @@ class Rerun:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
         self.run_step, self.record, self.net, self.about = run_step, record, net, about
         self.factor, self.last = 1.0, 0
+        self.trace = None  # of an error, until watch() has read it
 
     def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
@@ -59,12 +60,36 @@ class Rerun:
                         if is_bad(span) and not (mask and is_mask(span)):
                             return f"{name} is {bad_end(span)}"
         except Exception as error:
+            self.trace = error.__traceback__
+            if not isinstance(context, Locator):
+                self._forget_frames()
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
             return said(error)
         return ""
 
+    def _forget_frames(self):
+        """They hold all that the step has computed before it raised, its autograd graph too."""
+        traceback.clear_frames(self.trace)
+        self.trace = None
+
+    def _raised(self, where):
+        """What made a bad number among the variables of a step that raised; else where it did."""
+        frames = [frame for frame, _ in traceback.walk_tb(self.trace)]
+        variables = [v for frame in frames for v in frame.f_locals.values()]
+        inner = [frame.f_locals.get("self") for frame in reversed(frames)]
+        modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
+        module = next(filter(None, modules), "")
+        line = line_of(frames_in(traceback.format_tb(self.trace)))
+        raised = Report(op=type(self.error).__name__, module=module, line=line)
+        return where.blame(filter(torch.is_tensor, variables)) or raised
+
     def watch(self, fp32=False):
         """Run it with every operation watched: what is bad, and who made it."""
+        # Within a watched operation torch would import it, and that import keeps the frames that
+        # are under way for ever, with all that the step has computed.
+        from torch import _dynamo  # noqa: F401
+
         where = Locator(self.net)
         where.known.update({storage_of(t): name for name, t in self.record.named})
         self.locator = where
@@ -72,16 +97,11 @@ class Rerun:
             symptom = self(where, fp32)
         birth = None
         if isinstance(self.error, torch.OutOfMemoryError):
+            self._forget_frames()
             raise self.error
         if self.error:
-            line = line_of(frames_in(traceback.format_tb(self.error.__traceback__)))
-            frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
-            inner = [frame.f_locals.get("self") for frame in reversed(frames)]
-            modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
-            module = next(filter(None, modules), "")
-            raised = Report(op=type(self.error).__name__, module=module, line=line)
-            variables = [v for frame in frames for v in frame.f_locals.values()]
-            birth = where.failed or where.blame(filter(torch.is_tensor, variables)) or raised
+            birth = where.failed or self._raised(where)
+            self._forget_frames()
         elif symptom:
             if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
                 self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN

@@ -1,8 +1,10 @@
 """Plant a fault, and see the right operation, module and cause named."""
 
+import gc
 import math
 import random
 import struct
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -378,6 +380,30 @@ def test_the_step_in_fp32_uses_the_plain_mathematics_of_half_only_kernels():
         narrow = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(*narrow, one * 100, one, out_dtype=torch.bfloat16)
     assert torch.equal(out, a * 100) and out.dtype is torch.float32
+
+
+def test_the_examination_lets_go_of_all_that_a_step_has_computed_before_it_raised():
+    """What it kept would be stale when a CUDA graph is recorded next."""
+    kept = []
+
+    def run_step(batch, fp32):
+        out = net(batch[0])
+        kept.append(weakref.ref(out))
+        try:
+            {}["nothing"]
+        except KeyError:
+            return F.cross_entropy(out.flatten(1), torch.full((len(out),), 99))  # out of range
+
+    net = Net()
+    gc.collect()
+    gc.disable()
+    try:
+        report = autopsied(net, run_step=run_step)
+        assert report.verdict == "data" and len(kept) >= 1, report
+        assert not [ref for ref in kept if ref() is not None]
+        assert not [p for p in net.parameters() if p.grad is not None]
+    finally:
+        gc.enable()
 
 
 # --- Beside the operation
