@@ -1,9 +1,10 @@
 """
 All that only a GPU can tell, in three calls of at most 570 seconds:  bash run.sh gpu STAGE
 
-    accuracy       time to accuracy, the default run, what the precisions cost and keep
-    costs          guards, launches, memory, the watch, validation, optimizer, saves
-    correctness    does all of it run there, to its end, bit for bit where it says so?
+    accuracy       time to accuracy beside airbench94_muon; what each precision costs and keeps
+    costs          of the guards, with launches and memory of all models; of the watch, the
+                   optimizer, a save
+    correctness    bad samples, two ranks, a kill, the tests; whole runs; all models
 
     python bench/gpu.py accuracy --airbench cifar10-airbench --data-dir DIR
     python bench/gpu.py --device cpu --smoke       do its parts run? All three stages
@@ -31,11 +32,10 @@ from bench.kill_resume import children
 ROOT = record.ROOT
 LIMIT = 550  # seconds a stage; the rest of 570 is for Python's start and for the end of a part
 STAGES = {
-    "accuracy": ("time_to_accuracy", "whole", "precision_ladder", "speeds"),
-    "costs": ("guard_cost", "steps", "watch_cost", "validation", "optim_step", "save_stall",
-              "scan"),
-    "correctness": ("planted", "tests", "repeated", "ranks", "models"),
-}  # fmt: skip
+    "accuracy": ("time_to_accuracy", "precision_ladder"),
+    "costs": ("guard_cost", "steps", "watch_cost", "optim_step", "save_stall", "scan"),
+    "correctness": ("survival", "tests", "runs", "models"),
+}
 
 
 def command(part, args):
@@ -44,7 +44,7 @@ def command(part, args):
     program = [str(own)] if own.exists() else [str(ROOT / "bench" / "gpu_parts.py"), part]
     words = [sys.executable, *program, f"--device={args.device}", f"--results={args.results}"]
     words += ["--smoke"] if args.smoke else []
-    if part in ("whole", "time_to_accuracy") and args.data_dir:
+    if part in ("runs", "time_to_accuracy") and args.data_dir:
         words.append(f"--data-dir={args.data_dir.resolve()}")
     if part == "time_to_accuracy":
         return [*words, f"--airbench={args.airbench.resolve()}"] if args.airbench else None
@@ -101,12 +101,12 @@ def run(part, args, seconds):
     return code == 0
 
 
-def main():
+def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--airbench", type=Path, help="a clone of cifar10-airbench")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if unknown := set(args.stages) - set(STAGES):
         parser.error(f"{unknown} is none of {', '.join(STAGES)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then the parts end too

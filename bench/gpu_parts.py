@@ -29,9 +29,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train as program
 from bench import guard_cost, record
+from bench.kill_resume import Job, differences, draw_images, result
 from data import Dataset, batches, synthetic
 from extras.graphs import StepGraph
-from models import MODELS, wrap
+from models import MODELS
 
 ROOT = record.ROOT
 CLASSES = [str(k) for k in range(10)]
@@ -45,21 +46,40 @@ def nets(args):
 
 
 def train(args, *more, **flags):
-    """A row: what the end of a run of train.py says."""
+    """A row: the end of a run of train.py, its warnings, the seconds of its validations."""
     flags = {name.replace("_", "-"): value for name, value in flags.items()}
     few = {"batch-size": 8, "max-steps": 3} if args.smoke else {}
     flags = {"dataset": "synthetic", "device": args.device} | flags | few
-    end = record.train_run(flags, *more)[1]
-    return {key: end[key] for key in KEPT if key in end} | {"well": end.get("status") == "done"}
+    seconds, validate = [], program.validation.validate
+
+    def timed(run):
+        record.wait(run.device)
+        began = time.perf_counter()
+        warning = validate(run)
+        record.wait(run.device)
+        seconds.append(round(time.perf_counter() - began, 4))
+        return warning
+
+    with patch.object(program.validation, "validate", timed):
+        _, end, lines = record.train_run(flags, *more)
+    row = {key: end[key] for key in KEPT if key in end}
+    warnings = [line["text"] for line in lines if line.get("event") == "warning"]
+    well = end.get("status") == "done"
+    return row | {"warnings": warnings, "validations": seconds, "well": well}
 
 
 # --- Bad samples in the data
 
 EPOCH = 300  # steps
-# Step: what is wrong with one of its images. After a rejected step the next 50 are recorded, kernel
-# by kernel, and the graph is recorded anew at the fourth after them.
-FAULTS = {70: "wild", 75: "wild", 140: "label", 210: "units", 280: "pixel"}
-VERDICTS = {"wild": "divergence", "label": "data", "units": "precision", "pixel": "data"}
+# Step: what is wrong with one of its images, the verdict, a part of what has to be done. After a
+# rejected step the next 50 are recorded, kernel by kernel; the fourth after them is a graph again.
+FAULTS = {
+    70: ("wild", "divergence", "one step alone"),
+    75: ("wild", "divergence", "back to the weights"),
+    140: ("label", "data", "never drawn again"),
+    210: ("units", "precision", "kept in fp32"),
+    280: ("pixel", "data", "never drawn again"),
+}
 # Two more channels, 0 in all other images. A fault of 255 in the first is 85,000, more than fp16
 # holds ("units"). In the second it is 2.6e19, whose square fp32 does not hold ("pixel"), and a 1 is
 # 1e17: every number is finite, and the variance of a BatchNorm is not ("wild").
@@ -74,7 +94,7 @@ def spoiled(batch_size):
     stream = batches.TrainBatches(images[:count], labels[:count], batch_size=batch_size)
     again = torch.cat([stream.global_indices(EPOCH + k) for k in range(EPOCH)]).tolist()
     places = {}
-    for step, fault in FAULTS.items():
+    for step, (fault, *_) in FAULTS.items():
         drawn = stream.global_indices(step - 1).tolist()
         # Every tenth image is looked at before the first step. In the second epoch it comes late.
         bad = places[step] = max((i for i in drawn if i % 10), key=again.index)
@@ -101,47 +121,31 @@ def planted(args, precision, steps=2 * EPOCH, **flags):
         if graph.graph:
             replayed.add(graph.take.args[0].step)
 
-    flags |= {"device": args.device, "model": "cifarnet-tiny" if args.smoke else "cifarnet",
-              "precision": precision, "batch-size": batch_size, "max-steps": steps,
-              "ckpt-every": 50}  # fmt: skip
+    flags |= {"device": args.device, "model": nets(args)[0], "precision": precision,
+              "batch-size": batch_size, "max-steps": steps, "ckpt-every": 50}  # fmt: skip
     with (
         patch.object(program.prepare, "load", lambda *args, **options: data),
         patch.object(StepGraph, "__call__", watched),
     ):
         _, end, lines = record.train_run(flags)
-    events = [line for line in lines if line.get("event") in ("skip", "cure")]
-    in_graph = args.device == "cuda" and "RANK" not in os.environ  # one process has one
-    wrong = list(judged(precision, steps, places, events, replayed if in_graph else None))
-    if end.get("status") != "done":
-        wrong.append(f"ended with {end}")
-    return {"well": not wrong, "wrong": wrong, "replays": len(replayed), "places": places,
-            "events": events, "end": {key: end[key] for key in KEPT if key in end}}
-
-
-def judged(precision, steps, places, events, replayed):
-    """What is not as it should be: sentences. `replayed`: steps, or None where there is no graph"""
-    rejected = {event["step"] for event in events if event["event"] == "skip"}
-    cures = {event["of_step"]: event for event in events if event["event"] == "cure"}
-    for step, fault in FAULTS.items():
+    cures = {line["of_step"]: line for line in lines if line.get("event") == "cure"}
+    if args.device == "cpu" or "RANK" in os.environ:  # no graph: any step will do
+        replayed = {*FAULTS, *cures}
+    wrong = []
+    for step, (fault, verdict, action) in FAULTS.items():
         harmless = fault == "units" and precision != "fp16"
-        if step > steps or harmless:
-            continue
-        cure = cures.get(step, {"verdict": "missing", "samples": []})
-        if step not in rejected:
-            yield f"step {step} ({fault}) was not rejected"
-        if replayed is not None and step != 75 and step not in replayed:
-            yield f"step {step} ({fault}) was no replay"
-        if cure["verdict"] != VERDICTS[fault]:
-            yield f"step {step} ({fault}): the verdict is {cure['verdict']}"
-        if cure["verdict"] == "data" and cure["samples"] != [places[step]]:
-            yield f"step {step} ({fault}): samples {cure['samples']}, not {places[step]}"
-    if "back to the weights" not in cures.get(75, {}).get("action", ""):
-        yield "no turn back after step 75"
-    if precision == "fp16" and "kept in fp32" not in cures.get(210, {}).get("action", ""):
-        yield "no module was healed after step 210"
-    late = {step for step in rejected if step > EPOCH}
-    if steps > EPOCH and not (late if replayed is None else late & replayed):
-        yield "no step was rejected after the validation"
+        cure = cures.get(step, {"verdict": "none", "action": "none", "samples": []})
+        well = cure["verdict"] == verdict and action in cure["action"]
+        well &= verdict != "data" or cure["samples"] == [places[step]]
+        well &= step in replayed or step == 75  # which is recorded
+        if step <= steps and not well and not harmless:
+            wrong.append(f"step {step}, {fault}")
+    if steps > EPOCH and not any(step in replayed for step in cures if step > EPOCH):
+        wrong.append("no step was rejected in a replay after the validation")
+    if end.get("status") != "done":
+        wrong.append("the end")
+    return {"well": not wrong, "wrong": wrong, "replays": len(replayed), "places": places,
+            "cures": cures, "end": end}
 
 
 def one_of_two(args):
@@ -149,7 +153,7 @@ def one_of_two(args):
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         os.environ["LOCAL_RANK"] = "0"
         dist.init_process_group("gloo")
-    folder = Path(tempfile.gettempdir(), f"ranks-{os.getppid()}")
+    folder = Path(tempfile.gettempdir(), "run")  # the same on both
     row = planted(args, "bf16", 160, **{"out-dir": folder, "verify-every": 20})
     if os.environ["RANK"] == "0":
         print(json.dumps(row), flush=True)
@@ -158,68 +162,29 @@ def one_of_two(args):
 
 def two_ranks():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = [sys.executable, *launch, *sys.argv]
-    done = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                          stdout=subprocess.PIPE)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *launch, *sys.argv], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+        )  # fmt: skip
     if done.returncode:
         return {"well": False, "code": done.returncode}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# --- The same again
-
-def twice(args):
-    """One deterministic run, two times."""
-    rows = [train(args, "--deterministic", max_steps=40, precision="bf16") for _ in range(2)]
-    losses = [row["val_loss"] for row in rows if row["well"]]
-    return {"well": len(losses) == 2 and losses[0] == losses[1], "val_loss": losses}
-
-
-def command_line(args, folder, *more):
-    return [sys.executable, str(ROOT / "train.py"), f"--device={args.device}",
-            "--dataset=synthetic", "--batch-size=100", f"--out-dir={folder}", *more]
-
-
 def killed(args):
     """Killed with SIGKILL and resumed, beside the same run left alone: the same bits?"""
-    steps = 6 if args.smoke else 60
-    with tempfile.TemporaryDirectory() as folder:
-
-        def start(name, *more):
-            command = command_line(args, Path(folder, name), f"--max-steps={steps}",
-                                   "--deterministic", "--precision=bf16", "--ckpt-every=2", *more)
-            return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-        whole = start("whole").wait()
-        run = start("killed")
-        last = Path(folder, "killed", "last.pt")
-        while run.poll() is None and not last.exists():
-            time.sleep(0.05)
-        time.sleep(0.3)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        resumed = start("killed", "--resume=auto").wait()
-        a, b = (torch.load(Path(folder, name, "last.pt"), weights_only=True)["model"]
-                for name in ("whole", "killed"))
-    same = all(torch.equal(a[name], b[name]) for name in a)
-    return {"well": same and whole == resumed == 0, "codes": [whole, resumed], "same": same}
-
-
-def passes(args, name):
-    """Is the same pass the same bits, 200 times? That is what verify leans on."""
-    device, sums = torch.device(args.device), set()
-    torch.manual_seed(0)
-    model = wrap(MODELS[name][0](CLASSES, 32)).to(device)
-    images, labels = torch.randn(32, 3, 32, 32).to(device), torch.arange(32).to(device) % 10
-    for _ in range(3 if args.smoke else 200):
-        torch.manual_seed(1)
-        model.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss, _ = model(images, labels)
-        loss.backward()
-        grads = [p.grad.double().sum() for p in model.parameters() if p.grad is not None]
-        sums.add(torch.stack(grads).sum().item())
-    return {"well": True, "results": len(sums)}
+    with tempfile.TemporaryDirectory() as name:
+        images = draw_images(Path(name, "images"))
+        flags = ("--device", args.device, "--precision", "bf16", "--deterministic", "--batch-size",
+                 20, "--max-steps", 100, "--ckpt-every", 2, "--model", nets(args)[0])  # fmt: skip
+        whole, part = Path(name, "whole"), Path(name, "killed")
+        codes = Job(images, whole, *flags).end()
+        job = Job(images, part, *flags)
+        trains = job.until('"step": 3')
+        codes += [trains - 1, job.kill()[0] + signal.SIGKILL, *Job(images, part, *flags).end()]
+        wrong = ["codes"] if any(codes) else differences(result(whole), result(part))
+    return {"well": not wrong, "wrong": wrong, "codes": codes}
 
 
 # --- What it costs
@@ -275,31 +240,6 @@ def counted(step, device):
             "launches": sum(event.name.startswith(LAUNCHES) for event in events)}
 
 
-def validated(args, name, precision):
-    """Seconds of a validation of 2,000 images, after the first."""
-    seconds, validate = [], program.validation.validate
-
-    def timed(run):
-        record.wait(run.device)
-        began = time.perf_counter()
-        warning = validate(run)
-        record.wait(run.device)
-        seconds.append(time.perf_counter() - began)
-        return warning
-
-    with patch.object(program.validation, "validate", timed):
-        row = train(args, model=name, eval_precision=precision, epochs=4)
-    return row | {"validation": record.spread(seconds[1:] or seconds)}
-
-
-def start(args):
-    """Seconds of a run of two steps: almost all of it is the start."""
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command_line(args, folder, "--max-steps=2"), capture_output=True)
-    return {"well": done.returncode == 0, "seconds": time.perf_counter() - began}
-
-
 # --- The parts: name -> function that returns {name of a row: function that makes it}
 
 def tests(args):
@@ -315,73 +255,53 @@ def tests(args):
     return {path.stem: partial(passed, path) for path in files}
 
 
-def planted_faults(args):
-    return {precision: partial(planted, args, precision) for precision in ("bf16", "fp16")}
-
-
-def ranks(args):
-    return {"two ranks": two_ranks}
-
-
-def repeated(args):
-    rows = {f"the same pass, {name}": partial(passes, args, name) for name in nets(args)}
-    return {"killed and resumed": partial(killed, args), "twice": partial(twice, args), **rows}
+def survival(args):
+    rows = {precision: partial(planted, args, precision) for precision in ("bf16", "fp16")}
+    return rows | {"two ranks": two_ranks, "killed and resumed": partial(killed, args)}
 
 
 def models(args):
     """Every model for 25 steps: CUDA graph, verified twice."""
-    return {
-        f"{name}, {precision}": partial(train, args, model=name, precision=precision, max_steps=25,
-                                        verify_every=10)
-        for name, precision in itertools.product(nets(args), ("bf16", "fp16", "O2"))
-    }  # fmt: skip
-
-
-def whole(args):
-    """The default run, to its end."""
-    dataset = "cifar10" if args.data_dir else "synthetic"
-    return {dataset: partial(train, args, data_dir=args.data_dir, dataset=dataset)}
+    row = partial(train, args, max_steps=25, verify_every=10)
+    return {f"{name}, {precision}": partial(row, model=name, precision=precision)
+            for name, precision in itertools.product(nets(args), ("bf16", "fp16", "O2"))}
 
 
 def steps(args):
     return {name: partial(step_of, args, name) for name in nets(args)}
 
 
-def validation(args):
-    names = ("cifarnet-tiny",) if args.smoke else ("cifarnet", "vit")
-    return {f"{name}, evaluated in {precision}": partial(validated, args, name, precision)
-            for name, precision in itertools.product(names, ("fp32", "same"))}  # fmt: skip
-
-
-def speeds(args):
-    """fp16 beside bf16, large batches, compiled in the graph."""
-    row = partial(train, args, max_steps=150, ckpt_every=150)
+def runs(args):
+    """The default run; fp16 beside bf16, large batches, compiled in the graph."""
+    few = partial(train, args, max_steps=150, ckpt_every=150)
     names = ("cifarnet-tiny",) if args.smoke else ("cifarnet", "resnet50", "vit")
-    rows = {f"{name}, {precision}": partial(row, model=name, precision=precision)
-            for name, precision in itertools.product(names, ("bf16", "fp16"))}  # fmt: skip
+    dataset = "cifar10" if args.data_dir else "synthetic"
+    rows = {f"whole, evaluated in {precision}":
+            partial(train, args, data_dir=args.data_dir, dataset=dataset, eval_precision=precision)
+            for precision in ("fp32", "same")}  # fmt: skip
+    for name, precision in itertools.product(names, ("bf16", "fp16")):
+        rows[f"{name}, {precision}"] = partial(few, model=name, precision=precision)
     for batch, graph in itertools.product((64, 1000, 2000), ("--cuda-graph", "--no-cuda-graph")):
-        rows[f"batch {batch}, {graph}"] = partial(row, graph, model=names[0], batch_size=batch)
+        rows[f"batch {batch}, {graph}"] = partial(few, graph, model=names[0], batch_size=batch)
     if not args.smoke:  # minutes on a CPU
-        rows["compiled, in the graph"] = partial(row, "--compile", "--cuda-graph")
-    return rows | {"start": partial(start, args)}
+        rows["compiled, in the graph"] = partial(few, "--compile", "--cuda-graph")
+    return rows
 
 
-PARTS = {"tests": tests, "planted": planted_faults, "ranks": ranks, "repeated": repeated,
-         "models": models, "whole": whole, "steps": steps, "validation": validation,
-         "speeds": speeds}  # fmt: skip
+PARTS = {"survival": survival, "tests": tests, "runs": runs, "models": models, "steps": steps}
 
 
-def main():
+def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10")
-    args = parser.parse_args()
-    if args.smoke:
+    args = parser.parse_args(argv)
+    if args.smoke:  # drawing 22,000 images takes seconds
         synthetic.load = functools.cache(partial(synthetic.load, 200, 100))
     if "RANK" in os.environ:
         one_of_two(args)
-    head = record.begin(record.header(f"gpu_{args.part}", args), args)
-    rows = head.setdefault("rows", {})
+    head = record.begin(f"gpu_{args.part}", args, "rows")
+    rows = head["rows"]
     for name, make in PARTS[args.part](args).items():
         if rows.get(name, {}).get("well"):  # an earlier process has it
             continue

@@ -335,9 +335,7 @@ def main(argv=None):
         parser.error(f"--only: {unknown} not in {', '.join(works)}, ranks, growth")
 
     args.seconds = seconds
-    head = record.begin(record.header("guard_cost", args), args)
-    for key in ("ratios", "growth", "milliseconds"):
-        head.setdefault(key, {})
+    head = record.begin("guard_cost", args, "ratios", "growth", "milliseconds")
     print(f"{head['hardware']}, torch {head['torch']}; ratios to the bare loop")
     names = [*TRIO, OWN, *SLOW]
     names += ["bare, CUDA graph", "ours, CUDA graph"] if args.graph else []

@@ -122,9 +122,7 @@ def main():
     args = parser.parse_args()
     device = torch.device(args.device)
     rounds = 3 if args.smoke else args.rounds
-    head = record.begin(record.header("optim_step", args), args)
-    for key in ("milliseconds", "ratios"):
-        head.setdefault(key, {})
+    head = record.begin("optim_step", args, "milliseconds", "ratios")
     print(f"{head['hardware']}, torch {torch.__version__}, n {rounds}; ms, median")
     for name, shapes in workloads(args.smoke).items():
         if name in head["ratios"]:  # an earlier process has it

@@ -69,8 +69,7 @@ def main(argv=None):
                  "batch-size": 50 if args.smoke else None}  # fmt: skip
         return record.train_run(flags, *RUNGS[rung])[1]
 
-    head = record.begin(record.header("precision_ladder", args), args)
-    head |= {"n": args.seeds, "rungs": {}}
+    head = record.begin("precision_ladder", args, n=args.seeds) | {"rungs": {}}
     notes = {rung: f"left out: {why}" for rung in RUNGS if (why := left_out(rung, caps))}
     for rung in [rung for rung in RUNGS if rung not in notes]:  # the warm-up
         first = run(rung, 2, 0)

@@ -164,16 +164,18 @@ def raw_file(record: dict[str, Any], args: argparse.Namespace) -> Path:
     return args.results / f"{record['bench']}-{args.device}.json"
 
 
-def begin(head: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """`head`; or the raw file of the same measurement, as far as it came before it was cut short.
+def begin(bench: str, args: argparse.Namespace, *tables: str, **more: Any) -> dict[str, Any]:
+    """A raw file's head, with empty `tables`; or the raw file of the same measurement, as far as it
+    came before it was cut short.
 
-    The same: code, arguments, machine and versions. A raw file that is complete is made anew.
+    The same: code, arguments, machine, versions and `more`. A complete one is made anew.
     """
+    head = header(bench, args) | more
     path = raw_file(head, args)
     before = json.loads(path.read_text()) if path.exists() and not args.smoke else {}
     same = all(before.get(key) == head[key] for key in head.keys() - {"time", "commit"})
     if not (same and before.pop("unfinished", False)):
-        return head
+        return head | {table: {} for table in tables}
     print(f"{path}: goes on where it was cut short")
     return before
 

@@ -54,7 +54,7 @@ def main():
         ended = time.perf_counter()
         return ended - began, ended - stalled
 
-    head = record.begin(record.header("save_stall", args), args)
+    head = record.begin("save_stall", args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoint.Checkpoints(folder)

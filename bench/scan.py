@@ -70,9 +70,7 @@ def main():
     parser = record.arguments(__doc__)
     args = parser.parse_args()
     rounds = 2 if args.smoke else 5 if args.device == "cuda" else 9
-    head = record.begin(record.header("scan", args), args)
-    for key in ("speedup", "kept_bytes", "samples"):
-        head.setdefault(key, {})
+    head = record.begin("scan", args, "speedup", "kept_bytes", "samples")
     print(f"batch {BATCH}, {CHANNELS} channels, {head['hardware']}, n = {rounds}")
     for length, d_state in [(64, 1)] if args.smoke else SPEED:
         name = f"L {length}, d_state {d_state}"

@@ -251,9 +251,8 @@ def main(argv=None):
         full, args.seeds, args.flags = few, 1, f"--batch-size={batch_size} {args.flags}"
     flags = [f"--device={device.type}", f"--precision={policy.name}", *shlex.split(args.flags)]
     flags.append(f"--epochs={args.epochs or MODELS['cifarnet'][1]['epochs']}")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    head = record.header("time_to_accuracy", args) | {"precision": policy.name}
-    head = record.begin(head | {"peer": {"file": path.name, "sha256": digest}}, args)
+    of_peer = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    head = record.begin("time_to_accuracy", args, precision=policy.name, peer=of_peer)
     curves = head.setdefault("curves", {"ours": [], path.stem: []})
     left = [(seed, name) for seed in range(args.seeds) for name in list(curves)[:: (-1) ** seed]
             if len(curves[name]) <= seed]  # fmt: skip

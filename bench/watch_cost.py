@@ -75,7 +75,7 @@ def main():
     args = parser.parse_args()
     turns, count, batch = (1, 6, 2) if args.smoke else (TURNS[args.device], 20, 16)
     name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
-    head = record.begin(record.header(name, args), args)
+    head = record.begin(name, args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
         script = SCRIPT.replace("MODEL", MODELS[args.model]).replace("CLOCK", args.clock)
