@@ -58,6 +58,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     caps, cuda = capabilities(args.device), args.device == "cuda"
     args.steps = 2 if args.smoke else args.steps or (125 if cuda else 15)
+    if args.smoke:
+        record.draw_few()
     args.seeds = 1 if args.smoke else args.seeds or (3 if cuda else 2)
 
     def run(rung, steps, seed):

@@ -131,6 +131,13 @@ def in_turns(
     return rounds
 
 
+def draw_few() -> None:
+    """For --smoke: drawing 22,000 images and validating on 2,000 takes seconds."""
+    from data import synthetic
+
+    synthetic.load = functools.cache(functools.partial(synthetic.load, 200, 100))
+
+
 def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]:
     """train.py in this process: exit code, its last line, the lines of metrics.jsonl.
 

@@ -1,6 +1,7 @@
 """bench/time_to_accuracy.py, with a stand-in for the peer: a file of its form, learning nothing."""
 
 import json
+import time
 from math import isnan, nan
 
 import pytest
@@ -88,6 +89,59 @@ def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_fo
     assert raw["ratio"]["n"] == 2 and raw["goals"]["tta"]["goal"] == 25
     # The stand-in learns nothing, so it is as good after its first epoch as after its last.
     assert raw["goals"]["plain"]["first"]["airbench94_muon"] == [1, 1.5]
+
+
+def shortest(peer, image_folder, folder, *more):
+    """The options of a bench of a few steps."""
+    return ["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
+            "--results", str(folder), "--epochs", "1", "--flags",
+            "--model cifarnet-tiny --batch-size 50 --precision fp32", *more]
+
+
+def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder, tmp_path,
+                                                             monkeypatch):
+    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
+    options = shortest(peer, image_folder, tmp_path, "--seeds", "2")
+    run, seeds = bench.run_peer, []
+
+    def stopped(*args):
+        seeds.append(args[-1])
+        if len(seeds) == limit:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(bench, "run_peer", stopped)
+    limit = 3  # the warm-up, then seed 0; seed 1 is the peer's turn first
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(options)
+    path = tmp_path / "time_to_accuracy-cpu.json"
+    cut = json.loads(path.read_text())
+    assert cut["unfinished"]
+    assert {name: len(curve) for name, curve in cut["curves"].items()} == {
+        "ours": 1, "airbench94_muon": 1}
+    assert cut["ratio"]["n"] == 1  # a figure of its own
+    limit = 0
+    seeds.clear()
+    bench.main(options)
+    whole = json.loads(path.read_text())
+    assert seeds == [0, 1]  # the warm-up, and what was missing
+    assert whole["curves"]["ours"][0] == cut["curves"]["ours"][0]
+    assert whole["ratio"]["n"] == 2
+    assert "unfinished" not in whole
+
+
+def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder, tmp_path,
+                                                            monkeypatch):
+    """A device that needs another half second at each epoch's end, as a GPU may."""
+    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.record, "wait", lambda device: time.sleep(0.5))
+    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "1", "--epochs", "2"))
+    raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
+    first, last = raw["curves"]["ours"][0]
+    assert first[1] > 0.5
+    assert last[1] > 1.0
 
 
 def test_the_goal_is_met_where_the_mean_of_the_seeds_reaches_it(capsys):
