@@ -1,7 +1,7 @@
 """bench/time_to_accuracy.py, with a stand-in for the peer: a file of its form, learning nothing."""
 
 import json
-import time
+import types
 from math import isnan, nan
 
 import pytest
@@ -133,15 +133,21 @@ def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder
 
 def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder, tmp_path,
                                                             monkeypatch):
-    """A device that needs another half second at each epoch's end, as a GPU may."""
+    """A device that needs another thousand seconds whenever it is waited for."""
+    waits = []
+
+    def now():
+        return 1000.0 * len(waits)
+
     monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.record, "wait", lambda device: time.sleep(0.5))
+    monkeypatch.setattr(bench.record, "wait", waits.append)
+    monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=now))
     bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "1", "--epochs", "2"))
     raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
     first, last = raw["curves"]["ours"][0]
-    assert first[1] > 0.5
-    assert last[1] > 1.0
+    assert 1000 < first[1] < 2000  # the wait at the end of its epoch, and its steps
+    assert 2000 < last[1] < 3000
 
 
 def test_the_goal_is_met_where_the_mean_of_the_seeds_reaches_it(capsys):
