@@ -47,6 +47,7 @@ def command(part, args):
     if part in ("runs", "time_to_accuracy") and args.data_dir:
         words.append(f"--data-dir={args.data_dir.resolve()}")
     if part == "time_to_accuracy":
+        words.append("--seeds=5")
         return [*words, f"--airbench={args.airbench.resolve()}"] if args.airbench else None
     return words
 

@@ -36,8 +36,6 @@ from models import MODELS
 ROOT = record.ROOT
 CLASSES = [str(k) for k in range(10)]
 NETS = ("cifarnet", "resnet18", "vit", "swin", "swin-v2", "vmamba", "dit", "slat_vae", "vlm")
-KEPT = ("status", "precision", "steps", "skipped", "healed", "val_acc1", "val_loss", "seconds",
-        "images_per_second", "peak_memory_mb", "refused")  # fmt: skip
 
 
 def nets(args):
@@ -61,10 +59,9 @@ def train(args, *more, **flags):
 
     with patch.object(program.validation, "validate", timed):
         _, end, lines = record.train_run(flags, *more)
-    row = {key: end[key] for key in KEPT if key in end}
     warnings = [line["text"] for line in lines if line.get("event") == "warning"]
     well = end.get("status") == "done"
-    return row | {"warnings": warnings, "validations": seconds, "well": well}
+    return end | {"warnings": warnings, "validations": seconds, "well": well}
 
 
 # --- Bad samples in the data
@@ -197,28 +194,24 @@ def step_of(args, name):
     device, row, steps = torch.device(args.device), {}, {}
     shape = (8 if args.smoke else 256, 3, 32, 32)
     makers = guard_cost.contestants(partial(MODELS[name][0], CLASSES, 32), shape, device)
-    cuda = device.type == "cuda"
-    for way in [way for way in WAYS if cuda or "graph" not in way]:
-        gc.collect()
-        before = memory(cuda)
+    for way in [way for way in WAYS if device.type == "cuda" or "graph" not in way]:
+        torch.cuda.empty_cache()
+        before = memory()
         steps[way] = guard_cost.warm(makers[way])
-        row |= {f"{way}: {kind}, MB": round(after - before[kind], 1)
-                for kind, after in memory(cuda).items()}  # fmt: skip
-        row |= {f"{way}: {kind}": count for kind, count in counted(steps[way], device).items()}
-    rounds = record.in_turns(steps, device, lambda done: done < (1 if args.smoke else 5),
-                             1 if args.smoke else 20)  # fmt: skip
+        for kind, megabytes in memory().items():
+            row[f"{way}: {kind}, MB"] = round(megabytes - before[kind], 1)
+        for kind, count in counted(steps[way], device).items():
+            row[f"{way}: {kind}"] = count
+    rounds, block = (1, 1) if args.smoke else (5, 20)
+    rows = record.in_turns(steps, device, lambda done: done < rounds, block)
     for way in steps:
-        row[f"{way}: ms"] = round(record.spread([turn[way] for turn in rounds])["median"], 3)
+        row[f"{way}: ms"] = round(record.spread([turn[way] for turn in rows])["median"], 3)
     return row | {"well": True}
 
 
-def memory(cuda):
-    """What tensors hold, and what was taken from the GPU: a graph's own memory too."""
-    if not cuda:
-        return {}
-    held = torch.cuda.memory_allocated()
-    taken = torch.cuda.memory_reserved()
-    torch.cuda.empty_cache()
+def memory():
+    """What tensors hold, and what was taken from the GPU for a step and for a graph."""
+    held, taken = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return {"held": held / 2**20, "taken": taken / 2**20}
 
 
@@ -304,6 +297,9 @@ def main(argv=None):
     for name, make in PARTS[args.part](args).items():
         if rows.get(name, {}).get("well"):  # an earlier process has it
             continue
+        gc.collect()  # what the row before has left in reference cycles is not this one's memory
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         try:
             rows[name] = make()
         except Exception as error:  # the other rows are worth as much

@@ -13,6 +13,7 @@ import io
 import json
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,9 @@ def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" if files were changed since, but for raw files."""
+    """HEAD, with "-dirty" if files were changed since, but for raw files; "" without git."""
+    if not shutil.which("git"):
+        return ""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)

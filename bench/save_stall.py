@@ -31,7 +31,8 @@ def main():
     args = record.arguments(__doc__).parse_args()
     device, cuda = args.device, args.device == "cuda"
     count, steps = (2, 2) if args.smoke else (8, 195) if cuda else (12, 10)
-    x = torch.randn(8 if args.smoke else 256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    x = torch.randn(8 if args.smoke else 256, 3, 32, 32, device=device)
+    x = x.to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, x.shape[:1], device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
     optimizer = optim.ClippedAdamW(optim.param_groups(net))

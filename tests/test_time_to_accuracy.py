@@ -54,7 +54,9 @@ def main(run, model):
 
 
 @pytest.fixture
-def peer(tmp_path):
+def peer(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "airbench" / "airbench94_muon.py"
     path.parent.mkdir(parents=True)
     path.write_text(PEER)
@@ -73,13 +75,15 @@ def test_the_augmented_views_have_the_peers_weights():
     assert bench.tta_accuracy(net, [(images, labels)]) == 100
 
 
-def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_folder, tmp_path,
-                                                                  monkeypatch):
-    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
-    monkeypatch.chdir(tmp_path)
-    bench.main(["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--seeds", "2",
-                "--device", "cpu", "--results", str(tmp_path), "--epochs", "1.5", "--flags",
-                "--model cifarnet-tiny --batch-size 40 --precision fp32"])
+def shortest(peer, image_folder, folder, *more):
+    """The options of a bench of a few steps."""
+    return ["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
+            "--results", str(folder), "--epochs", "1", "--flags",
+            "--model cifarnet-tiny --batch-size 50 --precision fp32", *more]
+
+
+def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_folder, tmp_path):
+    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "2", "--epochs", "1.5"))
     raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
     theirs = raw["curves"]["airbench94_muon"]
     assert [[row[:2] for row in curve] for curve in theirs] == [[[1, 1.5], [2, 4.0]]] * 2
@@ -91,17 +95,8 @@ def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_fo
     assert raw["goals"]["plain"]["first"]["airbench94_muon"] == [1, 1.5]
 
 
-def shortest(peer, image_folder, folder, *more):
-    """The options of a bench of a few steps."""
-    return ["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
-            "--results", str(folder), "--epochs", "1", "--flags",
-            "--model cifarnet-tiny --batch-size 50 --precision fp32", *more]
-
-
 def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder, tmp_path,
                                                              monkeypatch):
-    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
-    monkeypatch.chdir(tmp_path)
     options = shortest(peer, image_folder, tmp_path, "--seeds", "2")
     run, seeds = bench.run_peer, []
 
@@ -139,8 +134,6 @@ def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder,
     def now():
         return 1000.0 * len(waits)
 
-    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench.record, "wait", waits.append)
     monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=now))
     bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "1", "--epochs", "2"))
