@@ -185,7 +185,7 @@ def killed(args):
 
 # --- What it costs
 
-WAYS = ("bare", "ours", guard_cost.STOCK, "bare, CUDA graph", "ours, CUDA graph")
+WAYS = ("bare", "ours", guard_cost.OWN, guard_cost.STOCK, "bare, CUDA graph", "ours, CUDA graph")
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset", "cudaGraphLaunch")
 
 
