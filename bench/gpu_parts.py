@@ -195,11 +195,12 @@ def step_of(args, name):
     shape = (8 if args.smoke else 256, 3, 32, 32)
     makers = guard_cost.contestants(partial(MODELS[name][0], CLASSES, 32), shape, device)
     for way in [way for way in WAYS if device.type == "cuda" or "graph" not in way]:
+        gc.collect()
         torch.cuda.empty_cache()
         before = memory()
         steps[way] = guard_cost.warm(makers[way])
         for kind, megabytes in memory().items():
-            row[f"{way}: {kind}, MB"] = round(megabytes - before[kind], 1)
+            row[f"{way}: {kind}, MB"] = round(megabytes - before[kind], 3)
         for kind, count in counted(steps[way], device).items():
             row[f"{way}: {kind}"] = count
     rounds, block = (1, 1) if args.smoke else (5, 20)
@@ -211,6 +212,7 @@ def step_of(args, name):
 
 def memory():
     """What tensors hold, and what was taken from the GPU for a step and for a graph."""
+    gc.collect()
     held, taken = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return {"held": held / 2**20, "taken": taken / 2**20}
 
