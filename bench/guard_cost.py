@@ -44,8 +44,7 @@ from amp_policy import LossScaler, capabilities, choose_policy
 from bench import record
 from extras.graphs import StepGraph
 from guards import Guard
-from models import MODELS
-from models.classifier import Classifier
+from models import MODELS, wrap
 from optim import ClippedAdamW, param_groups
 from ranks import agreed, parallel
 from record import Run
@@ -86,6 +85,31 @@ class Chain(nn.Module):
         return x[:, : len(NAMES)]
 
 
+def workloads(kind, smoke):
+    """Title -> function that builds the network, shape of a batch."""
+    works = {}
+    for name, batch, size in WORKLOADS[kind]:
+        title = f"{name}, batch {batch}" + (f", {size} px" if size != 32 else "")
+        shape = (4 if smoke else batch, 3, size, size)
+        works[title] = partial(MODELS[name][0], NAMES, size), shape
+    works["1,600 tensors, batch 64"] = partial(Chain, 64, 4 if smoke else 400), (64, 64)
+    return works
+
+
+def growth(kind, smoke):
+    """The same for chains that grow."""
+    works = {}
+    for millions, depth in GROWTH:
+        if millions > 100 and kind == "cpu" and not smoke:
+            print(f"\n{millions} million parameters: left out, they would take 12 GB on a CPU")
+            continue
+        depth = min(depth, 25) if smoke else depth
+        width = max(16, math.isqrt(int(millions * (1e4 if smoke else 1e6) / depth)))
+        title = f"{millions} million parameters in {4 * depth:,} tensors"
+        works[title] = partial(Chain, width, depth), (8, width)
+    return works
+
+
 def watch_under_and_overflow(net):
     """The way of transformers' DebugUnderflowOverflow: a forward hook on every module takes the
     smallest and largest magnitude of weights, inputs and outputs to the host."""
@@ -106,110 +130,125 @@ def all_finite(params):
     return not any(p.grad.isnan().any() for p in params)
 
 
-def contestants(build, shape, device):
-    """Name -> function that copies the network and returns one training step.
+class Work:
+    """A network, of which each contestant takes a copy, and the batches that they all take.
 
     `build` makes the network, `shape` is that of a batch.
     """
-    torch.manual_seed(0)
-    original = build().to(device, memory_format=torch.channels_last)
-    with torch.no_grad():
-        classes = original.eval()(torch.zeros(2, *shape[1:], device=device)).shape[-1]
-    original.train()
-    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-    batches = []
-    for _ in range(4):
-        x = torch.randn(shape, device=device).to(memory_format=layout)
-        batches.append((x, torch.randint(0, classes, shape[:1], device=device)))
-    autocast = partial(torch.autocast, device.type, torch.bfloat16)
 
-    def copied():
-        model = Classifier(copy.deepcopy(original))
-        return model, parallel(model, device)
+    def __init__(self, build, shape, device):
+        torch.manual_seed(0)
+        self.device = device
+        self.net = build().to(device, memory_format=torch.channels_last)
+        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        self.batches = []
+        for _ in range(4):
+            images = torch.randn(shape, device=device).to(memory_format=layout)
+            labels = torch.randint(0, len(NAMES), shape[:1], device=device)
+            self.batches.append((images, labels))
 
-    def stock(check=None, clip=False, anomaly=False, hooks=False, graph=False):
-        """The usual loop; `check`: called with the parameters after backward, False = skip."""
-        model, forward = copied()
-        own = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True, capturable=graph)
-        scaler = torch.amp.GradScaler(device.type, enabled=False)  # as the recipe is in bf16
-        count = itertools.count()
-        if hooks:
-            watch_under_and_overflow(model.net)
+    def copied(self):
+        """A copy with its loss, and the same in DistributedDataParallel where there are ranks."""
+        model = wrap(copy.deepcopy(self.net))
+        return model, parallel(model, self.device)
 
-        def take(images, labels):
-            with torch.autograd.detect_anomaly() if anomaly else contextlib.nullcontext():
-                with autocast():
-                    loss, _ = forward(images, labels)
-                scaler.scale(loss).backward()
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(own, 1.0)
-            if check is None or check(own):
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16)
 
-        step = StepGraph(take, warm_up=2) if graph else take
-        return lambda: step(*batches[next(count) % 4])
-
-    def guarded():
-        """The usual loop with the lines of guards.py, as README shows them."""
-        model, _ = copied()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        guard = Guard(model, num_classes=classes)
-        count = itertools.count()
-
-        def step():
-            x, y = batches[next(count) % 4]
-            guard.open()
-            y = guard.see_batch(x, y)
-            with autocast():
-                loss, _ = model(x, y)
-            guard.see_loss(loss)
-            loss.backward()
-            guard.step(optimizer)
-            optimizer.zero_grad()
-            guard.verdict()
-
-        return step
-
-    def ours(graph=False):
-        """train.py's step."""
-        model, forward = copied()
-        net = model.net
-        run = Run(
-            net=net, model=model, ddp=forward, compiled=forward, device=device, accum=1,
-            world_size=dist.get_world_size() if dist.is_initialized() else 1,
-            policy=choose_policy("bf16", capabilities(device), trial=None, stopwatch=None),
-            scaler=LossScaler(device.type, enabled=False),
-            guard=Guard(net, num_classes=classes, ignore_index=None),
-            optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
-        )  # fmt: skip
-        take = partial(train_step, run)
+    def fed(self, take, graph=False):
+        """A step without arguments: take(images, labels) with the next batch."""
         take = StepGraph(take, warm_up=2) if graph else take
-        count = itertools.count()
+        turns = itertools.cycle(self.batches)
+        return lambda: take(*next(turns))
 
-        def step():
-            run.guard.open()
-            take(*batches[next(count) % 4])
-            verdict = run.guard.verdict()
-            if verdict and not verdict.accepted:
-                raise FloatingPointError(f"a rejected step takes another time: {verdict}")
 
-        return step
+def stock(work, check=None, clip=False, anomaly=False, hooks=False, graph=False):
+    """The usual loop; `check`: called with the parameters after backward, False = skip."""
+    model, forward = work.copied()
+    own = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True, capturable=graph)
+    scaler = torch.amp.GradScaler(work.device.type, enabled=False)  # as the recipe is in bf16
+    watched = torch.autograd.detect_anomaly if anomaly else contextlib.nullcontext
+    if hooks:
+        watch_under_and_overflow(model.net)
 
-    return {
-        "bare": stock,
-        "ours": ours,
-        OWN: guarded,
-        STOCK: partial(stock, clip=True),
-        "isnan().any() a parameter": partial(stock, all_finite),
-        "detect_anomaly": partial(stock, anomaly=True),
-        "underflow/overflow hooks": partial(stock, hooks=True),
-        "bare, CUDA graph": partial(stock, graph=True),
-        "ours, CUDA graph": partial(ours, graph=True),
-    }
+    def take(images, labels):
+        with watched():
+            with work.autocast():
+                loss, _ = forward(images, labels)
+            scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(own, 1.0)
+        if check is None or check(own):
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return work.fed(take, graph)
+
+
+def guarded(work):
+    """The usual loop with the lines of guards.py, as README shows them."""
+    model, _ = work.copied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    guard = Guard(model, num_classes=len(NAMES))
+
+    def take(images, labels):
+        guard.open()
+        labels = guard.see_batch(images, labels)
+        with work.autocast():
+            loss, _ = model(images, labels)
+        guard.see_loss(loss)
+        loss.backward()
+        guard.step(optimizer)
+        optimizer.zero_grad()
+        guard.verdict()
+
+    return work.fed(take)
+
+
+def ours(work, graph=False):
+    """train.py's step."""
+    model, forward = work.copied()
+    net = getattr(model, "net", model)  # some networks have their loss in themselves
+    run = Run(
+        net=net, model=model, ddp=forward, compiled=forward, device=work.device, accum=1,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        policy=choose_policy("bf16", capabilities(work.device), trial=None, stopwatch=None),
+        scaler=LossScaler(work.device.type, enabled=False),
+        guard=Guard(net, num_classes=len(NAMES), ignore_index=None),
+        optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
+    )  # fmt: skip
+    take = work.fed(partial(train_step, run), graph)
+
+    def step():
+        run.guard.open()
+        take()
+        verdict = run.guard.verdict()
+        if verdict and not verdict.accepted:
+            raise FloatingPointError(f"a rejected step takes another time: {verdict}")
+
+    return step
+
+
+CONTESTANTS = {  # name: function of a Work that returns one training step
+    "bare": stock,
+    "ours": ours,
+    OWN: guarded,
+    STOCK: partial(stock, clip=True),
+    "isnan().any() a parameter": partial(stock, check=all_finite),
+    "detect_anomaly": partial(stock, anomaly=True),
+    "underflow/overflow hooks": partial(stock, hooks=True),
+    "bare, CUDA graph": partial(stock, graph=True),
+    "ours, CUDA graph": partial(ours, graph=True),
+}
+
+
+def contestants(build, shape, device):
+    """Name -> function that copies the network and returns one training step."""
+    work = Work(build, shape, device)
+    return {name: partial(make, work) for name, make in CONTESTANTS.items()}
 
 
 def warm(make):
@@ -248,11 +287,18 @@ def table(title, rounds, head, key="ratios"):
               f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else ""))
 
 
-def compare(work, device, names, seconds, least, head, key="ratios"):
-    title, build, shape = work
+def alone(build, shape, device, names, seconds, least):
+    """The rounds of one workload."""
     makers = contestants(build, shape, device)
     steps = {name: warm(makers[name]) for name in names}
-    table(title, measure(steps, device, seconds, least), head, key)
+    return measure(steps, device, seconds, least)
+
+
+def on_two_ranks(kind, batch, seconds, least):
+    """The rounds of rank 0, in two processes that take the same turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(one_of_two, (folder, kind, batch, seconds, least), nprocs=2)
+        return json.loads(Path(folder, "rounds.json").read_text())
 
 
 def one_of_two(rank, folder, kind, batch, seconds, least):
@@ -264,9 +310,7 @@ def one_of_two(rank, folder, kind, batch, seconds, least):
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=2)
     build = partial(MODELS["cifarnet"][0], NAMES, 32)
-    makers = contestants(build, (batch, 3, 32, 32), device)
-    steps = {name: warm(makers[name]) for name in TRIO}
-    rounds = measure(steps, device, seconds, least)
+    rounds = alone(build, (batch, 3, 32, 32), device, TRIO, seconds, least)
     if rank == 0:
         Path(folder, "rounds.json").write_text(json.dumps(rounds))
     dist.barrier()
@@ -285,43 +329,34 @@ def main(argv=None):
     device, smoke = torch.device(args.device), args.smoke
     seconds = 0.0 if smoke else args.seconds or (3.0 if device.type == "cuda" else 35.0)
     least = 2 if smoke else 5
-    works = []  # title, function that builds the network, shape of a batch
-    for name, batch, size in WORKLOADS[device.type]:
-        title = f"{name}, batch {batch}" + (f", {size} px" if size != 32 else "")
-        shape = (4 if smoke else batch, 3, size, size)
-        works.append((title, partial(MODELS[name][0], NAMES, size), shape))
-    works.append(("1,600 tensors, batch 64", partial(Chain, 64, 4 if smoke else 400), (64, 64)))
-    titles = [title for title, *_ in works]
-    chosen = args.only or [*titles, "ranks", "growth"]
-    if unknown := set(chosen) - {*titles, "ranks", "growth"}:
-        parser.error(f"--only: {unknown} not in {', '.join(titles)}, ranks, growth")
+    works = workloads(device.type, smoke)
+    chosen = args.only or [*works, "ranks", "growth"]
+    if unknown := set(chosen) - {*works, "ranks", "growth"}:
+        parser.error(f"--only: {unknown} not in {', '.join(works)}, ranks, growth")
 
     args.seconds = seconds
-    head = record.header("guard_cost", args)
-    head |= {"ratios": {}, "growth": {}, "milliseconds": {}}
+    head = record.begin("guard_cost", args, "ratios", "growth", "milliseconds")
     print(f"{head['hardware']}, torch {head['torch']}; ratios to the bare loop")
-    for title, *what in [work for work in works if work[0] in chosen]:
-        names = [*TRIO, OWN, *SLOW]
-        names += ["bare, CUDA graph", "ours, CUDA graph"] if args.graph else []
-        compare((f"{title}, bfloat16", *what), device, names, seconds, least, head)
+    names = [*TRIO, OWN, *SLOW]
+    names += ["bare, CUDA graph", "ours, CUDA graph"] if args.graph else []
+
+    def compare(title, measured, key="ratios"):
+        """Unless an earlier process has it: its rounds, in the table and in the raw file."""
+        if title not in head["milliseconds"]:
+            table(title, measured(), head, key)
+            record.keep(head, args)
+
+    for title in [title for title in works if title in chosen]:
+        rounds = partial(alone, *works[title], device, names, seconds, least)
+        compare(f"{title}, bfloat16", rounds)
     if "ranks" in chosen and device.type == "cuda" and torch.cuda.device_count() < 2:
         print("\n2 ranks: left out, this machine has one GPU")
     elif "ranks" in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            what = (folder, device.type, 4 if smoke else 64, seconds, least)
-            torch.multiprocessing.spawn(one_of_two, what, nprocs=2)
-            rounds = json.loads(Path(folder, "rounds.json").read_text())
-        title = "cifarnet, batch 64 on each of 2 ranks, bfloat16"
-        table(title, rounds, head)
-    for millions, depth in GROWTH if "growth" in chosen else ():
-        if millions > 100 and device.type == "cpu" and not smoke:
-            print(f"\n{millions} million parameters: left out, they would take 12 GB on a CPU")
-            continue
-        depth = min(depth, 25) if smoke else depth
-        width = max(16, math.isqrt(int(millions * (1e4 if smoke else 1e6) / depth)))
-        title = f"{millions} million parameters in {4 * depth:,} tensors"
-        work = title, partial(Chain, width, depth), (8, width)
-        compare(work, device, [*TRIO], seconds / 6, least, head, "growth")
+        rounds = partial(on_two_ranks, device.type, 4 if smoke else 64, seconds, least)
+        compare("cifarnet, batch 64 on each of 2 ranks, bfloat16", rounds)
+    for title, work in growth(device.type, smoke).items() if "growth" in chosen else ():
+        rounds = partial(alone, *work, device, TRIO, seconds / 6, least)
+        compare(title, rounds, "growth")
     record.write(head, args, samples=("milliseconds",))
 
 

@@ -58,6 +58,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     caps, cuda = capabilities(args.device), args.device == "cuda"
     args.steps = 2 if args.smoke else args.steps or (125 if cuda else 15)
+    if args.smoke:
+        record.draw_few()
     args.seeds = 1 if args.smoke else args.seeds or (3 if cuda else 2)
 
     def run(rung, steps, seed):
@@ -69,16 +71,18 @@ def main(argv=None):
                  "batch-size": 50 if args.smoke else None}  # fmt: skip
         return record.train_run(flags, *RUNGS[rung])[1]
 
-    head = record.header("precision_ladder", args) | {"n": args.seeds, "rungs": {}}
+    head = record.begin("precision_ladder", args, n=args.seeds) | {"rungs": {}}
     notes = {rung: f"left out: {why}" for rung in RUNGS if (why := left_out(rung, caps))}
     for rung in [rung for rung in RUNGS if rung not in notes]:  # the warm-up
         first = run(rung, 2, 0)
         if "refused" in first:
             notes[rung] = f"refused: {first['refused']}"
-    runs = head["runs"] = {rung: [] for rung in RUNGS if rung not in notes}
+    runs = head.setdefault("runs", {rung: [] for rung in RUNGS if rung not in notes})
     for seed in range(args.seeds):
         for rung in random.Random(seed).sample(list(runs), len(runs)):
-            runs[rung].append({"seed": seed} | run(rung, args.steps, seed))
+            if len(runs[rung]) == seed:
+                runs[rung].append({"seed": seed} | run(rung, args.steps, seed))
+                record.keep(head, args)
 
     print(f"{args.model}, {args.steps} steps, n = {args.seeds} seeds; {head['hardware']}, torch "
           f"{head['torch']}\n\n{'':14}{'images/s':>10}{'/ fp32':>8}{'peak MB':>9}"

@@ -1,14 +1,19 @@
-"""What several benches share: the head of a raw file, timing in turns, a run of train.py."""
+"""
+What several benches share: a raw file that is written while it grows, timing in turns, a run of
+train.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,6 +48,7 @@ def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
         "bench": bench,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
+        "code": code(),
         "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "hardware": hardware(torch.device(args.device)),
         "torch": str(torch.__version__),
@@ -51,7 +57,9 @@ def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" if files were changed since, but for raw files."""
+    """HEAD, with "-dirty" if files were changed since, but for raw files; "" without git."""
+    if not shutil.which("git"):
+        return ""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
@@ -59,6 +67,14 @@ def commit() -> str:
 
     changed = git("diff", "--name-only", "HEAD", "--", ".", ":!bench/results")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
+def code() -> str:
+    """A digest of all code: a folder may be a copy without git, or have been changed since."""
+    digest = hashlib.sha256()
+    for path in sorted((*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def hardware(device: torch.device) -> str:
@@ -82,14 +98,19 @@ def ratio(rounds: Sequence[dict[str, float]], a: str, b: str) -> dict[str, Any]:
     return spread([row[a] / row[b] for row in rounds if a in row and b in row])
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was asked for: what is read before a clock is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def timed(step: Callable[[], Any], device: torch.device, block: int = 1) -> float:
     """Milliseconds a step, over a block of steps."""
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    sync()
+    wait(device)
     start = time.perf_counter()
     for _ in range(block):
         step()
-    sync()
+    wait(device)
     return (time.perf_counter() - start) * 1e3 / block
 
 
@@ -111,6 +132,13 @@ def in_turns(
         row = {name: timed(steps[name], device, block) for name in order}
         rounds.append({name: row[name] for name in steps if name in row})
     return rounds
+
+
+def draw_few() -> None:
+    """For --smoke: drawing 22,000 images and validating on 2,000 takes seconds."""
+    from data import synthetic
+
+    synthetic.load = functools.cache(functools.partial(synthetic.load, 200, 100))
 
 
 def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]:
@@ -140,11 +168,43 @@ def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]
     return code, summary, [json.loads(line) for line in lines]
 
 
+# --- The raw file
+
+def raw_file(record: dict[str, Any], args: argparse.Namespace) -> Path:
+    return args.results / f"{record['bench']}-{args.device}.json"
+
+
+def begin(bench: str, args: argparse.Namespace, *tables: str, **more: Any) -> dict[str, Any]:
+    """A raw file's head, with empty `tables`; or the raw file of the same measurement, as far as it
+    came before it was cut short.
+
+    The same: code, arguments, machine, versions and `more`. A complete one is made anew.
+    """
+    head = header(bench, args) | more
+    path = raw_file(head, args)
+    before = json.loads(path.read_text()) if path.exists() and not args.smoke else {}
+    same = all(before.get(key) == head[key] for key in head.keys() - {"time", "commit"})
+    if not (same and before.pop("unfinished", False)):
+        return head | {table: {} for table in tables}
+    print(f"{path}: goes on where it was cut short")
+    return before
+
+
+def keep(record: dict[str, Any], args: argparse.Namespace, complete: bool = False) -> None:
+    """Write the raw file as far as it has come: after each round."""
+    if args.smoke:
+        return
+    path = raw_file(record, args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = {} if complete else {"unfinished": True}
+    whole = path.with_suffix(".tmp")  # who is killed here leaves the file of the round before
+    whole.write_text(json.dumps(record | mark) + "\n")
+    whole.replace(path)
+
+
 def write(record: dict[str, Any], args: argparse.Namespace, samples: Sequence[str] = ()) -> None:
-    """One raw file, and as a bench's last line the record without its `samples`."""
+    """The complete raw file, and as a bench's last line the record without its `samples`."""
+    keep(record, args, complete=True)
     if not args.smoke:
-        args.results.mkdir(parents=True, exist_ok=True)
-        path = args.results / f"{record['bench']}-{args.device}.json"
-        path.write_text(json.dumps(record) + "\n")
-        print(f"\nraw samples: {path}")
+        print(f"\nraw samples: {raw_file(record, args)}")
     print(json.dumps({k: v for k, v in record.items() if k not in samples}))

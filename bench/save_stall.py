@@ -31,8 +31,9 @@ def main():
     args = record.arguments(__doc__).parse_args()
     device, cuda = args.device, args.device == "cuda"
     count, steps = (2, 2) if args.smoke else (8, 195) if cuda else (12, 10)
-    x = torch.randn(256, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
-    y = torch.randint(0, 10, (256,), device=device)
+    x = torch.randn(8 if args.smoke else 256, 3, 32, 32, device=device)
+    x = x.to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, x.shape[:1], device=device)
     net = CifarNet(**PRESETS["cifarnet"]).to(device, memory_format=torch.channels_last)
     optimizer = optim.ClippedAdamW(optim.param_groups(net))
     weights = list(net.parameters())
@@ -46,8 +47,7 @@ def main():
             F.cross_entropy(logits.float(), y).backward()
             average.update(weights, optimizer.step().found_inf)
             optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
+        record.wait(x.device)
         stalled = time.perf_counter()
         if files:
             parts = {"model": net, "optimizer": optimizer, "average": average}
@@ -55,23 +55,24 @@ def main():
         ended = time.perf_counter()
         return ended - began, ended - stalled
 
-    rounds = []
+    head = record.begin("save_stall", args)
+    rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoint.Checkpoints(folder)
         block(files)
         files.wait()
-        for _ in range(count):
+        while len(rounds) < count:
             without, _ = block(None)
             block_with, save = block(files)
             rounds.append({"without": without, "with": block_with, "save": save})
+            record.keep(head, args)
         files.wait()
         size = files.last.stat().st_size
     share = record.ratio(rounds, "save", "without")
     ratio = record.ratio(rounds, "with", "without")
     print(f"a save of {size / 2**20:.0f} MB holds the loop for {share['median']:.2%} of {steps} "
           f"steps; a block with its save takes {ratio['median']:.4f} of one without (n = {count})")
-    head = record.header("save_stall", args) | {
-        "bytes": size, "save / block": share, "block ratio": ratio, "samples": rounds}
+    head |= {"bytes": size, "save / block": share, "block ratio": ratio}
     record.write(head, args, samples=("samples",))
 
 

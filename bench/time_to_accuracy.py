@@ -6,27 +6,33 @@ Time to accuracy on CIFAR-10: the default recipe beside cifar10-airbench's recor
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --flags "--lr 8e-3"
 
 Both recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. (The raw
-files were made by a version that changed places after every epoch.) Timed is training alone, as
-the peer does it: no loading, no evaluation. Ours is what train.py counts, guards and checkpoints
-included; the whitening is computed before its clock starts (the peer's clock has it: milliseconds).
+files were made by a version that changed places after every epoch.) The raw file is written after
+every run, with the means so far: a bench that is cut short goes on with the next run, and what
+max-autotune compiled for the peer lies in .cache/inductor.
+
+Timed is training alone, as the peer does it: no loading, no evaluation. Both clocks are read when
+the device has done its work: the peer synchronises itself, for ours the bench does. Ours is what
+train.py counts, guards and checkpoints included; the whitening is computed before its clock starts
+(the peer's clock has it: milliseconds).
 After every epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a
 CPU, where it takes half a minute, after the last one), ours in fp32, the peer in its own precision.
 The goal is the accuracy that the peer ends at, the mean of its seeds: for each recipe the bench
 prints the first epoch after which the mean of its seeds is as good, and the seconds until then.
 
 On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions of PORT are made in
-its source, and it computes in bf16 where our policy does, else in fp32.
+its source, and it computes in bf16 where our policy does, else in fp32. --smoke takes 100 drawn
+images and one seed.
 """
 
 import hashlib
 import math
+import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 import types
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -67,15 +73,17 @@ class Clock:
         return 1e3 * (later.now - self.now)
 
 
-def import_peer(path, device, half):
+def import_peer(path, device, half, batch_size=BATCH):
     """The peer's file as a module; its main guard keeps it from running. `half`: a dtype."""
     if not path.is_file():
         raise SystemExit(f"--airbench: {path} is not there; git clone {URL}, and name the folder")
     source = path.read_text()
-    for text, replacement in PORT.items() if device.type == "cpu" else ():
+    for text, replacement in PORT.items():
         if text not in source:
-            raise SystemExit(f"{path} has changed: without {text!r} PORT cannot bring it to a CPU")
-        source = source.replace(text, replacement)
+            raise SystemExit(f"{path} has changed: without {text!r} it is not the file that this "
+                             "bench knows how to time")
+        source = source.replace(text, replacement) if device.type == "cpu" else source
+    source = source.replace(f"batch_size = {BATCH}", f"batch_size = {batch_size}")
     # torch.compile looks it up by name
     peer = sys.modules["airbench94_muon"] = types.ModuleType("airbench94_muon")
     peer.Clock, peer.HALF = Clock, half
@@ -84,12 +92,12 @@ def import_peer(path, device, half):
     return peer
 
 
-def load(folder):
+def load(folder, smoke=False):
     """CIFAR-10, each split in a random order that is always the same.
 
     An image folder is sorted by class, and airbench whitens with the first 5,000 images.
     """
-    dataset = data.load("cifar10", folder, iter)
+    dataset = data.load("synthetic" if smoke else "cifar10", folder, iter)
     for name in ("train", "val"):
         images, labels = getattr(dataset, name)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -129,7 +137,15 @@ def tta_accuracy(net, split):
 
 def run_ours(dataset, flags):
     """One run of train.py: [epochs, seconds of training, plain, tta] for every evaluation."""
-    rows, validate = [], train.validation.validate
+    rows, validate, end_of_step = [], train.validation.validate, train.end_of_step
+
+    def read_clock(run, end):
+        """The host may be a step ahead of the device: until the last kernel it is our time."""
+        began = time.perf_counter()
+        if run.step % run.epoch_steps == 0 or run.step >= run.total_steps:
+            record.wait(run.device)
+        run.speed.seconds += time.perf_counter() - began
+        return end_of_step(run, end)
 
     def listen(run):
         warning = validate(run)
@@ -147,6 +163,7 @@ def run_ours(dataset, flags):
     with (
         patch.object(train.prepare, "load", lambda *args, **options: dataset),
         patch.object(train.validation, "validate", listen),
+        patch.object(train, "end_of_step", read_clock),
     ):
         code, end, _ = record.train_run({}, *flags)
     if code:
@@ -156,6 +173,7 @@ def run_ours(dataset, flags):
 
 def peers_model(peer, device):
     """As the peer makes it under its main guard. Made once: on CUDA it compiles for minutes."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(record.ROOT / ".cache" / "inductor"))
     model = peer.CifarNet().to(device, memory_format=torch.channels_last)
     if device.type == "cuda":
         model.compile(mode="max-autotune")
@@ -225,30 +243,41 @@ def main(argv=None):
     policy = amp_policy.choose_policy("auto", amp_policy.capabilities(device))
     # a CPU emulates fp16
     half = torch.float32 if policy.dtype is torch.float32 else torch.bfloat16
-    peer = import_peer(path, device, half)
-    full = load(args.data_dir)
+    batch_size = 100 if args.smoke else BATCH
+    peer = import_peer(path, device, half, batch_size)
+    full = load(args.data_dir, args.smoke)
+    few = cut(full, batch_size)
+    if args.smoke:
+        full, args.seeds, args.flags = few, 1, f"--batch-size={batch_size} {args.flags}"
     flags = [f"--device={device.type}", f"--precision={policy.name}", *shlex.split(args.flags)]
     flags.append(f"--epochs={args.epochs or MODELS['cifarnet'][1]['epochs']}")
-    head = record.header("time_to_accuracy", args) | {"precision": policy.name}
-    curves = {"ours": [], path.stem: []}
+    of_peer = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    head = record.begin("time_to_accuracy", args, precision=policy.name, peer=of_peer)
+    curves = head.setdefault("curves", {"ours": [], path.stem: []})
+    left = [(seed, name) for seed in range(args.seeds) for name in list(curves)[:: (-1) ** seed]
+            if len(curves[name]) <= seed]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         model = peers_model(peer, device)
 
-        def both(dataset, seed):
+        def run(name, dataset, seed):
             write_for_peer(dataset, Path(folder))
-            runs = {"ours": partial(run_ours, dataset, [*flags, f"--seed={seed}"]),
-                    path.stem: partial(run_peer, peer, model, Path(folder), seed)}  # fmt: skip
-            return {name: runs[name]() for name in list(runs)[:: -1 if seed % 2 else 1]}
+            record.wait(device)
+            if name == "ours":
+                return run_ours(dataset, [*flags, f"--seed={seed}"])
+            return run_peer(peer, model, Path(folder), seed)
 
-        # the warm-up; on a GPU until its clocks have risen
-        both(cut(full, BATCH) if device.type == "cpu" else full, 0)
-        for seed in range(args.seeds):
-            for name, curve in both(full, seed).items():
-                curves[name].append(curve)
-                print(f"seed {seed}  {name:16} {curve[-1]}", flush=True)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    head |= {"peer": {"file": path.name, "sha256": digest}, "curves": curves}
-    head |= {"columns": ["epochs", "seconds", *COLUMNS]} | report(curves)
+        for name in curves if left and not args.smoke else ():
+            # the warm-up; on a GPU until its clocks have risen
+            began = time.perf_counter()
+            run(name, few if device.type == "cpu" else full, 0)
+            head.setdefault("warm_up_seconds", {})[name] = round(time.perf_counter() - began, 1)
+            record.keep(head, args)
+        for seed, name in left:
+            curves[name].append(run(name, full, seed))
+            print(f"seed {seed}  {name:16} {curves[name][-1][-1]}", flush=True)
+            if len({len(curve) for curve in curves.values()}) == 1:
+                head |= {"columns": ["epochs", "seconds", *COLUMNS]} | report(curves)
+            record.keep(head, args)
     record.write(head, args, samples=("curves",))
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
+TURNS = {"cpu": 7, "cuda": 5}
 WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy"), "script.py"]}
 SCRIPT = '''
 import time, torch
 torch.manual_seed(0)
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = "DEVICE"
 MODEL
 net = net.to(device)
 optimizer = torch.optim.AdamW(net.parameters())
@@ -72,13 +73,16 @@ def main():
                         default="perf_counter",
                         help="process_time: of the CPU, where other work runs beside it")
     args = parser.parse_args()
-    turns, count, batch = (1, 6, 2) if args.smoke else (7, 20, 16)
-    rounds = []
+    turns, count, batch = (1, 6, 2) if args.smoke else (TURNS[args.device], 20, 16)
+    name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
+    head = record.begin(name, args)
+    rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
         script = SCRIPT.replace("MODEL", MODELS[args.model]).replace("CLOCK", args.clock)
+        script = script.replace("DEVICE", args.device)
         script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
         Path(folder, "script.py").write_text(script)
-        for turn in range(turns):
+        for turn in range(len(rounds), turns):
             printed, seconds = {}, {}
             for way in list(WAYS)[:: 1 if turn % 2 else -1]:
                 printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
@@ -86,10 +90,9 @@ def main():
             assert printed["alone"] == printed["watched"], "the watcher changed a printed figure"
             rounds.append(seconds)
             print(f"turn {turn + 1}: seconds a step {seconds}")
-    name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
-    head = record.header(name, args) | {
-        "watched / alone": record.ratio(rounds, "watched", "alone"), "samples": rounds,
-        "printed figures": "the same"}
+            record.keep(head, args)
+    head["watched / alone"] = record.ratio(rounds, "watched", "alone")
+    head["printed figures"] = "the same"
     record.write(head, args, ("samples",))
 
 

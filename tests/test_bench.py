@@ -1,7 +1,11 @@
 """The benches run, and say what they are supposed to say."""
 
+import argparse
 import json
 import sys
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ from amp_policy import capabilities
 from bench import (
     died_and_healed,
     gpu,
+    gpu_parts,
     guard_cost,
     odd_runs,
     precision_ladder,
@@ -22,7 +27,7 @@ from data import synthetic
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch, tmp_path):
     few = (synthetic.draw(0, 200, seed=1), synthetic.draw(200, 100, seed=1), synthetic.CLASSES)
-    monkeypatch.setattr(synthetic, "load", lambda: few)  # the 22,000 take seconds
+    monkeypatch.setattr(synthetic, "load", lambda *sizes: few)  # the 22,000 take seconds
     monkeypatch.setattr(train.report, "draw_curves", lambda path: None)
     monkeypatch.chdir(tmp_path)
 
@@ -87,17 +92,107 @@ def test_a_healthy_but_odd_run_is_left_alone(name, monkeypatch):
     assert odd_runs.run(name) == ("done", "")
 
 
-def test_a_part_for_the_gpu_is_not_repeated_on_the_same_commit(tmp_path, monkeypatch, capsys):
-    parser = record.arguments("")
-    args = parser.parse_args(["--device", "cpu", "--results", str(tmp_path)])
+@pytest.fixture
+def gpu_args(tmp_path, monkeypatch):
+    """Options of bench/gpu.py. `digest["code"]` stands for the code that is measured."""
+    digest = {"code": "as it was"}
+    monkeypatch.setattr(record, "code", lambda: digest["code"])
+    args = record.arguments("").parse_args(["--device", "cpu", "--results", str(tmp_path)])
+    return args, digest
+
+
+def test_a_part_for_the_gpu_is_not_repeated_with_the_same_code(gpu_args, monkeypatch, capsys):
+    args, digest = gpu_args
     end = {"code": 3}
-    monkeypatch.setattr(gpu.record, "commit", lambda: "abc")
     monkeypatch.setattr(gpu, "command", lambda part, args: [
         sys.executable, "-c", f"print('its last line'); raise SystemExit({end['code']})"])
     assert not gpu.run("models", args, 60)  # it failed, so it is run again
     end["code"] = 0
-    assert gpu.run("models", args, 60) and gpu.run("models", args, 0)
+    assert gpu.run("models", args, 60)
+    assert gpu.run("models", args, 0)
     assert "models: is there" in capsys.readouterr().out
-    assert json.loads((tmp_path / "models.json").read_text())["last"] == "its last line"
-    monkeypatch.setattr(gpu.record, "commit", lambda: "def")
+    outcome = json.loads((args.results / "gpu" / "models.json").read_text())
+    assert outcome["last"] == "its last line"
+    digest["code"] = "changed"
     assert not gpu.run("models", args, 0)
+
+
+def alive(pid):
+    """Z: dead, and nobody has asked for its exit code yet."""
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().split()[2] != "Z"
+
+
+GRANDCHILDREN = """
+import subprocess, sys
+for alone in (False, True):  # True: as torchrun starts its workers
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=alone)
+    print(sleeper.pid, flush=True)
+sleeper.wait()
+"""
+
+
+def test_a_part_that_is_timed_out_leaves_no_grandchild_running(gpu_args, monkeypatch):
+    args, _ = gpu_args
+    inner = [sys.executable, "-c", GRANDCHILDREN]
+    outer = f"import subprocess; subprocess.run({inner!r})"
+    monkeypatch.setattr(gpu, "command", lambda part, args: [sys.executable, "-c", outer])
+    assert not gpu.run("models", args, 10)
+    outcome = json.loads((args.results / "gpu" / "models.json").read_text())
+    assert outcome["exit"] == 124
+    pids = [int(line) for line in (args.results / "gpu" / "models.txt").read_text().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        for _ in range(100):  # a killed process needs a moment
+            time.sleep(0.1 * alive(pid))
+        assert not alive(pid)
+
+
+def test_every_part_of_the_plan_exists_and_bad_samples_are_in_it(gpu_args):
+    args, _ = gpu_args
+    args.airbench = args.data_dir = args.results
+    for part in [part for parts in gpu.STAGES.values() for part in parts]:
+        _, program, *words = gpu.command(part, args)
+        assert (record.ROOT / "bench" / program).exists()
+        assert Path(program).stem == part or words[0] in gpu_parts.PARTS
+    assert {"bf16", "fp16"} <= gpu_parts.survival(args).keys()
+
+
+def test_a_part_goes_on_with_the_rows_that_are_missing_or_not_well(gpu_args, monkeypatch, tmp_path):
+    made = []
+
+    def row(name, well=True):
+        made.append(name)
+        if not well:
+            raise RuntimeError("CUDA error")
+        return {"well": True}
+
+    def call(code, **rows):
+        made.clear()
+        table = {name: partial(row, name, well) for name, well in rows.items()}
+        monkeypatch.setitem(gpu_parts.PARTS, "steps", lambda args: table)
+        with pytest.raises(SystemExit) as end:
+            gpu_parts.main(["steps", "--device", "cpu", "--results", str(tmp_path)])
+        assert end.value.code == code
+        return made
+
+    assert call(1, first=True, second=False, third=True) == ["first", "second", "third"]
+    assert "unfinished" in json.loads((tmp_path / "gpu_steps-cpu.json").read_text())
+    assert call(0, first=True, second=True, third=True) == ["second"]
+    assert "unfinished" not in json.loads((tmp_path / "gpu_steps-cpu.json").read_text())
+    assert call(1, first=False) == ["first"]  # what is complete is measured anew
+    gpu_args[1]["code"] = "changed"
+    assert call(0, first=True, second=True) == ["first", "second"]
+
+
+def test_bad_samples_in_the_data_are_judged_by_what_became_of_them(monkeypatch):
+    args = argparse.Namespace(device="cpu", smoke=True)
+    row = gpu_parts.planted(args, "fp32", steps=80)
+    assert row["well"], row
+    assert row["cures"][75]["action"].startswith("back to the weights")
+    args.device = "cuda"  # there each has to be met in a replay, and here is no graph
+    monkeypatch.setattr(record, "train_run", lambda flags: (0, {"status": "done"}, [
+        cure | {"of_step": step} for step, cure in row["cures"].items()]))
+    assert gpu_parts.planted(args, "fp32", steps=80)["wrong"] == ["step 70, wild"]
+    del row["cures"][75]
+    assert gpu_parts.planted(args, "fp32", steps=80)["wrong"][-1] == "step 75, wild"

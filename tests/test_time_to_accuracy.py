@@ -1,6 +1,7 @@
 """bench/time_to_accuracy.py, with a stand-in for the peer: a file of its form, learning nothing."""
 
 import json
+import types
 from math import isnan, nan
 
 import pytest
@@ -53,7 +54,9 @@ def main(run, model):
 
 
 @pytest.fixture
-def peer(tmp_path):
+def peer(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "airbench" / "airbench94_muon.py"
     path.parent.mkdir(parents=True)
     path.write_text(PEER)
@@ -72,13 +75,15 @@ def test_the_augmented_views_have_the_peers_weights():
     assert bench.tta_accuracy(net, [(images, labels)]) == 100
 
 
-def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_folder, tmp_path,
-                                                                  monkeypatch):
-    monkeypatch.setattr(bench.train.report, "draw_curves", lambda path: None)
-    monkeypatch.chdir(tmp_path)
-    bench.main(["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--seeds", "2",
-                "--device", "cpu", "--results", str(tmp_path), "--epochs", "1.5", "--flags",
-                "--model cifarnet-tiny --batch-size 40 --precision fp32"])
+def shortest(peer, image_folder, folder, *more):
+    """The options of a bench of a few steps."""
+    return ["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
+            "--results", str(folder), "--epochs", "1", "--flags",
+            "--model cifarnet-tiny --batch-size 50 --precision fp32", *more]
+
+
+def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_folder, tmp_path):
+    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "2", "--epochs", "1.5"))
     raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
     theirs = raw["curves"]["airbench94_muon"]
     assert [[row[:2] for row in curve] for curve in theirs] == [[[1, 1.5], [2, 4.0]]] * 2
@@ -88,6 +93,54 @@ def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_fo
     assert raw["ratio"]["n"] == 2 and raw["goals"]["tta"]["goal"] == 25
     # The stand-in learns nothing, so it is as good after its first epoch as after its last.
     assert raw["goals"]["plain"]["first"]["airbench94_muon"] == [1, 1.5]
+
+
+def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder, tmp_path,
+                                                             monkeypatch):
+    options = shortest(peer, image_folder, tmp_path, "--seeds", "2")
+    run, seeds = bench.run_peer, []
+
+    def stopped(*args):
+        seeds.append(args[-1])
+        if len(seeds) == limit:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(bench, "run_peer", stopped)
+    limit = 3  # the warm-up, then seed 0; seed 1 is the peer's turn first
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(options)
+    path = tmp_path / "time_to_accuracy-cpu.json"
+    cut = json.loads(path.read_text())
+    assert cut["unfinished"]
+    assert {name: len(curve) for name, curve in cut["curves"].items()} == {
+        "ours": 1, "airbench94_muon": 1}
+    assert cut["ratio"]["n"] == 1  # a figure of its own
+    limit = 0
+    seeds.clear()
+    bench.main(options)
+    whole = json.loads(path.read_text())
+    assert seeds == [0, 1]  # the warm-up, and what was missing
+    assert whole["curves"]["ours"][0] == cut["curves"]["ours"][0]
+    assert whole["ratio"]["n"] == 2
+    assert "unfinished" not in whole
+
+
+def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder, tmp_path,
+                                                            monkeypatch):
+    """A device that needs another thousand seconds whenever it is waited for."""
+    waits = []
+
+    def now():
+        return 1000.0 * len(waits)
+
+    monkeypatch.setattr(bench.record, "wait", waits.append)
+    monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=now))
+    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "1", "--epochs", "2"))
+    raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
+    first, last = raw["curves"]["ours"][0]
+    assert 1000 < first[1] < 2000  # the wait at the end of its epoch, and its steps
+    assert 2000 < last[1] < 3000
 
 
 def test_the_goal_is_met_where_the_mean_of_the_seeds_reaches_it(capsys):
