@@ -66,7 +66,7 @@ def line_of(frames):
 
 def names_of(roots):
     """What the script calls each of these modules: its place in a module that owns it, though that
-    is not called itself; of several without an owner the variable that holds each; or ""."""
+    is not called itself; of several with weights the variable that holds each; or ""."""
     modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     owners = {
         child: (owner, key)
@@ -75,14 +75,20 @@ def names_of(roots):
         for key, child in owner._modules.items()
     }
     variables = [*vars(sys.modules["__main__"]).items()]
-    names = {}
+    paths = {}
     for root in roots:
-        module, path = root, []
-        while module in owners:
-            module, key = owners[module]
-            path += [] if key in WRAPPED else [key]
-        if not path and len(roots) > 1:
-            held = (name for name, value in variables if value is module)
-            path = [next(held, type(root).__name__)]
-        names[root] = ".".join(reversed(path))
+        top, path = root, []
+        while top in owners:
+            top, key = owners[top]
+            path = path if key in WRAPPED else [key, *path]
+        paths[root] = top, path
+    tops = dict.fromkeys(top for top, _ in paths.values())
+    several = sum(next(top.parameters(), None) is not None for top in tops) > 1
+    for top in tops if several else ():
+        held = [name for name, value in variables if value is top]
+        tops[top] = held[0] if held else ""
+    names = {}
+    for root, (top, path) in paths.items():
+        first = tops[top] or ("" if path or not several else type(root).__name__)
+        names[root] = ".".join(filter(None, [first, *path]))
     return names

@@ -164,7 +164,7 @@ def _together(modules):
         return outer[0]
     net = nn.Module()
     for module in outer:
-        *path, name = names[module].split(".")
+        *path, name = (names[module] or type(module).__name__).split(".")
         at = net
         for part in path:
             if part not in at._modules:
