@@ -7,10 +7,12 @@ dies in between (by SIGKILL, by a full disk) leaves neither. torch.save writes a
 number, and auto-resume then loads the same NaN again and again. And torch.load loads a file with a
 flipped bit without a word. Here every file is
 
-  whole      The bytes go to a folder beside the old file, are fsynced, and are renamed over the old
-             file. A reader sees the old file or the new one. A full disk leaves the old file.
+  whole      The bytes go to a new folder beside the old file, are fsynced, and are renamed over the
+             old file. A reader sees the old file or the new one. A full disk leaves the old file.
+             A link that lies at the name is replaced, and never written through.
   checked    A torch file is a zip archive and holds the CRC-32 of each record. torch.load does not
              compare it; `load` does. (The CRC finds damage. Against malice: weights_only=True.)
+             `compare` reads back what was saved: a run calls it before it says "done".
   finite     A state with a non-finite number (NaN, inf, a magnitude above LIMIT) is neither written
              nor "repaired": `save` returns the names of the tensors. `non_finite` says which masks
              of -inf are lawful. A file with such numbers is refused by `load_run`.
@@ -54,9 +56,11 @@ import random
 import re
 import shutil
 import signal
+import stat
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,8 +78,10 @@ PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
-FIXED = ("val_share", "model", "dataset", "num_classes", "images", "pixels", "labels")  # of a run
-FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # older checkpoints lack them
+# What users, terminals and batch systems send to end a process that may still save.
+STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR")
+# Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class CheckpointError(RuntimeError):
@@ -169,26 +175,33 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     return host, [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
-def write(
-    path: Path,
-    host: Any,
-    ready: list[torch.cuda.Event],
-    previous: Path | None = None,
-    good: Path | None = None,
-) -> None:
-    """Write what snapshot() returned to `path`, whole or not at all. The old file becomes
-    `previous`, `good` a link to the new one."""
+def packed(host: Any, ready: list[torch.cuda.Event]) -> memoryview:
+    """The bytes of what snapshot() returned."""
     for event in ready:
         event.synchronize()
     content = io.BytesIO()  # not the file: of a full disk torch.save says "unexpected pos 64 vs 0"
     torch.save(host, content)
+    return content.getbuffer()
+
+
+def write(
+    path: Path,
+    content: bytes | memoryview,
+    previous: Path | None = None,
+    good: Path | None = None,
+) -> int:
+    """Write `path`, whole or not at all; returns the CRC-32. The old file becomes `previous`,
+    `good` a link to the new one. Everything is made in a new folder, so that no link at one of
+    these names leads a write elsewhere."""
     staging = path.with_name(path.name + ".tmp")
     new = staging / path.name
     try:
         # 1. Whatever takes space, in a folder of its own.
+        with contextlib.suppress(OSError):
+            staging.unlink()  # a link
         shutil.rmtree(staging, ignore_errors=True)  # a killed save leaves it behind
         staging.mkdir(parents=True)
-        new.write_bytes(content.getbuffer())
+        new.write_bytes(content)
         _fsync(new)  # without it a power cut may keep the rename and lose the bytes
         if previous and path.exists():
             _link(path, staging / previous.name)
@@ -206,6 +219,7 @@ def write(
         raise CheckpointError(f"{path} was not saved ({why}); the files before it stand") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    return zlib.crc32(content)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -227,16 +241,24 @@ def _fsync(path: Path) -> None:  # a file or a folder
 def load(path: str | Path) -> Any:
     """What was saved, on the CPU; no code in the file is run.
 
-    CheckpointError for a file missing, damaged or foreign.
+    CheckpointError for a file missing, damaged or foreign, and for what is no regular file.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for its writer
+            raise OSError("it is no regular file")
         with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # the first record that does not match its CRC-32
-            # torch.load takes a record with the bit of a folder for one, and leaves its tensor
-            # uninitialised.
-            if broken or any(record.external_attr for record in archive.infolist()):
+            records = archive.infolist()
+            # torch takes a record with the bit of a folder for one, and leaves its tensor
+            # uninitialised. It compresses none: a small file is no large one.
+            odd = any(record.external_attr or record.compress_type for record in records)
+            if odd or archive.testzip():  # the first record that does not match its CRC-32
                 raise zipfile.BadZipFile
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for _, t in named_tensors(state):  # as snapshot() makes them
+            dense = t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
+            if not dense or t.numel() * t.itemsize > t.untyped_storage().nbytes():
+                raise ValueError
+        return state
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
     except pickle.UnpicklingError as error:  # the CRC is right: somebody made the file like this
@@ -247,15 +269,12 @@ def load(path: str | Path) -> Any:
         raise CheckpointError(f"{path} is damaged or truncated, or of another program") from error
 
 
-def load_run(path: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """A state that `save` wrote and that a run can go on from: it has the keys, and is finite."""
+def load_run(path: str | Path) -> dict[str, Any]:
+    """A state that `save` wrote, finite."""
     state = load(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a run")
-    missing = [key for key in ("step", *needed) if key not in state]
-    if missing:
-        raise CheckpointError(f"{path} holds no run, it lacks {', '.join(missing)}: take a last.pt")
-    check_step(state["step"], path)
+    check_step(state.get("step"), path)
     if bad := non_finite(state):
         raise CheckpointError(f"{path} is not finite in {', '.join(bad[:3])}")
     return state
@@ -280,12 +299,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.best = folder / "best.pt"
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: dict[Path, Future] = {}
+        self._written: dict[Path, int] = {}  # the CRC-32 of what was saved last
 
     def lock(self) -> None:
         """CheckpointError if another process has locked the folder and is alive."""
         import fcntl  # not on Windows
 
-        self._lock = os.open(self.last.with_name(".lock"), os.O_CREAT | os.O_WRONLY)
+        path = self.last.with_name(".lock")
+        if path.is_symlink():
+            path.unlink()
+        self._lock = os.open(path, os.O_CREAT | os.O_WRONLY | NO_LINK)
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
         except OSError as error:
@@ -321,7 +344,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             names = f"{', '.join(bad[:3])} ({len(bad)} in all)"
             warnings.warn(f"{path} is left alone: not finite in {names}", stacklevel=3)
             return bad
-        self._pending[path] = self._writer.submit(write, path, host, ready, *links)
+        self._pending[path] = self._writer.submit(
+            lambda: write(path, packed(host, ready), *links)
+        )
         return []
 
     def poll(self, *wanted: Path) -> None:
@@ -329,7 +354,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         for path, future in [*self._pending.items()]:
             if future.done() or path in wanted:
                 del self._pending[path]
-                future.result()
+                self._written[path] = future.result()
 
     def wait(self, *_: object) -> None:
         """Return when nothing is left to write. Call it before the process ends."""
@@ -337,11 +362,19 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     __exit__ = wait
 
-    def newest(self, needed: Iterable[str] = ()) -> tuple[Path, dict[str, Any]] | None:
+    def compare(self) -> None:
+        """CheckpointError where a file is not what was saved here last. Call wait() before."""
+        for path, checksum in self._written.items():
+            if zlib.crc32(path.read_bytes()) != checksum:
+                raise CheckpointError(f"{path} is not what was saved: something else wrote it")
+
+    def newest(
+        self, load: Callable[[Path], dict[str, Any]] = load_run
+    ) -> tuple[Path, dict[str, Any]] | None:
         """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt.
 
         None if there is no file. CheckpointError if there are files and none is whole: a fresh
-        start would overwrite what may be rescued.
+        start would overwrite what may be rescued. load: may refuse a file by that error too.
         """
         self.wait()
         files = [path for path in (self.last, self.previous, self.last_good) if path.exists()]
@@ -349,7 +382,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             return None
         for path in files:
             try:
-                return path, load_run(path, needed)
+                return path, load(path)
             except CheckpointError as error:
                 warnings.warn(f"{error}; falling back to the file before it", stacklevel=2)
         raise CheckpointError(f"no whole checkpoint is left among {', '.join(map(str, files))}")
@@ -371,28 +404,12 @@ def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") 
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
-
-    CheckpointError for another run: one of FIXED or FIXED_FLAGS differs.
-    """
-    changed = {
-        key: f"{key}: {saved.get(key)} -> {current.get(key)}"
-        for key in {**saved, **current}
-        if saved.get(key) != current.get(key)
-    }
-    fixed = [*FIXED, *(key for key in FIXED_FLAGS if key in saved)]
-    if refused := [changed[key] for key in fixed if key in changed]:
-        raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
-    return list(changed.values())
-
-
 class Stopped(BaseException):
     """This signal came while `StopSignals.at_once` was set. No Exception: nobody swallows it."""
 
 
 class StopSignals:
-    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a number that the loop reads: `with StopSignals()`.
+    """The signals of STOPS set a number that the loop reads: `with StopSignals()`.
 
     `stop.number` is 0 or the first signal, an int: ranks can agree on it (all-reduce MAX), save,
     and leave with 128 + number. A second SIGINT ends the process at once. While at_once is True (in
@@ -405,10 +422,12 @@ class StopSignals:
         self.number = 0
 
     def __enter__(self) -> StopSignals:
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        self._previous = {n: signal.signal(n, self._receive) for n in numbers}
+        self._previous = {}
+        for name in STOPS:
+            number = getattr(signal, name, None)  # Windows has few
+            ignored = name == "SIGHUP" and number and signal.getsignal(number) is signal.SIG_IGN
+            if number and not ignored:
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

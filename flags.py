@@ -10,6 +10,7 @@ an error.
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ def folder(text: str) -> Path:
     """A converter for argparse: a name that a file system takes."""
     if not text.strip():
         raise argparse.ArgumentTypeError("an empty name")
-    if max(len(part.encode()) for part in Path(text).parts) > 255:
+    if max(len(os.fsencode(part)) for part in Path(text).parts) > 255:
         raise argparse.ArgumentTypeError(f"a part of {text[:20]}... is longer than 255 bytes")
     return Path(text)
 

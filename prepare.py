@@ -332,7 +332,11 @@ def folder(run: Run, saved: dict | None) -> str:
             checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives
     run.folder = agreed(run.folder)
     run.checkpoints = checkpoint.Checkpoints(run.folder)
-    with refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"):
+    resume.check_folder(run, saved)
+    with (
+        refusing(OSError),
+        refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"),
+    ):
         run.log = report.MetricsFile(
             run.folder,
             {"args": vars(args), **run.identity},

@@ -62,11 +62,14 @@ class Ranks(NamedTuple):
 def join(kind: str = "auto") -> Ranks:
     """Choose this rank's device; join the process group (nccl on CUDA, else gloo).
 
-    ValueError for an absent device.
+    ValueError for an absent device, and for variables that cannot be.
     """
     rank = from_torchrun("RANK")
     local_rank = from_torchrun("LOCAL_RANK")
     world_size = from_torchrun("WORLD_SIZE", 1)
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
+        raise ValueError(f"RANK {rank} and LOCAL_RANK {local_rank} of WORLD_SIZE {world_size}: "
+                         "start with torchrun, or unset these variables")
     if kind == "auto":
         fallback = "mps" if torch.backends.mps.is_available() else "cpu"
         kind = "cuda" if torch.cuda.is_available() else fallback
@@ -84,10 +87,15 @@ def join(kind: str = "auto") -> Ranks:
         backend = "nccl"
         bound = device
     if world_size > 1 and not dist.is_initialized():
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://"))
+        except RuntimeError as error:  # no address, or one where nobody listens
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"the ranks do not meet at MASTER_ADDR: {reason}") from error
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # The number of this start. Only on one machine: the counts of several may differ.
-            store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"start {start}", store)
         dist.init_process_group(
             backend, None, BARRIER_TIMEOUT, world_size, rank, store, device_id=bound
         )
@@ -95,8 +103,12 @@ def join(kind: str = "auto") -> Ranks:
 
 
 def from_torchrun(name: str, alone: int = 0) -> int:
-    """RANK, LOCAL_RANK or WORLD_SIZE."""
-    return int(os.environ.get(name, alone))
+    """RANK, LOCAL_RANK or WORLD_SIZE. ValueError for what is no number."""
+    text = os.environ.get(name, alone)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name} is {text!r}, no number") from None
 
 
 def is_main_process() -> bool:
@@ -106,12 +118,13 @@ def is_main_process() -> bool:
 
 def hides_progress() -> bool:
     """Progress bars are shown on rank 0's terminal only, and not in a log file."""
-    return not (is_main_process() and sys.stderr.isatty())
+    return not (is_main_process() and sys.stderr and sys.stderr.isatty())
 
 
 def refuse(code: int, sentence: object) -> NoReturn:
     """Leave with one sentence on this rank's standard error instead of a traceback."""
-    print(f"train.py: {sentence}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # its disk is full
+        print(f"train.py: {sentence}", file=sys.stderr)
     raise SystemExit(code)
 
 

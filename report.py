@@ -6,7 +6,9 @@ A run that dies at night is judged by what it wrote. So every line is on the dis
 logged. NaN and inf are written as the strings "nan" and "inf": JSON has no word for them, and to
 leave them out would hide what a reader looks for. A resumed run cuts away the lines after its
 checkpoint: the file reads as if the run had never died. A line that a kill cut in two, or that
-something else spoilt, is left out. Who reads the output may leave (`| head -2`): the run goes on.
+something else spoilt, is left out. Who reads the output may leave (`| head -2`), and its disk may
+be full: the run goes on. A file is written as a new one and renamed: no link that lies in the
+folder leads a write elsewhere.
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}     first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, ...}
@@ -22,7 +24,7 @@ needs matplotlib.
 Paste::
 
     from pathlib import Path
-    from report import MetricsFile, print_line, strict_json
+    from report import MetricsFile, print_last
 
     Path("run").mkdir(exist_ok=True)
     log = MetricsFile("run", {"model": "mine"})
@@ -30,14 +32,16 @@ Paste::
         log.write(step=step, loss=1 / step)
     summary = {"status": "done", "val_loss": float("nan")}
     log.write(event="end", **summary)
-    print_line(strict_json(summary))
+    print_last(summary)
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import math
 import os
 import resource
 import subprocess
@@ -45,6 +49,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+lost = []  # not empty: standard output cannot be written any more
 
 
 class MetricsFile:
@@ -71,30 +79,42 @@ class MetricsFile:
         lines = [line for line in read_lines(self.path) if line.get("step", 0) <= step]
         if not step or not any("commit" in line for line in lines[:1]):
             lines = [header | {"commit": commit()}, *(lines if step else [])]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(strict_json(line) + "\n" for line in lines))
-        os.replace(temporary, self.path)
+        replace_file(self.path, "".join(strict_json(line) + "\n" for line in lines).encode())
 
     def write(self, **fields: Any) -> None:
         """Append one line and hand it to the operating system: it survives this process."""
         if not self.writes:
             return
-        with open(self.path, "a") as file:
+        with open(self.path, "a", opener=own_file) as file:
             file.write(strict_json(fields) + "\n")
         if self.board and "event" not in fields:
             for name in fields.keys() - {"step", "tensors"}:
                 self.board.add_scalar(name, float(fields[name]), fields["step"])
 
     def say(self, text: str) -> None:
-        """A line for people. Where nobody reads any more, metrics.jsonl says so."""
+        """A line for people. Where it cannot be printed, metrics.jsonl says so."""
         if self.writes and not print_line(text, self.print_with):
-            self.write(event="warning", text="standard output was closed: the run goes on")
+            self.write(event="warning", text="standard output is closed or full: the run goes on")
 
     def warn(self, step: int, text: str) -> None:
         """On the screen, in the file and in the list of warnings."""
         self.warnings.append(text)
         self.write(event="warning", step=step, text=text)
         self.say(f"step {step}: {text}")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a new file beside `path` and rename it: whole or not at all, and through no link."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
+def own_file(path: str, flags: int) -> int:
+    """For open(): not through a link."""
+    return os.open(path, flags | NO_LINK, 0o666)
 
 
 def strict_json(value: Any) -> str:
@@ -104,25 +124,40 @@ def strict_json(value: Any) -> str:
 
 
 def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
-    """Print and flush. False: nobody reads any more; from now on it goes nowhere."""
+    """Print and flush. False: nobody reads any more, or the disk is full; from now on it goes
+    nowhere."""
+    if sys.stdout is None:  # >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        lost.append(text)
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        write(text)
+        write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder's odd name
         sys.stdout.flush()
         return True
-    except BrokenPipeError:
+    except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         if os.path.sameopenfile(out, err):  # 2>&1 | head
             os.dup2(nowhere, err)
         os.dup2(nowhere, out)
+        lost.append(text)
         return False
+
+
+def print_last(summary: dict[str, Any]) -> None:
+    """One line of JSON, on standard error where standard output is lost."""
+    line = strict_json(summary)
+    print_line(line)
+    if lost:
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are whole; none where there is no such file."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step", 0), int):
                 lines.append(line)
@@ -174,7 +209,7 @@ def draw_curves(path: Path) -> Path | None:
     for axis, names in zip(figure.subplots(2, 2).flat, panels, strict=True):
         axis.set(xlabel="step", title=" and ".join(names))
         for name in names:
-            points = [(line["step"], float(line[name])) for line in lines if name in line]
+            points = [(line.get("step", 0), number(line[name])) for line in lines if name in line]
             points = [point for point in points if abs(point[1]) <= 1e38]
             axis.plot([step for step, _ in points], [y for _, y in points], ".-", label=name)
         if len(names) > 1:
@@ -183,10 +218,19 @@ def draw_curves(path: Path) -> Path | None:
             axis.set_yscale("symlog", linthresh=0.01)
         for event in events:
             if event.get("event") == "skip":
-                axis.axvline(event["step"], color="tab:red", linewidth=0.5)
+                axis.axvline(event.get("step", 0), color="tab:red", linewidth=0.5)
     picture = path.with_name("curves.png")
-    figure.savefig(picture, dpi=100)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=100)
+    replace_file(picture, content.getvalue())
     return picture
+
+
+def number(value: Any) -> float:
+    """NaN for what is none."""
+    with contextlib.suppress(TypeError, ValueError):
+        return float(value)
+    return math.nan
 
 
 if __name__ == "__main__":

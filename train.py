@@ -338,7 +338,7 @@ def conclude(run):
     """How did the run end? validate() and save() come just before, so that the validation is sound
     and a finite state is on disk. Here: most steps were accepted, each tensor has learnt, and
     nothing is suspicious."""
-    run.checkpoints.wait()  # raises where the last save failed
+    validation.read_back(run)  # raises where it is not on disk
     if reasons := notice.evidence_of_loss(run):
         return End("diverged", 3, "; ".join(reasons))
     return End("done", 0)
@@ -353,10 +353,11 @@ def explain(error):
         checkpoint.CheckpointError: "",
     }
     disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if disk_is_full or type(error) in advice:
-        print(f"train.py: {error}\n  {advice.get(type(error), '')}".rstrip(), file=sys.stderr)
-    else:
-        traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # standard error may be on that disk
+        if disk_is_full or type(error) in advice:
+            print(f"train.py: {error}\n  {advice.get(type(error), '')}".rstrip(), file=sys.stderr)
+        else:
+            traceback.print_exception(error)
 
 
 def finish(run, end):
@@ -382,7 +383,7 @@ def finish(run, end):
         except Exception as error:  # a full disk, say: the line below is printed all the same
             explain(error)
     if ranks.is_main_process():
-        report.print_line(report.strict_json(summary))
+        report.print_last(summary)
     # Together: not where one rank was stopped during set-up.
     if dist.is_initialized() and run.bar and end.status != "failed":
         run.ddp = run.compiled = None  # before its group

@@ -12,6 +12,7 @@ up, never means. This file is wiring: train.py calls it.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.utils import save_image
 
+import checkpoint
 import optim
 from amp_policy import HALF
 from data import batches
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
 from guards import LIMIT
-from ranks import out_of_memory, share_buffers
+from ranks import agreed, out_of_memory, share_buffers
 from record import Run
+from rescue import schema
 
 SAMPLE = 500  # images that are compared in both precisions, and evaluated before a good save
 INDEPENDENT = "val_input_ignored"  # 1.0: the outputs do not depend on the input
@@ -74,7 +77,8 @@ def validate(run: Run) -> str:
         if run.rank == 0:
             if is_best:
                 run.checkpoints.save_best(run.net.state_dict())
-                (run.folder / "model.json").write_text(json.dumps(describe(run), indent=1))
+                content = json.dumps(describe(run), indent=1).encode()
+                checkpoint.write(run.folder / "model.json", content)
             if hasattr(run.model, "show"):
                 path = show(run)
                 run.log.write(event="shown", step=run.step, file=f"shown/{path.name}")
@@ -92,6 +96,38 @@ def describe(run: Run) -> dict:
         "precision": "fp32",
         "evaluated": {"step": run.step, "ema": run.args.ema, **run.scores},
     }
+
+
+def read_back(run: Run) -> None:
+    """What "done" says of the disk: last.pt is this step and best.pt this network, both finite and
+    as they were saved, and model.json describes them. CheckpointError on every rank otherwise."""
+    reason = ""
+    files = run.checkpoints
+    about = run.folder / "model.json"
+    if run.rank == 0:
+        try:
+            files.wait()  # raises where the last save failed
+            step = schema.load(files.last)["step"]
+            best = checkpoint.load(files.best)
+            with schema.reading(files.best):
+                shapes = {name: t.shape for name, t in best.items()}
+            with schema.reading(about):
+                known = json.loads(about.read_text()) if about.is_file() else {}
+                known |= {"evaluated": 0}  # it may be older
+            files.compare()
+            wanted = json.loads(json.dumps(describe(run)))
+            if step != run.step:
+                reason = f"{files.last} is of step {step}, not of {run.step}"
+            elif shapes != {name: t.shape for name, t in run.net.state_dict().items()}:
+                reason = f"{files.best} does not hold the weights of this network"
+            elif bad := checkpoint.non_finite(best):
+                reason = f"{files.best} is not finite in {bad[0]}"
+            elif known != wanted | {"evaluated": 0}:
+                reason = f"{about} does not describe best.pt"
+        except (checkpoint.CheckpointError, OSError) as error:
+            reason = str(error)
+    if reason := agreed(reason):
+        raise checkpoint.CheckpointError(f"not done: {reason}")
 
 
 def unsound(run: Run, scores: dict[str, float]) -> str:
@@ -219,13 +255,16 @@ def show(run: Run) -> Path:
     shown = run.model.show(*sample(run, 16))
     run.model.train()
     folder = run.folder / "shown"
-    folder.mkdir(exist_ok=True)
-    if not isinstance(shown, Tensor):
+    if folder.is_symlink():
+        folder.unlink()
+    if isinstance(shown, Tensor):
+        path = folder / f"{run.step:07d}.png"
+        normalize = run.stream.normalize
+        shown = shown.float() * normalize.std.to(shown) + normalize.mean.to(shown)  # to 0..255
+        content = io.BytesIO()
+        save_image(shown.cpu() / 255, content, format="png", nrow=8, padding=1)
+        checkpoint.write(path, content.getvalue())
+    else:
         path = folder / f"{run.step:07d}.txt"
-        path.write_text("\n".join(shown) + "\n")
-        return path
-    path = folder / f"{run.step:07d}.png"
-    normalize = run.stream.normalize
-    shown = shown.float() * normalize.std.to(shown) + normalize.mean.to(shown)  # back to 0..255
-    save_image(shown.cpu() / 255, path, nrow=8, padding=1)
+        checkpoint.write(path, "\n".join([*shown, ""]).encode())
     return path

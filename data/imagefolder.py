@@ -78,6 +78,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
+# Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
 
@@ -616,7 +618,7 @@ def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> l
 
 @functools.cache
 def opened(file: str) -> int:
-    return os.open(file, os.O_WRONLY)
+    return os.open(file, os.O_WRONLY | NO_LINK)
 
 
 def prepare_worker() -> None:
@@ -763,7 +765,7 @@ def build(
         os.fsync(descriptor)
         os.replace(temporary, pixels)
         crc = checksum(mapped(pixels, len(rows), crop))
-        with open(temporary, "w") as file:
+        with open(temporary, "x") as file:
             json.dump(seen._asdict() | {"checksum": crc}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -773,9 +775,16 @@ def build(
         Path(temporary).unlink(missing_ok=True)
 
 
+def own_file(path: str, flags: int) -> int:
+    """For open(): not through a link."""
+    return os.open(path, flags | NO_LINK, 0o666)
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One process at a time. The lock ends with this process; forked workers do not get it."""
-    with open(path, "w") as file:
+    if path.is_symlink():
+        path.unlink()
+    with open(path, "a", opener=own_file) as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield

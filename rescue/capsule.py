@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
 
 import amp_policy
 import autopsy
@@ -20,16 +22,25 @@ import checkpoint
 from fp32 import keep_fp32
 from models import MODELS, build, set_drop_path, wrap
 from record import Run
-from rescue import inject, resume
+from rescue import inject, resume, schema
 
-RECORDED = ("step", "rank", "buffers", "rng", "batches", "indices")  # of a StepRecord
+
+class Recorded(TypedDict):
+    """Of a StepRecord."""
+
+    step: int
+    rank: int
+    buffers: dict[str, Tensor]
+    rng: dict[str, Any]
+    batches: list[tuple[Tensor, ...]]  # images, labels
+    indices: list[list[int]]
 
 
 class Capsule(NamedTuple):
     """What the file holds: the state of the run, the step, and what was found."""
 
-    state: dict  # see resume.whole_state
-    record: dict
+    state: schema.State
+    record: Recorded
     verdict: str
     class_names: list[str]
     num_classes: int | None  # None: a regression
@@ -40,13 +51,13 @@ def save(path: Path, run: Run, kept: autopsy.StepRecord, report: autopsy.Report)
     """The step on disk, whole or not at all."""
     content = Capsule(
         state=resume.whole_state(run, rng=[]),
-        record={name: getattr(kept, name) for name in RECORDED},
+        record={name: getattr(kept, name) for name in Recorded.__annotations__},
         verdict=report.verdict,
         class_names=run.data.classes,
         num_classes=run.guard.num_classes,
         inject=run.args.inject,
     )
-    checkpoint.write(path, *checkpoint.snapshot(content._asdict()))
+    checkpoint.write(path, checkpoint.packed(*checkpoint.snapshot(content._asdict())))
 
 
 def replay(path: Path, rerun: Callable) -> int:
@@ -55,16 +66,20 @@ def replay(path: Path, rerun: Callable) -> int:
     rerun: heal.rerun. A CUDA generator's state means nothing on a CPU: there, dropout draws other
     masks. CheckpointError or ValueError, one sentence: this is no capsule, or not of these models.
     """
-    try:
-        content = Capsule(**checkpoint.load(path))
-    except TypeError as error:
-        raise ValueError(f"{path} is no capsule of a bad step: {error}") from error
-    state = content.state
-    about = state["identity"]
-    if about["model"] not in MODELS:
-        raise ValueError(f"{path} is of the model {about['model']}, which is not here")
-    images, _ = content.record["batches"][0]
-    channels, side = images.shape[1:3]
+    found = checkpoint.load(path)
+    with schema.reading(path):
+        for sentence in schema.differences(found, Capsule, "its content"):
+            raise ValueError(f"this is no capsule of a bad step: {sentence}")
+        schema.refuse_unsound(found["state"])
+        content = Capsule(**found)
+        state = content.state
+        about = state["identity"]
+        if about["model"] not in MODELS:
+            raise ValueError(f"the model {about['model']} is not here")
+        for images, labels in content.record["batches"]:
+            if images.dim() != 4 or len(images) != len(labels):
+                raise ValueError("its batches are no images with labels")
+        channels, side = images.shape[1:3]
     net = build(about["model"], content.class_names, side, channels)
     set_drop_path(net, about["drop_path"])
     keep_fp32(net, state["pinned"])
@@ -72,13 +87,11 @@ def replay(path: Path, rerun: Callable) -> int:
     caps = amp_policy.capabilities("cpu")
     policy = amp_policy.choose_policy(state["policy"], caps, None, None)
     net = policy.prepare(net)
-    try:
-        net.load_state_dict(state["model"])
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{path} does not fit this {about['model']}: {why}") from error
     kept = autopsy.StepRecord(0, net)
-    vars(kept).update(content.record)
+    with schema.reading(path):
+        schema.load_weights(net, state["model"])
+        vars(kept).update(content.record)
+        kept.restore()
     recipe = MODELS[about["model"]][1]
     model = wrap(net, recipe["label_smoothing"], regression=content.num_classes is None)
     injector = inject.Injector(net, content.inject, model, kept.rank, policy.scales)

@@ -43,11 +43,10 @@ from torch import Tensor, nn
 
 import amp_policy
 import autopsy
-import checkpoint
 import ranks
 from fp32 import fp32_eval, keep_fp32, pinned
 from record import End, Run
-from rescue import capsule, resume
+from rescue import capsule, resume, schema
 
 LASTING = ("precision", "weights", "divergence", "compiler")  # verdicts that change the run
 
@@ -193,7 +192,7 @@ def rewind(run: Run, slower: bool = False) -> str:
     """Weights, moments and average of last_good. The data goes on where it is."""
     run.checkpoints.wait()
     ranks.agreed(None)  # no rank reads the file before rank 0 has written it
-    state = checkpoint.load(run.checkpoints.last_good)
+    state = schema.load(run.checkpoints.last_good)
     factor = run.schedule.factor * (0.5 if slower else 1.0)  # it outlives the turn back
     resume.restore(run, state)
     run.schedule.slow_down(factor / run.schedule.factor)

@@ -5,11 +5,13 @@ A run that stops may have been healed: modules pinned to fp32, a lower precision
 left out, a learning rate halved, a verdict not answered yet. A checkpoint without these repeats the
 failure that they answer. And a state may be of another level than the run: O2 keeps half weights
 with fp32 masters, fp32 keeps fp32 weights. So a checkpoint holds the masters in place of the half
-weights: a master, rounded, is its half weight to the bit. This file is wiring.
+weights: a master, rounded, is its half weight to the bit. What a file has to hold says schema.py.
+This file is wiring.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -27,10 +29,8 @@ from data import fingerprint
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 from record import Healing, Run, Trend
+from rescue import schema
 
-NEEDED = (
-    "identity", "healing", "model", "optimizers", "schedule", "scaler", "guard", "rng", "scores",
-)  # fmt: skip
 # Arguments by which a run that is resumed is known again.
 IDENTIFYING = (
     "model", "batch_size", "accum_steps", "lr", "warmup_updates", "weight_decay", "no_decay",
@@ -64,26 +64,36 @@ def read_checkpoint(run: Run) -> dict | None:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     with refusing(checkpoint.CheckpointError, OSError):
         if args.resume != "auto":
-            return checkpoint.load_run(args.resume, NEEDED) | {"path": args.resume}
-        checkpoints = checkpoint.Checkpoints(args.out_dir)
-        newest = checkpoints.newest(NEEDED)
-        if newest is None:
-            return None
-        path, state = newest
+            return schema.load(args.resume) | {"path": args.resume}
+        newest = checkpoint.Checkpoints(args.out_dir).newest(schema.load)
+        return newest and newest[1] | {"path": newest[0]}
+
+
+def check_folder(run: Run, saved: dict | None) -> None:
+    """Before a cure needs it: last_good can be turned back to. And best.pt is there, or it will be
+    written again."""
+    with refusing(checkpoint.CheckpointError, OSError):
         if run.rank == 0:
-            check_last_good(checkpoints.last_good, state["identity"])
-        return state | {"path": path}
+            check_last_good(run, saved)
+    if agreed(not run.checkpoints.best.exists()):
+        run.best = None
+        run.scores = {}
 
 
-def check_last_good(path: Path, identity: dict) -> None:
-    """What a cure would turn back to is of this run."""
+def check_last_good(run: Run, saved: dict | None) -> None:
+    """It is of this run, and restore() takes it. What is damaged makes room for another. The run
+    is at `saved` again afterwards."""
+    path = run.checkpoints.last_good
     try:
-        good = checkpoint.load(path)
+        good = schema.load(path)
     except checkpoint.CheckpointError:
-        if path.exists():  # it makes room for another
+        if path.exists():
             path.replace(path.with_suffix(".damaged"))
-    else:
-        checkpoint.describe_changes(good["identity"], identity)
+        return
+    schema.describe_changes(good["identity"], run.identity)
+    with schema.reading(path):
+        restore(run, good)
+    restore(run, saved)
 
 
 def make_folder(run: Run, new: bool) -> Path:
@@ -118,6 +128,7 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
     names = {p: name for name, p in run.net.named_parameters()}
     masters = {names[p]: master for p, master in optim.master_params(run.optimizers).items()}
     return {
+        "step": run.step,
         "healing": asdict(run.healing),
         "pinned": pinned(run.net),
         "keep_output": pinned(run.net, keep_output=True),
@@ -148,7 +159,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
 
 def load_whole_state(run: Run, state: dict) -> str:
     """Go on where a whole_state() ends. Returns where, and what is different now."""
-    changes = checkpoint.describe_changes(state["identity"], run.identity)
+    changes = schema.describe_changes(state["identity"], run.identity)
+    with schema.reading(state["path"]):
+        take_over(run, state)
+    return "; ".join([f", resumed from {state['path']} after step {run.step}", *changes])
+
+
+def take_over(run: Run, state: dict) -> None:
+    """All of a whole_state()."""
     healing = state["healing"]
     run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
     run.total_steps += run.healing.extra_steps
@@ -164,23 +182,28 @@ def load_whole_state(run: Run, state: dict) -> str:
     restore(run, state)
     run.scaler.load_state_dict(state["scaler"])
     run.guard.load_state_dict(state["guard"])
+    if pending := state["guard"]["pending"]:
+        _, row, names = pending
+        if len(row) != len(run.guard.names) + 32 or not {"loss", "grad_norm"} <= {*names}:
+            raise ValueError("its verdict under way cannot be read")
     run.step = state["step"]
-    run.scores = state["scores"]
+    if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):
+        run.scores = state["scores"]  # else it is validated again
     run.best = state["best"]
     if run.rank < len(state["rng"]):
         checkpoint.set_rng_state(state["rng"][run.rank], run.device)
-    return "; ".join([f", resumed from {state['path']} after step {run.step}", *changes])
 
 
 def restore(run: Run, state: dict) -> None:
     """Weights, masters, moments, schedule and average of a state of any precision level."""
-    run.net.load_state_dict(state["model"])
+    schema.load_weights(run.net, state["model"])
     names = {p: name for name, p in run.net.named_parameters()}
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         groups = optimizer.state_dict()["param_groups"]  # decay, betas and eps are the flags'
         if [g["params"] for g in groups] != [g["params"] for g in saved["param_groups"]]:
             raise ValueError("the checkpoint's optimizer groups its parameters otherwise: "
                              "--weight-decay 0 cannot come or go within a run")
+        schema.refuse_moments(optimizer, saved)
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
         optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})
     run.schedule.load_state_dict(state["schedule"])

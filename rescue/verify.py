@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopsy
-import checkpoint
 import guards
 import optim
 from record import Run
-from rescue import heal
+from rescue import heal, schema
 
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
@@ -159,7 +158,7 @@ def farthest(run: Run, names: list[str]) -> int:
         return -1
     run.checkpoints.wait()
     dist.barrier()
-    good = checkpoint.load(run.checkpoints.last_good)["model"]
+    good = schema.load(run.checkpoints.last_good)["model"]
     distances = [(now[name].detach().cpu() - good[name]).norm() for name in names]
     mine = torch.stack(distances).sum().to(run.device)
     every = [torch.empty_like(mine) for _ in range(run.world_size)]

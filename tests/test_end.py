@@ -1,6 +1,8 @@
 """"done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
 
 import copy
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,61 @@ def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
     code, last, _, _ = run(*flags)
     assert (code, last["status"], last["skipped"]) == (3, "diverged", 11)
     assert "11 of 12" in last["reason"]
+
+
+# --- What is not on the disk is not done
+
+
+def other_numbers(path):
+    state = {name: t + 1 for name, t in torch.load(path, weights_only=True).items()}
+    torch.save(state, path)
+
+
+DAMAGES = {
+    "last.pt cut": lambda folder: os.truncate(folder / "last.pt", 5000),
+    "last.pt gone": lambda folder: os.remove(folder / "last.pt"),
+    "last.pt older": lambda folder: shutil.copy(folder / "last-1.pt", folder / "last.pt"),
+    "best.pt gone": lambda folder: os.remove(folder / "best.pt"),
+    "best.pt of a stranger": lambda folder: other_numbers(folder / "best.pt"),
+    "model.json emptied": lambda folder: (folder / "model.json").write_text(""),
+    "model.json a list": lambda folder: (folder / "model.json").write_text("[1]"),
+    "model.json nested": lambda folder: (folder / "model.json").write_text("[" * 100_000),
+    "model.json gone": lambda folder: os.remove(folder / "model.json"),
+    "folder gone": shutil.rmtree,
+}
+
+
+def test_done_is_read_back_from_the_disk(run, monkeypatch, tmp_path):
+    conclude, said = train.conclude, {}
+
+    def damaged(run):
+        run.checkpoints.wait()
+        shutil.copytree(run.folder, tmp_path / "whole")
+        for name, damage in DAMAGES.items():
+            damage(run.folder)
+            try:
+                said[name] = str(conclude(run))
+            except checkpoint.CheckpointError as error:
+                said[name] = str(error)
+            shutil.rmtree(run.folder, ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", run.folder)
+        return conclude(run)
+
+    monkeypatch.setattr(train, "conclude", damaged)
+    assert run("--max-steps", 4, "--ckpt-every", 2)[0] == 0
+    wrong = {name: words for name, words in said.items() if not words.startswith("not done: ")
+             or name.split()[0].replace("folder", "last.pt") not in words}
+    assert not wrong and len(said) == len(DAMAGES)
+
+
+def test_a_run_that_goes_on_elsewhere_or_without_its_best_weights_writes_them(run):
+    assert run("--max-steps", 4)[0] == 0
+    for name in ("best.pt", "model.json"):
+        (run.folder / name).unlink()
+    assert run("--max-steps", 4, "--resume", "auto")[0] == 0
+    assert run("--max-steps", 4, "--resume", run.folder / "last.pt", out="new")[0] == 0
+    for folder in (run.folder, run.folder.with_name("new")):
+        assert (folder / "best.pt").exists() and (folder / "model.json").exists()
 
 
 # --- A run that is lost with finite numbers

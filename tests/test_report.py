@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -23,7 +24,7 @@ def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left
     for step in range(1, 8):
         file.write(step=step, loss=1.0 / step)
     with open(file.path, "ab") as stream:
-        stream.write(b'[1]\n{"step": "x"}\n\xff\xfe\n{"step": 8, "lo')
+        stream.write(b"[" * 100_000 + b'\n[1]\n{"step": "x"}\n\xff\xfe\n{"step": 8, "lo')
     again = report.MetricsFile(tmp_path, {"model": "never written"}, step=5)
     again.write(step=6, loss=0.0)
     header, *steps = lines_of(again)
@@ -32,6 +33,11 @@ def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left
     again.path.write_bytes(b"\xff garbled \x00\n" + again.path.read_bytes().partition(b"\n")[2])
     header, *steps = lines_of(report.MetricsFile(tmp_path, {"model": "y"}, step=5))
     assert header["model"] == "y" and len(steps) == 5
+    again.path.write_text('{"loss": [1], "val_loss": "x"}\n{"event": "skip"}\n')
+    assert report.draw_curves(again.path)
+    again.path.unlink()
+    os.mkfifo(again.path)  # nobody waits for its writer
+    assert report.read_lines(again.path) == []
 
 
 def test_nan_is_a_word_in_every_line(tmp_path):
@@ -44,28 +50,31 @@ def test_nan_is_a_word_in_every_line(tmp_path):
 
 CLOSED = """
 import os, sys, time
-from report import MetricsFile, print_line
+from report import MetricsFile, print_last, print_line
 log = MetricsFile(sys.argv[1], {})
 for step in range(1, 60):
     if not print_line(f"step {step}"):
         log.write(event="warning", step=step, text="closed")
     log.write(step=step, loss=1.0)
     time.sleep(0.01)
-print("still here", file=sys.stderr)
+print_last({"status": "done"})
 """
+LAST = '{"status": "done"}\n'
 
 
-@pytest.mark.parametrize("pipe", ["| head -2", "2>&1 | head -2"])
-def test_standard_output_that_goes_away_is_said_once_and_ends_nothing(tmp_path, pipe):
+@pytest.mark.parametrize(("pipe", "out", "err"), [
+    ("| head -2", "step 1\nstep 2\n", LAST), ("2>&1 | head -2", "step 1\nstep 2\n", ""),
+    ("> /dev/full", "", LAST), ("> /dev/full 2> /dev/full", "", ""), (">&-", "", LAST)])
+def test_standard_output_that_fails_is_said_once_and_ends_nothing(tmp_path, pipe, out, err):
     script = tmp_path / "script.py"
     script.write_text(CLOSED)
     command = f"{sys.executable} {script} {tmp_path} {pipe}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100,
                           env={"PYTHONPATH": str(Path(report.__file__).parent)})
-    assert done.returncode == 0 and done.stdout == "step 1\nstep 2\n"
-    assert done.stderr == ("" if "2>" in pipe else "still here\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert sum("event" in line for line in lines) == 1 and lines[-1] == {"step": 59, "loss": 1.0}
+    assert sum("event" in line for line in lines) == (pipe != ">&-")
+    assert lines[-1] == {"step": 59, "loss": 1.0}
 
 
 @pytest.mark.parametrize("name, values", {

@@ -7,6 +7,8 @@ loss scale, counters, generators), best.pt and every line of metrics.jsonl. benc
 does the same a hundred times.
 """
 
+import copy
+import math
 import os
 import random
 import re
@@ -29,7 +31,8 @@ import report
 import train
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
-from rescue import resume
+from models.classifier import Classifier
+from rescue import resume, schema
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -279,6 +282,182 @@ def test_files_that_no_run_can_go_on_from_are_refused(run, finished):
     for path in run.folder.glob("*.pt"):
         path.unlink()
     refused(run(*finished, "--resume", "auto"), "a run without its checkpoints")
+
+
+def places(node, *above):
+    """The path to each value of nested dicts and lists."""
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+        yield *above, key
+        if isinstance(child, (dict, list)):
+            yield from places(child, *above, key)
+
+
+def put(state, place, *value):
+    """A copy in which another value is at this place; none: nothing is there."""
+    state = copy.copy(state)
+    key, *rest = place
+    if rest:
+        state[key] = put(state[key], rest, *value)
+    elif value:
+        state[key] = value[0]
+    else:
+        del state[key]
+    return state
+
+
+# Left to the comparison with this run, and to what takes it over: the tests below.
+MISTYPED = re.compile(r"identity\..+|.*param_groups.*|ema|guard\.pending")
+MISSING = re.compile(r"(identity|model|optimizers|scores|healing.repeatable)\..*|.*\.\d+")
+
+
+def refusal_of(state):
+    with schema.reading("last.pt"):
+        schema.refuse_unsound(state)
+
+
+def test_a_field_that_is_missing_or_mistyped_is_refused_wherever_it_is(run, finished):
+    state = checkpoint.load(run.folder / "last.pt")
+    refusal_of(state)
+    tried = 0
+    for place in places(state):
+        for value in ((), ("x",), ([[]],), ({"x": [1]},)):
+            tried += 1
+            try:
+                refusal_of(put(state, place, *value))
+                passes = MISTYPED if value else MISSING
+                assert passes.fullmatch(".".join(map(str, place))), (place, value)
+            except checkpoint.CheckpointError as error:
+                assert str(error).startswith("last.pt does not fit") and "\n" not in str(error)
+    assert tried > 500
+
+
+BOUNDS = {
+    "updates": 10**9, "quarantine": [*range(120)], "accum": 10**9, "best": math.nan,
+    "policy": "fp17", "healing.trend.mean": math.nan, "healing.extra_steps": 10**12,
+    "schedule.factor": torch.tensor(9.0), "schedule.updates": torch.tensor(99),
+    "identity.total_steps": 10**12, "identity.model": torch.ones(2),
+    "rng": [{"python": (3, (1,), None), "cpu": torch.ones(3)}],
+}
+
+
+def test_a_number_that_cannot_be_is_refused(run, finished):
+    state = checkpoint.load(run.folder / "last.pt")
+    for place, value in BOUNDS.items():
+        with pytest.raises(checkpoint.CheckpointError, match=r"last\.pt"):
+            refusal_of(put(state, place.split("."), value))
+
+
+def test_weights_and_moments_that_do_not_fit_are_refused_in_last_good_too(run, finished):
+    state = checkpoint.load(run.folder / "last.pt")
+    weight = next(name for name, t in state["model"].items() if t.dim() > 1)
+    moments = "optimizers", 0, "state", 0
+    size = state["optimizers"][0]["state"][0]["exp_avg_sq"].shape
+    faults = [
+        (("model", weight), state["model"][weight].long()),
+        (("model", weight), state["model"][weight].cfloat()),
+        ((*moments, "exp_avg"),), ((*moments, "exp_avg_sq"), -torch.ones(size)),
+        ((*moments, "exp_avg"), torch.ones(1)), (("optimizers",), []),
+        (("guard", "pending"), [1, [0.0], ["loss"]]),
+    ]
+    for name in ("last.pt", "last_good.pt"):
+        whole = (run.folder / name).read_bytes()
+        for place, *value in faults[:: 1 if name == "last.pt" else 3]:
+            os.unlink(run.folder / name)  # the other one is a link to it
+            torch.save(put(state, place, *value), run.folder / name)
+            refused(run(*finished, "--resume", "auto"), f"{name} does not fit this run")
+        (run.folder / name).write_bytes(whole)
+    assert run(*finished, "--resume", "auto")[0] == 0
+
+
+@pytest.mark.parametrize("variables", ["RANK=5", "WORLD_SIZE=0", "LOCAL_RANK=-1", "RANK=x"])
+def test_ranks_that_cannot_be_are_refused(run, monkeypatch, variables):
+    monkeypatch.setenv(*variables.split("="))
+    refused(run(), variables.split("=")[0])
+
+
+def test_a_folder_whose_name_is_no_text_holds_a_run_like_any_other(run, few_images):
+    name = os.fsdecode(b"run \xff\n")
+    flags = ("--data-dir", few_images, "--batch-size", 20, "--max-steps")
+    assert run(*flags, 2, out=name)[0] == 0
+    assert run(*flags, 4, "--resume", "auto", out=name)[1]["steps"] == 4
+
+
+# --- Links
+
+written = None  # a set: names are collected
+
+
+def collect(event, args):
+    """An audit hook: what is opened for writing, made, linked or renamed."""
+    if written is None:
+        return
+    if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):
+        written.add(args[0])
+    elif event in ("os.rename", "os.link", "os.mkdir"):
+        written.update(args[:2])
+
+
+sys.addaudithook(collect)
+draw_curves = report.draw_curves
+
+
+def test_no_link_that_lies_in_a_folder_leads_a_write_elsewhere(
+    run, few_images, tmp_path, monkeypatch
+):
+    """At each name that a first run has written: a link to a file outside, or to nothing."""
+    global written
+    monkeypatch.setattr(report, "draw_curves", draw_curves)
+    monkeypatch.setattr(Classifier, "show", lambda self, x, y: x, raising=False)
+    (tmp_path / ".cache").unlink()
+    flags = ("--data-dir", few_images, "--batch-size", 20, "--ckpt-every", 2)
+    written = set()
+    assert run(*flags, "--max-steps", 7, "--inject", "nan:input@step=3")[0] == 0
+    names, written = written, None
+    homes = run.folder, tmp_path / ".cache"
+    paths = {Path(tmp_path, os.fsdecode(name)) for name in names if not isinstance(name, int)}
+    entries = {home / path.relative_to(home).parts[0]
+               for home in homes for path in paths if home in path.parents}
+    seen = {path.name for path in entries}
+    assert len(entries) > 20 and {"bad_step_3_rank0.pt", "curves.png", ".lock", "shown"} <= seen
+    kept = tmp_path / "kept"
+    for home in homes:
+        shutil.copytree(home, kept / home.name)
+    for kind in ("link", "hard link", "nothing"):
+        outside = tmp_path / f"outside, {kind}"
+        outside.mkdir()
+        for home in homes:
+            shutil.rmtree(home)
+            shutil.copytree(kept / home.name, home)
+        for path in entries:
+            target = outside / path.name
+            inside = [other.name for other in paths if other.parent == path]
+            if inside:
+                shutil.rmtree(path, ignore_errors=True)
+                target.mkdir()
+                for name in inside:
+                    (target / name).write_text("mine")
+            elif path.exists():
+                path.rename(target)
+            else:
+                target.write_text("mine")
+            if kind == "hard link" and not inside:
+                path.hardlink_to(target)
+            else:
+                path.symlink_to(target)
+            if kind == "nothing":  # what is read to go on stays
+                path.unlink()
+                if path.suffix == ".pt" and target.exists():
+                    target.rename(path)
+                else:
+                    shutil.rmtree(target) if inside else target.unlink()
+                    path.symlink_to(target)
+        before = tree(outside)
+        assert run(*flags, "--max-steps", 9, "--resume", "auto")[0] == 0, kind
+        assert tree(outside) == before, kind
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(run, few_images, monkeypatch):
