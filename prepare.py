@@ -176,6 +176,7 @@ def network(run: Run) -> None:
     with refusing(DoesNotFit):
         net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
+        run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
     names = [name for name, _ in net.named_parameters()]
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
         for pattern in patterns:
@@ -187,7 +188,6 @@ def network(run: Run) -> None:
             images, labels = run.data.train
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
-        run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
         seconds_of(run, torch.float32, min(2, micro_batch))
     except (RuntimeError, ValueError) as error:
         if TOO_SMALL.search(str(error)):
