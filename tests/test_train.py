@@ -99,6 +99,21 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
 
 
+def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
+    """Its verdict is a step late, and a GPU works on when the host has given it all."""
+    now = [0.0]
+    flush = guards.Guard.flush
+
+    def waits(self):
+        now[0] += 1.0
+        return flush(self)
+
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(guards.Guard, "flush", waits)
+    last = run("--ckpt-every", 5)[1]  # steps 5, 10 and 12, of 40 images each
+    assert last["images_per_second"] == pytest.approx(12 * 40 / 3)
+
+
 # --- What fails says so: the traceback of a bug, and the summary all the same
 
 
