@@ -17,7 +17,8 @@ asks for three things in return:
     the same kernels   No branch on the host. A step that does more (probes, a record of the step, a
                        look at all weights) runs kernel by kernel, between two replays.
     more memory        The graph keeps its activations, and a step that runs kernel by kernel has
-                       its own.
+                       its own. Memory that ends in a recording ends the process (see NoGraph). So
+                       there is no recording where less than a tenth of the memory is free.
 
 Copy this file alone: it needs torch and nothing else.
 
@@ -37,10 +38,14 @@ Paste::
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+ROOM = 0.1  # of the device's memory
 
 
 class NoGraph(RuntimeError):
@@ -83,7 +88,13 @@ class StepGraph:
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
         """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA
-        meanwhile."""
+        meanwhile. Without room there is no graph."""
+        torch.cuda.empty_cache()  # a graph has its own memory and cannot use this
+        free, total = torch.cuda.mem_get_info()
+        if free < ROOM * total:
+            self.warm_up = math.inf
+            warnings.warn(f"no CUDA graph: {free / total:.0%} of the memory are free", stacklevel=3)
+            return
         self.images = images.clone()
         self.labels = labels.clone()
         graph = torch.cuda.CUDAGraph()

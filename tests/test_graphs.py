@@ -7,6 +7,7 @@ import torch
 from helpers import needs_cuda, run_script, same, script, snapshot
 from torch import nn
 
+import train
 from amp_policy import LossScaler
 from extras import graphs
 from extras.ema import EMA
@@ -128,6 +129,39 @@ def test_a_graph_of_one_shape_is_not_replayed_for_another(monkeypatch):
     for size in (4, 4, 4, 2, 2, 2):
         step(torch.zeros(size, 3), torch.zeros(size))
     assert taken == [f"{kind} of {size}" for size in (4, 2) for kind in ("step", "graph", "graph")]
+
+
+def test_nothing_is_recorded_where_less_than_a_tenth_of_the_memory_is_free(monkeypatch):
+    taken, free = [], [11, 9]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: taken.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 100))
+    step = graphs.StepGraph(lambda *_: taken.append("step"), warm_up=1)
+    batch = torch.zeros(4, 3), torch.zeros(4)
+    step(*batch)
+    with pytest.raises((RuntimeError, AssertionError)):  # it would record, and there is no GPU
+        step(*batch)
+    taken.clear()
+    with pytest.warns(UserWarning, match="9% of the memory"):
+        step(*batch)
+    step(*batch)
+    assert taken == ["emptied", "step", "step"] and not free
+
+
+def test_after_memory_has_ended_nothing_is_recorded(run, monkeypatch):
+    take, setup, recorded = train.train_step, train.prepare.setup, []
+
+    def small(run, *rest):
+        if run.accum == 1 and run.step == 3:
+            raise torch.OutOfMemoryError("planted")
+        return take(run, *rest)
+
+    def with_graph(run, _):
+        setup(run, small)
+        run.graph = graphs.StepGraph(lambda *batch: small(run, *batch))
+
+    monkeypatch.setattr(graphs.StepGraph, "_record", lambda self, *_: recorded.append(self.calls))
+    monkeypatch.setattr(train.prepare, "setup", with_graph)
+    assert run()[0] == 0 and not recorded
 
 
 def test_no_graph_is_asked_for_on_a_cpu(run):
