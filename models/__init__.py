@@ -67,7 +67,7 @@ def convnet(name):
 def cut(name, size, channels):
     """The options of a net that cuts images of `size` pixels a side into patches.
 
-    Its preset has a patch size, or `grid`, the patches a side: then the patches grow with the image.
+    Its preset has a patch size, or `grid`, the patches a side: those grow with the image.
     """
     options = dict(PRESETS[name])
     grid = options.pop("grid", None)
