@@ -59,7 +59,9 @@ def train_step(run, images, labels, inspect=None, eager=False):
     compiled code, which ignores the hooks of this step. Returns found_inf: 1. = rejected.
     """
     guard, scaler = run.guard, run.scaler
-    forward = (run.ddp if eager else run.compiled) or run.model
+    forward = run.model  # one process and no compiler
+    if run.ddp is not None:
+        forward = run.ddp if eager else run.compiled
     # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad
     #    raises a flag on the device and nothing else: leaving early would make the ranks average
     #    different steps.
@@ -172,6 +174,7 @@ def main(argv=None):
 def train(run, stop):
     """The loop. Returns how the run ended."""
     end = None
+    ranks.name_missing(lambda: run.guard.number)
     with run.checkpoints, run.bar:
         if ranks.agreed(not run.step or not run.checkpoints.last_good.exists()):
             save(run, good=True)  # there is always a last_good to go back to
