@@ -108,7 +108,6 @@ TABLE = {
         ("--resume", str, "none", "auto, none, or the path of a checkpoint"),
         ("--seed", number(int, 0, below=2**32), 0, ""),
         ("--deterministic", bool, False, "bit-identical reruns on CUDA too"),
-        ("--compile", bool, False, "torch.compile; minutes at the start"),
         ("--cuda-graph", bool, True, "the step as one CUDA graph where it runs on one GPU"),
         ("--device", ["auto", "cpu", "cuda", "mps"], "auto", ""),
         ("--log-every", count, 10, "steps between two lines of metrics.jsonl"),
@@ -155,6 +154,9 @@ def parse(
     add("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
     add("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
     add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    add("--compile", nargs="?", const="on", default="auto", choices=["auto", "on", "off"],
+        help="torch.compile; auto: on one GPU, where the run is long enough for it to pay")
+    add("--no-compile", dest="compile", action="store_const", const="off")
     for title, rows in TABLE.items():
         group = parser.add_argument_group(title)
         for name, takes, default, text in rows:

@@ -11,7 +11,6 @@ of the run and fills in its part of it. Two rules:
                     is not wrapped: whoever forks this repository needs its traceback.
 """
 
-import copy
 import dataclasses
 import fnmatch
 import functools
@@ -79,13 +78,15 @@ def setup(run: Run, train_step: Callable) -> None:
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
     if args.cuda_graph and alone_on_a_gpu and not observed:
         run.graph = graphs.StepGraph(functools.partial(train_step, run))
+    compiled = timed(compilation)
     resumed = timed(folder, saved)
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
     decided = {
         "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
-        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
+        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters, "
+                 + compiled,
         "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
         "length": plan,
         "output": f"{run.folder}{resumed}",
@@ -195,25 +196,11 @@ def network(run: Run) -> None:
         raise
 
 
-def seconds_of(run: Run, dtype: torch.dtype, count: int) -> float:
-    """Of a forward and backward on `count` images. Weights, buffers and random numbers stay."""
-    rng = checkpoint.rng_state(run.device)
-    kept = [(module, {**vars(module)}) for module in run.net.modules()]  # hidden states, too
-    copies = {}
-    for module, _ in kept:
-        module._buffers = copy.deepcopy(module._buffers, copies)
+def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
+    """Of a forward and backward on `count` images."""
     images, labels = run.stream.at(0)
-    began = time.perf_counter()
-    with torch.autocast(run.device.type, dtype, enabled=dtype is not torch.float32):
-        loss, _ = run.model(images[:count], torch.zeros_like(labels[:count]))
-    loss.backward()
-    loss.item()  # waits for the device
-    seconds = time.perf_counter() - began
-    for module, before in kept:
-        vars(module).update(before)
-    run.net.zero_grad()
-    checkpoint.set_rng_state(rng, run.device)
-    return seconds
+    batch = images[:count], torch.zeros_like(labels[:count])
+    return amp_policy.seconds_of_pass(run.model if model is None else model, *batch, dtype)
 
 
 def precision(run: Run, saved: dict | None) -> float | None:
@@ -325,7 +312,28 @@ def training(run: Run) -> None:
     if args.ema:
         run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)
     run.ddp = parallel(run.model, run.device)
-    run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp
+    run.compiled = run.ddp
+
+
+def compilation(run: Run) -> str:
+    """Compile the network, where that is asked for or pays. Returns a sentence about it.
+
+    What is planted needs eager mode. Without a CUDA graph the host, not the network, takes the time
+    of a step.
+    """
+    args = run.args
+    if args.inject or args.compile == "off":
+        return "not compiled"
+    if args.compile == "on":
+        run.compiled = torch.compile(run.ddp, dynamic=False)
+        return "compiled"
+    if not run.graph:
+        return "not compiled"
+    micro_batch = args.batch_size // run.accum
+    trial = functools.partial(seconds_of, run, run.policy.dtype, micro_batch)
+    shapes = 2 if MODELS[args.model][1]["small"] else 1
+    run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
+    return why
 
 
 def folder(run: Run, saved: dict | None) -> str:

@@ -120,7 +120,7 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     kept = kept or record_step(run, step, *batch_again(run, step))
     compiled = None
     if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
-        compiled = rerun(run, kept, torch.compile(run.model))
+        compiled = rerun(run, kept, torch.compile(run.model, dynamic=False))
     moments = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     report = autopsy.agree(autopsy.examine(
         rerun(run, kept), kept, run.net, state=dict(enumerate(moments)),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import needs_cuda, run_script, same, script, snapshot
+from helpers import needs_cuda, policy_for, run_script, same, script, snapshot
 from torch import nn
 
 import train
@@ -14,6 +14,7 @@ from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
 from optim import ClippedAdamW, Schedule, master_params, param_groups, warmup_cosine
+from record import Run
 
 
 def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
@@ -164,5 +165,32 @@ def test_after_memory_has_ended_nothing_is_recorded(run, monkeypatch):
     assert run()[0] == 0 and not recorded
 
 
-def test_no_graph_is_asked_for_on_a_cpu(run):
+def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
+    net, tried = nn.Linear(2, 2), []
+    monkeypatch.setattr(torch, "compile", lambda net, dynamic: ("compiled", net, dynamic))
+    choose = graphs.compile_if_it_pays
+    few = graphs.PAYS_AFTER - 1
+    assert choose(net, few, tried.append) == (net, "not compiled: that pays from 12,000 steps a "
+                                                   "shape on") and not tried
+    assert choose(net, few + 1, tried.append) == (("compiled", net, False), "compiled")
+    assert tried == [("compiled", net, False)]
+    broken, why = choose(net, few + 1, lambda net: net.absent)
+    assert broken is net and why.startswith("not compiled: AttributeError")
+
+
+@pytest.mark.parametrize("flag, steps, compiled", [
+    ("auto", 24_000, True), ("auto", 23_999, False), ("on", 1, True), ("off", 24_000, False)])
+def test_compile_auto_is_for_long_runs_with_a_graph(monkeypatch, flag, steps, compiled):
+    monkeypatch.setattr(torch, "compile", lambda net, dynamic: "compiled")
+    monkeypatch.setattr(train.prepare, "seconds_of", lambda *_: 0.01)
+    args = SimpleNamespace(compile=flag, inject="", batch_size=40, model="cifarnet")
+    run = Run(args=args, graph=object(), ddp="eager", total_steps=steps, policy=policy_for("bf16"))
+    run.compiled = run.ddp
+    train.prepare.compilation(run)
+    assert run.compiled == ("compiled" if compiled else "eager")
+
+
+def test_a_cpu_gets_no_graph_and_no_compiled_code_by_itself(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", None)
+    monkeypatch.setattr(graphs, "PAYS_AFTER", 0)
     assert run("--cuda-graph", "--max-steps", 2)[0] == 0

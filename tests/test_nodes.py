@@ -105,7 +105,7 @@ for step in range(3):
 
 
 def test_memory_that_ends_while_ranks_average_is_survived_after_any_accumulation(tmp_path):
-    """A gradient is then a view of what is sent, and the version that it counts another tensor's."""
+    """A gradient is then a view of what is sent, whose version counts other gradients, too."""
     ends = script(tmp_path, """
 import torch
 from torch import nn

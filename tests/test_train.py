@@ -231,6 +231,8 @@ def test_boolean_flags_and_published_spellings_work_and_abbreviations_do_not():
     assert parse(["--amsgrad"]).amsgrad and not parse(["--no-amsgrad"]).amsgrad
     for argv in (["--amp-opt-level", "O1"], ["--amp_opt_level=O1"]):
         assert parse(argv).precision == "O1"
+    for word, meant in (("", "auto"), ("--compile", "on"), ("--no-compile", "off")):
+        assert parse(word.split()).compile == meant
     for argv in (["--disable-amp"], ["--disable_amp"]):
         assert parse(argv).precision == "fp32"
     assert parse(["--out_dir=runs/a_b"]).out_dir == Path("runs/a_b")
@@ -256,8 +258,9 @@ def test_compiled_training_gives_the_same_losses_and_looks_at_hooked_steps_eager
         run, monkeypatch):
     compiled = []
 
-    def compile(model, backend=torch.compile):
+    def compile(model, dynamic, backend=torch.compile):
         compiled.append(model)
+        assert dynamic is False  # else a second image size is compiled for all sizes, in the run
         return backend(model, backend="eager")  # the graphs without minutes of C++
 
     monkeypatch.setattr(torch, "compile", compile)
