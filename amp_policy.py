@@ -277,6 +277,7 @@ def seconds_of_pass(
         loss.item()  # waits for the device
         seconds = time.perf_counter() - began
     for module, before in kept:
+        vars(module).clear()
         vars(module).update(before)
     model.zero_grad()
     return seconds
