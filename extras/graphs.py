@@ -18,7 +18,7 @@ asks for three things in return:
                        look at all weights) runs kernel by kernel, between two replays.
     more memory        The graph keeps its activations, and a step that runs kernel by kernel has
                        its own. Memory that ends in a recording ends the process (see NoGraph). So
-                       there is no recording where less than a tenth of the memory is free.
+                       there is no recording where both would leave less than a tenth of it free.
 
 What is recorded may be compiled: compile_if_it_pays() says so from the number of steps.
 
@@ -117,9 +117,11 @@ class StepGraph:
         meanwhile. Without room there is no graph."""
         torch.cuda.empty_cache()  # a graph has its own memory and cannot use this
         free, total = torch.cuda.mem_get_info()
-        if free < ROOM * total:
+        need = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        if free - 2 * need < ROOM * total:
             self.warm_up = math.inf
-            warnings.warn(f"no CUDA graph: {free / total:.0%} of the memory are free", stacklevel=3)
+            warnings.warn("no CUDA graph: there is too little memory for it and a step beside it",
+                          stacklevel=3)
             return
         self.images = images.clone()
         self.labels = labels.clone()
