@@ -131,9 +131,6 @@ class Muon(torch.optim.Optimizer):
             if p.dtype in HALF and self.makes_masters:
                 self.masters[p] = p.detach().float().clone()
 
-    def _params(self) -> list[Tensor]:
-        return [p for g in self.param_groups for p in g["params"]]
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
@@ -214,7 +211,7 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over copies of a state_dict(). Load the weights first."""
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
-        for i, p in enumerate(self._params()):
+        for i, p in enumerate(p for g in self.param_groups for p in g["params"]):
             if i in state_dict["state"]:
                 saved = state_dict["state"][i]["momentum_buffer"]
                 self._momentum(p).copy_(saved.view(p.shape))  # older files: (rows, columns)
