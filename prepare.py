@@ -16,7 +16,6 @@ import fnmatch
 import functools
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,7 +33,7 @@ import optim
 import report
 from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
-from models import MODELS, DoesNotFit, build, set_drop_path, wrap
+from models import MODELS, TOO_SMALL, DoesNotFit, build, set_drop_path, wrap
 from ranks import (
     agreed,
     first_on_each_machine,
@@ -49,10 +48,6 @@ from record import Run
 from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
-# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
-TOO_SMALL = re.compile(
-    "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
-)
 
 
 def setup(run: Run, train_step: Callable) -> None:
@@ -322,15 +317,12 @@ def compilation(run: Run) -> str:
     of a step.
     """
     args = run.args
-    if args.inject or args.compile == "off":
-        return "not compiled"
-    if args.compile == "on":
+    if args.compile == "on" and not args.inject:
         run.compiled = torch.compile(run.ddp, dynamic=False)
         return "compiled"
-    if not run.graph:
+    if args.compile != "auto" or not run.graph:
         return "not compiled"
-    micro_batch = args.batch_size // run.accum
-    trial = functools.partial(seconds_of, run, run.policy.dtype, micro_batch)
+    trial = functools.partial(seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
     shapes = 2 if MODELS[args.model][1]["small"] else 1
     run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
     return why

@@ -184,22 +184,22 @@ def name_missing(position: Callable[[], int]) -> None:
 
 
 def _watch(store: dist.Store, keys: list[str], own: int, position: Callable[[], int]) -> None:
-    at = since = 0
+    at = None
     with contextlib.suppress(RuntimeError):  # the store is gone
         for beat in itertools.count():
             time.sleep(TIMEOUT.total_seconds() / 20)
             step = position()
             store.set(keys[own], f"{step} {beat}")
+            said = [store.get(key) for key in keys]
             if step != at:
                 at = step
                 since = beat
-            if beat - since == 1:
-                before = [store.get(key) for key in keys]
+            if beat - since == 9:
+                before = said
             if beat - since == 18:
-                now = [store.get(key) for key in keys]
                 missing = [
-                    str(rank) for rank, said in enumerate(now)
-                    if said == before[rank] or int(said.split()[0]) < step
+                    str(rank) for rank, now in enumerate(said)
+                    if now == before[rank] or int(now.split()[0]) < step
                 ]
                 if missing:
                     print(f"train.py: rank {own} waits in step {step}, and the time-out is near: "

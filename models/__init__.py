@@ -17,6 +17,8 @@ which takes `channels` too where images may have another number than 3, and its 
 A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
+import re
+
 import torchvision
 from torch import Tensor, nn
 
@@ -30,6 +32,11 @@ PRESETS = (
 # Patches a side that belong together, where it is more than one: a window of the last stage, after
 # three that merge two by two, and what becomes one token.
 TOGETHER = {"swin-t": 7 * 2**3, "swin-v2-t": 8 * 2**3, "nanovlm": vlm.FOLD}
+
+# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
+TOO_SMALL = re.compile(
+    "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
+)
 
 
 class DoesNotFit(ValueError):
