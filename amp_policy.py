@@ -65,6 +65,7 @@ the names O0 to O3.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import platform
 import time
@@ -255,6 +256,31 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]
                 torch.accelerator.synchronize()
             least[dtype] = min(least[dtype], time.perf_counter() - began)
     return tuple(least.values())
+
+
+def seconds_of_pass(
+    model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype
+) -> float:
+    """Of loss, _ = model(images, labels) and its backward, under autocast to `dtype`.
+
+    Parameters, buffers, what modules carry from call to call, and torch's random numbers stay.
+    """
+    kept = [(module, {**vars(module)}) for module in model.modules()]
+    copies = {}
+    for module, _ in kept:
+        vars(module)["_buffers"] = copy.deepcopy(module._buffers, copies)
+    with torch.random.fork_rng([images.device] if images.is_cuda else []):
+        began = time.perf_counter()
+        with torch.autocast(images.device.type, dtype, enabled=dtype is not F32):
+            loss, _ = model(images, labels)
+        loss.backward()
+        loss.item()  # waits for the device
+        seconds = time.perf_counter() - began
+    for module, before in kept:
+        vars(module).clear()
+        vars(module).update(before)
+    model.zero_grad()
+    return seconds
 
 
 def choose_policy(

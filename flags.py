@@ -109,7 +109,6 @@ TABLE = {
         ("--resume", str, "none", "auto, none, or the path of a checkpoint"),
         ("--seed", number(int, 0, below=2**32), 0, ""),
         ("--deterministic", bool, False, "bit-identical reruns on CUDA too"),
-        ("--compile", bool, False, "torch.compile; minutes at the start"),
         ("--cuda-graph", bool, True, "the step as one CUDA graph where it runs on one GPU"),
         ("--device", ["auto", "cpu", "cuda", "mps"], "auto", ""),
         ("--log-every", count, 10, "steps between two lines of metrics.jsonl"),
@@ -137,21 +136,28 @@ def parse(
         allow_abbrev=False,
     )
     parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists all flags)")
-    flag = parser.add_argument
-    flag("--model", default="cifarnet", choices=models, metavar="NAME", help=", ".join(models))
-    flag("--dataset", choices=datasets, help="default: cifar10, else synthetic")
-    flag = parser.add_mutually_exclusive_group().add_argument
-    flag("--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES])
-    flag("--disable-amp", dest="precision", action="store_const", const="fp32")
-    flag = parser.add_mutually_exclusive_group().add_argument
-    flag("--epochs", type=number(float, 0, above=True, below=10**5), help="default: the recipe's; "
-         "on a CPU as many steps as take two minutes")
-    flag("--max-steps", type=count)
-    flag = parser.add_argument
-    flag("--betas", nargs=2, type=share, default=(0.9, 0.99))
-    flag("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
-    flag("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
-    flag("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    add = parser.add_argument
+    precision = parser.add_mutually_exclusive_group()
+    length = parser.add_mutually_exclusive_group()
+    add("--model", default="cifarnet", choices=models, metavar="NAME", help=", ".join(models))
+    add("--dataset", choices=datasets, help="default: cifar10, else synthetic")
+    precision.add_argument(
+        "--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES]
+    )
+    precision.add_argument("--disable-amp", dest="precision", action="store_const", const="fp32")
+    length.add_argument(
+        "--epochs",
+        type=number(float, 0, above=True, below=10**5),
+        help="default: the recipe's; on a CPU as many steps as take two minutes",
+    )
+    length.add_argument("--max-steps", type=count)
+    add("--betas", nargs=2, type=share, default=(0.9, 0.99))
+    add("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
+    add("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
+    add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    add("--compile", nargs="?", const="on", default="auto", choices=["auto", "on", "off"],
+        help="torch.compile; auto: on one GPU, where the run is long enough for it to pay")
+    add("--no-compile", dest="compile", action="store_const", const="off")
     for title, rows in TABLE.items():
         group = parser.add_argument_group(title)
         for name, takes, default, text in rows:

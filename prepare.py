@@ -16,7 +16,6 @@ import fnmatch
 import functools
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +26,6 @@ from torch import nn
 from tqdm import tqdm
 
 import amp_policy
-import autopsy
 import checkpoint
 import fp32
 import guards
@@ -35,7 +33,7 @@ import optim
 import report
 from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
-from models import MODELS, DoesNotFit, build, set_drop_path, wrap
+from models import MODELS, TOO_SMALL, DoesNotFit, build, set_drop_path, wrap
 from ranks import (
     agreed,
     first_on_each_machine,
@@ -50,10 +48,6 @@ from record import Run
 from rescue import inject, resume
 
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
-# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
-TOO_SMALL = re.compile(
-    "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
-)
 
 
 def setup(run: Run, train_step: Callable) -> None:
@@ -79,13 +73,15 @@ def setup(run: Run, train_step: Callable) -> None:
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
     if args.cuda_graph and alone_on_a_gpu and not observed:
         run.graph = graphs.StepGraph(functools.partial(train_step, run))
+    compiled = timed(compilation)
     resumed = timed(folder, saved)
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
     decided = {
         "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
-        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters",
+        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters, "
+                 + compiled,
         "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
         "length": plan,
         "output": f"{run.folder}{resumed}",
@@ -176,6 +172,7 @@ def network(run: Run) -> None:
     with refusing(DoesNotFit):
         net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
+        run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
     names = [name for name, _ in net.named_parameters()]
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
         for pattern in patterns:
@@ -187,7 +184,6 @@ def network(run: Run) -> None:
             images, labels = run.data.train
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
-        run.model = wrap(run.net, recipe["label_smoothing"], run.data.regression)
         seconds_of(run, torch.float32, min(2, micro_batch))
     except (RuntimeError, ValueError) as error:
         if TOO_SMALL.search(str(error)):
@@ -195,18 +191,11 @@ def network(run: Run) -> None:
         raise
 
 
-def seconds_of(run: Run, dtype: torch.dtype, count: int) -> float:
-    """Of a forward and backward on `count` images. Weights, buffers and random numbers stay."""
-    kept = autopsy.StepRecord(0, run.net)
+def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
+    """Of a forward and backward on `count` images."""
     images, labels = run.stream.at(0)
-    began = time.perf_counter()
-    with torch.autocast(run.device.type, dtype, enabled=dtype is not torch.float32):
-        loss, _ = run.model(images[:count], torch.zeros_like(labels[:count]))
-    loss.backward()
-    loss.item()  # waits for the device
-    seconds = time.perf_counter() - began
-    kept.restore()
-    return seconds
+    batch = images[:count], torch.zeros_like(labels[:count])
+    return amp_policy.seconds_of_pass(run.model if model is None else model, *batch, dtype)
 
 
 def precision(run: Run, saved: dict | None) -> float | None:
@@ -318,7 +307,25 @@ def training(run: Run) -> None:
     if args.ema:
         run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)
     run.ddp = parallel(run.model, run.device)
-    run.compiled = torch.compile(run.ddp) if args.compile and not args.inject else run.ddp
+    run.compiled = run.ddp
+
+
+def compilation(run: Run) -> str:
+    """Compile the network, where that is asked for or pays. Returns a sentence about it.
+
+    What is planted needs eager mode. Without a CUDA graph the host, not the network, takes the time
+    of a step.
+    """
+    args = run.args
+    if args.compile == "on" and not args.inject:
+        run.compiled = torch.compile(run.ddp, dynamic=False)
+        return "compiled"
+    if args.compile != "auto" or not run.graph:
+        return "not compiled"
+    trial = functools.partial(seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
+    shapes = 2 if MODELS[args.model][1]["small"] else 1
+    run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
+    return why
 
 
 def folder(run: Run, saved: dict | None) -> str:

@@ -33,10 +33,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from threading import Thread
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,9 +47,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# All ranks wait while one decodes the images, validates, or examines a step. NCCL's own limit
-# of 10 minutes ends the run then. A rank that dies is noticed by torchrun, not by this limit.
-BARRIER_TIMEOUT = timedelta(hours=2)
+# A collective that waits longer ends the run: name_missing() says for whom. A rank that dies is
+# noticed by torchrun before.
+TIMEOUT = timedelta(minutes=10)
+PATIENCE = timedelta(hours=2)  # all ranks wait while the first one of a machine decodes images
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA and NCCL, cuBLAS, CPU
 
 
@@ -97,7 +101,7 @@ def join(kind: str = "auto") -> Ranks:
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"start {start}", store)
         dist.init_process_group(
-            backend, None, BARRIER_TIMEOUT, world_size, rank, store, device_id=bound
+            backend, None, TIMEOUT, world_size, rank, store, device_id=bound
         )
     return Ranks(device, rank, local_rank, world_size)
 
@@ -162,13 +166,57 @@ def must_agree(facts: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def first_on_each_machine(local_rank: int) -> Iterator[None]:
     """The first rank of each machine runs the block first (it downloads); the others follow."""
-    if dist.is_initialized() and local_rank:
-        dist.barrier()
+    if not dist.is_initialized():
+        yield
+        return
+    patient = dist.new_group(timeout=PATIENCE, backend="gloo")
+    if local_rank:
+        dist.barrier(patient)
     try:
         yield
     finally:  # after an error too: the others are waiting
-        if dist.is_initialized() and not local_rank:
-            dist.barrier()
+        if not local_rank:
+            dist.barrier(patient)
+        dist.destroy_process_group(patient)
+
+
+def name_missing(position: Callable[[], int]) -> None:
+    """From now on a thread names the ranks for which this one waits, on standard error, when a
+    tenth of TIMEOUT is left: NCCL's time-out ends the process without a name.
+
+    position: the number of the step that this rank has begun. Missing is who has not begun it, and
+    whose thread is silent, because its process has stopped or its machine is gone.
+    """
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"where rank {rank} is" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "-1 0")
+    agreed(None)  # all keys are there
+    Thread(target=_watch, args=(store, keys, dist.get_rank(), position), daemon=True).start()
+
+
+def _watch(store: dist.Store, keys: list[str], own: int, position: Callable[[], int]) -> None:
+    at = None
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        for beat in itertools.count():
+            time.sleep(TIMEOUT.total_seconds() / 20)
+            step = position()
+            store.set(keys[own], f"{step} {beat}")
+            said = [store.get(key) for key in keys]
+            if step != at:
+                at = step
+                since = beat
+            if beat - since == 9:
+                before = said
+            if beat - since == 18:
+                missing = [
+                    str(rank) for rank, now in enumerate(said)
+                    if now == before[rank] or int(now.split()[0]) < step
+                ]
+                if missing:
+                    print(f"train.py: rank {own} waits in step {step}, and the time-out is near: "
+                          f"rank {', '.join(missing)} is missing", file=sys.stderr)
 
 
 def leave() -> None:
@@ -197,13 +245,17 @@ def agreed(value: Any) -> Any:
 
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DistributedDataParallel, which does not touch its buffers; alone: itself."""
+    """The model under DistributedDataParallel, which does not touch its buffers; alone: itself.
+
+    Gradients are views of what is sent: one copy of them less. static_graph stays off: its first
+    backward must not be in no_sync(), where accumulation begins (an internal assert in torch 2.14).
+    """
     if not dist.is_initialized():
         return model
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     devices = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, devices, **{sync: False})
+    return DistributedDataParallel(model, devices, gradient_as_bucket_view=True, **{sync: False})
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -238,9 +290,11 @@ def backward(loss: Tensor, ddp: nn.Module, veto: Callable[[], None]) -> None:
         torch.stack(missing).sum().backward()
 
 
-def _versions(parameters: list[Tensor]) -> list[int | None]:
-    """A number for each gradient that rises when it is written; None where there is none."""
-    return [getattr(p.grad, "_version", None) for p in parameters]
+def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
+    """Of each gradient its place in memory, and a number that rises when it is written; None where
+    there is none."""
+    grads = [p.grad for p in parameters]
+    return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
 
 def share_buffers(net: nn.Module) -> None:

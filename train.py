@@ -174,6 +174,7 @@ def main(argv=None):
 def train(run, stop):
     """The loop. Returns how the run ended."""
     end = None
+    ranks.name_missing(lambda: run.guard.number)
     with run.checkpoints, run.bar:
         if ranks.agreed(not run.step or not run.checkpoints.last_good.exists()):
             save(run, good=True)  # there is always a last_good to go back to
@@ -191,11 +192,7 @@ def train(run, stop):
             findings = digest(run, run.guard.set_lag(not hunting))  # what was under way, or None
             record = heal.record_step(run, run.step, images, labels) if hunting else None
             findings += digest(run, attempt(run, run.step, images, labels, stop.number, hunting))
-            end = answer(run, findings, record)
-            run.speed.images += run.args.batch_size
-            run.speed.seconds += time.perf_counter() - began
-            run.bar.update()
-            end = end_of_step(run, end)
+            end = end_of_step(run, answer(run, findings, record), began)
     return end
 
 
@@ -262,37 +259,35 @@ def answer(run, findings, record=None):
                 cure = heal.diverged(run, reason)
             else:
                 cure = heal.treat(run, step, record if record and record.step == step else None)
-            publish(run, cure)
+            heal.publish(run, cure)
             end = cure.end or end
     return end
 
 
 def retake(run, step):
     """A step that did not fit into memory on some rank, once more: in smaller micro-batches."""
-    before = attempt(run, step, *heal.batch_again(run, step))
-    return answer(run, digest(run, before) + digest(run, run.guard.flush()))
+    attempts = run.args.batch_size.bit_length()  # each time they are halved
+    findings = []
+    for _ in range(attempts):
+        before = attempt(run, step, *heal.batch_again(run, step))
+        found = digest(run, before) + digest(run, run.guard.flush())
+        again = [finding for finding in found if finding[:2] == ("no memory", step)]
+        findings += [finding for finding in found if finding not in again]
+        if not again:
+            return answer(run, findings)
+    raise torch.OutOfMemoryError(f"step {step} did not fit into memory in {attempts} attempts")
 
 
-def publish(run, cure):
-    """What healing found and did, in the log and on the screen. A loss scale that finds its place
-    is no news."""
-    if run.graph:
-        run.graph.drop()  # a cure may have exchanged what the graph holds
-    if cure.action:
-        about = cure.report
-        run.log.write(event="cure", step=run.step, of_step=about.step, verdict=about.verdict,
-                      rank=about.rank, module=about.module, op=about.op, samples=about.indices,
-                      reason=about.symptom, action=cure.action)
-        run.log.say(f"{about}\n  -> {cure.action}")
-
-
-def end_of_step(run, end):
+def end_of_step(run, end, began):
     """Validate where an epoch ends, save where it is time. Returns the end of the run, or None."""
     last = run.step >= run.total_steps
     validates = last or run.step % run.epoch_steps == 0
     saves = validates or run.step % (run.args.ckpt_every or run.epoch_steps) == 0
     if saves and goes_on(end):
-        end = answer(run, digest(run, run.guard.flush())) or end
+        end = answer(run, digest(run, run.guard.flush())) or end  # the clock counts this step, too
+    run.speed.images += run.args.batch_size
+    run.speed.seconds += time.perf_counter() - began
+    run.bar.update()
     if validates and goes_on(end):
         end = validate(run) or end
     if goes_on(end) and (saves or end):

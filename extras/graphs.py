@@ -17,7 +17,10 @@ asks for three things in return:
     the same kernels   No branch on the host. A step that does more (probes, a record of the step, a
                        look at all weights) runs kernel by kernel, between two replays.
     more memory        The graph keeps its activations, and a step that runs kernel by kernel has
-                       its own.
+                       its own. Memory that ends in a recording ends the process (see NoGraph). So
+                       there is no recording where both would leave less than a tenth of it free.
+
+What is recorded may be compiled: compile_if_it_pays() says so from the number of steps.
 
 Copy this file alone: it needs torch and nothing else.
 
@@ -37,10 +40,38 @@ Paste::
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ROOM = 0.1  # of the device's memory
+# Steps after which compiled code has paid for its making: 18.1 s, the slowest of five networks,
+# divided by 1.5 ms, which their median saved a step (batches of 256, kernel by kernel, an H200 with
+# torch 2.11 on 20 November 2026: git show 6bf2165:bench/results/compile_models-cuda.json). Inside
+# of a CUDA graph it was not measured yet.
+PAYS_AFTER = 12_000
+
+
+def compile_if_it_pays(
+    net: nn.Module, steps: int, trial: Callable[[nn.Module], object]
+) -> tuple[nn.Module, str]:
+    """`net`, or `net` compiled for fixed shapes, and a sentence that says why.
+
+    steps: the calls that are to come with batches of one shape. trial: takes the compiled network
+    through a forward and a backward, which makes its code. Whatever that raises (no C compiler, a
+    construct that cannot be compiled), `net` goes on as it is.
+    """
+    if steps < PAYS_AFTER:
+        return net, f"not compiled: that pays from {PAYS_AFTER:,} steps a shape on"
+    compiled = torch.compile(net, dynamic=False)
+    try:
+        trial(compiled)
+    except Exception as error:
+        return net, f"not compiled: {type(error).__name__}: {error}".splitlines()[0]
+    return compiled, "compiled"
 
 
 class NoGraph(RuntimeError):
@@ -83,7 +114,15 @@ class StepGraph:
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
         """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA
-        meanwhile."""
+        meanwhile. Without room there is no graph."""
+        torch.cuda.empty_cache()  # a graph has its own memory and cannot use this
+        free, total = torch.cuda.mem_get_info()
+        need = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        if free - 2 * need < ROOM * total:
+            self.warm_up = math.inf
+            warnings.warn("no CUDA graph: there is too little memory for it and a step beside it",
+                          stacklevel=3)
+            return
         self.images = images.clone()
         self.labels = labels.clone()
         graph = torch.cuda.CUDAGraph()

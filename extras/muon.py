@@ -70,18 +70,39 @@ def matrices(net: nn.Module, patterns: Iterable[str]) -> list[Tensor]:
     return matching
 
 
-def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """U V^T of each x = U S V^T (n, rows, columns), roughly: each step applies
-    a*s + b*s^3 + c*s^5 to S. bf16 is enough."""
+def rows_and_columns(p: Tensor) -> tuple[int, int]:
+    """Of p as a matrix: each p[i] is a row."""
+    return len(p), p.numel() // len(p)
+
+
+def memory_order(p: Tensor) -> list[int]:
+    """Its dimensions, rows first, then as they lie in memory. A channels-last filter that is
+    permuted so is contiguous: no row is copied. The order of the columns changes nothing, Muon
+    multiplies from the left."""
+    return [0, *sorted(range(1, p.ndim), key=p.stride, reverse=True)]
+
+
+def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
+    """In place: each x = U S V^T of these (n, rows, columns) becomes U V^T, roughly. A step applies
+    a*s + b*s^3 + c*s^5 to S. bf16 is enough.
+
+    A product that adds to another tensor than it writes is a copy and a product. So it adds where
+    it writes, and one launch copies what all products of a step add to.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # (n, short side, long side)
-    # No singular value is above 1 then.
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    xs = [x.mT if x.shape[1] > x.shape[2] else x for x in stacks]  # n, short side, long side
+    for x in xs:
+        # No singular value is above 1 then.
+        x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7))
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        grams = [x @ x.mT for x in xs]
+        now = [*xs, *grams]
+        before = [torch.empty_like(t) for t in now]
+        torch._foreach_copy_(before, now)
+        for i, (x, sums) in enumerate(zip(xs, grams, strict=True)):
+            gram = before[len(xs) + i]
+            sums.baddbmm_(gram, gram, beta=b, alpha=c)
+            x.baddbmm_(sums, before[i], beta=a)
 
 
 class Muon(torch.optim.Optimizer):
@@ -110,9 +131,6 @@ class Muon(torch.optim.Optimizer):
             if p.dtype in HALF and self.makes_masters:
                 self.masters[p] = p.detach().float().clone()
 
-    def _params(self) -> list[Tensor]:
-        return [p for g in self.param_groups for p in g["params"]]
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
@@ -122,38 +140,46 @@ class Muon(torch.optim.Optimizer):
         for g in self.param_groups:
             params = [p for p in g["params"] if p.grad is not None]
             if params:
-                self._update(g, sorted(params, key=lambda p: p.flatten(1).shape))
+                self._update(g, sorted(params, key=rows_and_columns))
         return loss
 
     def _update(self, g: dict[str, Any], params: list[Tensor]) -> None:
         """params: matrices of one shape stand side by side."""
-        weights = [self.masters.get(p, p) for p in params]
-        momenta = [self._momentum(p) for p in params]
-        shapes = Counter(m.shape for m in momenta)
+        orders = [memory_order(p) for p in params]
+
+        def permuted(tensors: Iterable[Tensor]) -> list[Tensor]:  # views
+            return [t.permute(order) for t, order in zip(tensors, orders, strict=True)]
+
+        def join(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([t.flatten() for t in tensors])
+
+        weights = permuted(self.masters.get(p, p) for p in params)
+        momenta = permuted(self._momentum(p) for p in params)
+        shapes = Counter(map(rows_and_columns, params))
         counts = list(shapes.values())
-        sizes = [m.numel() for m in momenta]
+        sizes = [p.numel() for p in params]
 
         def stacks(flat: Tensor) -> list[Tensor]:  # (n, rows, columns) for each shape
-            pieces = flat.split([n * shape.numel() for shape, n in shapes.items()])
+            pieces = flat.split([n * rows * columns for (rows, columns), n in shapes.items()])
             return [x.view(n, *shape) for x, (shape, n) in zip(pieces, shapes.items(), strict=True)]
 
-        grad = torch.cat([p.grad.flatten() for p in params]).float()
+        grad = join(permuted(p.grad for p in params)).float()
         if getattr(self, "grad_scale", None) is not None:
             grad = grad / self.grad_scale
-        old_momentum = torch.cat([m.flatten() for m in momenta])
+        old_momentum = join(momenta)
         momentum = old_momentum.lerp(grad, 1 - g["momentum"])
-        update = grad.lerp(momentum, g["momentum"])  # Nesterov's
-        old = torch.cat([w.flatten() for w in weights]).float()
+        turn = grad.lerp(momentum, g["momentum"]).bfloat16()  # Nesterov's
+        newton_schulz_(stacks(turn), g["ns_steps"])
+        old = join(weights).float()
         new = old.clone()
-        norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
-        # An orthogonal matrix has the norm sqrt(short side).
-        factors = [-RADIANS / math.sqrt(min(m.shape)) for m in momenta]
-        lengths = torch.stack(torch._foreach_mul(norms, factors)) * g["lr"]
-        stacked = zip(stacks(new), stacks(update.bfloat16()), lengths.split(counts), strict=True)
-        for w, x, length in stacked:
-            w.addcmul_(newton_schulz(x, g["ns_steps"]).float(), length.view(-1, 1, 1))
+        norms = torch.stack(torch._foreach_norm(weights, 2, dtype=torch.float32))
+        lengths = (norms * g["lr"]).split(counts)
+        stacked = zip(shapes, stacks(new), stacks(turn.float()), lengths, strict=True)
+        for shape, w, x, length in stacked:
+            # An orthogonal matrix has the norm sqrt(short side).
+            w.addcmul_(x, length.view(-1, 1, 1), value=-RADIANS / math.sqrt(min(shape)))
         new_norms = torch.stack(torch._foreach_norm(new.split(sizes)))
-        ratios = torch.stack(norms) / new_norms.clamp(min=1e-30)  # what has become 0 stays 0
+        ratios = norms / new_norms.clamp(min=1e-30)  # what has become 0 stays 0
         for w, ratio in zip(stacks(new), ratios.split(counts), strict=True):
             w.mul_(ratio.view(-1, 1, 1))
         if getattr(self, "found_inf", None) is not None:  # where(), because 0 * NaN is NaN
@@ -167,10 +193,10 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def _momentum(self, p: Tensor) -> Tensor:
-        """fp32 (rows, columns), 0 at the start."""
+        """fp32, of p's shape, 0 at the start."""
         state = self.state[p]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(p.flatten(1), dtype=torch.float32)
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
         return state["momentum_buffer"]
 
     def __getstate__(self):
@@ -185,8 +211,9 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over copies of a state_dict(). Load the weights first."""
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
-        for i, p in enumerate(self._params()):
+        for i, p in enumerate(p for g in self.param_groups for p in g["params"]):
             if i in state_dict["state"]:
-                self._momentum(p).copy_(state_dict["state"][i]["momentum_buffer"])
+                saved = state_dict["state"][i]["momentum_buffer"]
+                self._momentum(p).copy_(saved.view(p.shape))  # older files: (rows, columns)
         for (p, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
             p.copy_(master.copy_(saved))

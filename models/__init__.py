@@ -17,12 +17,26 @@ which takes `channels` too where images may have another number than 3, and its 
 A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
+import re
+
 import torchvision
 from torch import Tensor, nn
 
 from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
 from .regressor import Regressor
+
+PRESETS = (
+    vit.PRESETS | swin.PRESETS | vmamba.PRESETS | dit.PRESETS | slat_vae.PRESETS | vlm.PRESETS
+)
+# Patches a side that belong together, where it is more than one: a window of the last stage, after
+# three that merge two by two, and what becomes one token.
+TOGETHER = {"swin-t": 7 * 2**3, "swin-v2-t": 8 * 2**3, "nanovlm": vlm.FOLD}
+
+# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
+TOO_SMALL = re.compile(
+    "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
+)
 
 
 class DoesNotFit(ValueError):
@@ -49,31 +63,46 @@ def resnet(name):
     return build
 
 
-def convnet(preset):
+def convnet(name):
     def build(names, size, channels=3):
+        preset = cifarnet.PRESETS[name]
         return cifarnet.CifarNet(num_classes=len(names), channels=channels, **preset)
 
     return build
 
 
-def patches(constructor, preset):
-    """For nets that cut images into patches.
+def cut(name, size, channels):
+    """The options of a net that cuts images of `size` pixels a side into patches.
 
-    `grid`, the patches a side, becomes the patch size for these images.
+    Its preset has a patch size, or `grid`, the patches a side: those grow with the image.
     """
+    options = dict(PRESETS[name])
+    grid = options.pop("grid", None)
+    unit = grid or options["patch_size"] * TOGETHER.get(name, 1)
+    if size % unit:
+        raise DoesNotFit(f"{name} takes images of {unit}, {2 * unit} or other multiples of {unit} "
+                         f"pixels a side, not of {size}: see --image-size")
+    if grid:
+        options["patch_size"] = size // grid
+    return options | {"image_size": size, "channels": channels}
+
+
+def patches(constructor, name):
+    def build(names, size, channels=3):
+        return constructor(num_classes=len(names), **cut(name, size, channels))
+
+    return build
+
+
+def writer(name):
+    """A net that writes the name of the class."""
 
     def build(names, size, channels=3):
-        options = dict(preset) | {"image_size": size, "channels": channels}
-        grid = preset.get("grid")
-        if grid and size % grid:
-            sentence = f"--image-size {size} does not divide into {grid} patches a side"
-            raise DoesNotFit(f"{sentence}: take a multiple of it")
-        if grid:
-            del options["grid"]
-            options["patch_size"] = size // grid
-        if constructor is vlm.VLM:
-            return vlm.VLM(class_names=names, **options)
-        return constructor(num_classes=len(names), **options)
+        try:
+            return vlm.VLM(class_names=names, **cut(name, size, channels))
+        except vlm.TooLong as error:
+            sentence = f"images of {size} pixels and these class names are too long for {name}"
+            raise DoesNotFit(f"{sentence}: {error}") from error
 
     return build
 
@@ -189,32 +218,32 @@ SLAT_VAE_B = SLAT_VAE | {
 }
 
 MODELS = {  # name: (build(class_names, image_size, channels=3) -> net, recipe)
-    "cifarnet-tiny": (convnet(cifarnet.PRESETS["cifarnet-tiny"]), CIFARNET),
-    "cifarnet": (convnet(cifarnet.PRESETS["cifarnet"]), CIFARNET),
+    "cifarnet-tiny": (convnet("cifarnet-tiny"), CIFARNET),
+    "cifarnet": (convnet("cifarnet"), CIFARNET),
     "resnet18": (resnet("resnet18"), RESNET18),
     "resnet50": (resnet("resnet50"), RESNET),
-    "vit-test": (patches(vit.ViT, vit.PRESETS["vit-test"]), TRANSFORMER),
-    "vit": (patches(vit.ViT, vit.PRESETS["vit"]), VIT),
-    "vit-s16": (patches(vit.ViT, vit.PRESETS["vit-s16"]), TRANSFORMER),
-    "swin-test": (patches(swin.Swin, swin.PRESETS["swin-test"]), TRANSFORMER),
-    "swin-v2-test": (patches(swin.Swin, swin.PRESETS["swin-v2-test"]), TRANSFORMER),
-    "swin": (patches(swin.Swin, swin.PRESETS["swin"]), SWIN | {"epochs": 11}),
-    "swin-v2": (patches(swin.Swin, swin.PRESETS["swin-v2"]), SWIN),
-    "swin-t": (patches(swin.Swin, swin.PRESETS["swin-t"]), SWIN_T),
-    "swin-v2-t": (patches(swin.Swin, swin.PRESETS["swin-v2-t"]), SWIN_T),
-    "vmamba-test": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-test"]), VMAMBA),
-    "vmamba": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba"]), VMAMBA_CIFAR),
-    "vmamba-t": (patches(vmamba.VMamba, vmamba.PRESETS["vmamba-t"]), VMAMBA_T),
-    "dit-test": (patches(dit.DiT, dit.PRESETS["dit-test"]), DIT),
-    "dit": (patches(dit.DiT, dit.PRESETS["dit"]), DIT_CIFAR),
-    "dit-s2": (patches(dit.DiT, dit.PRESETS["dit-s2"]), DIT_S2),
-    "slat_vae-test": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-test"]), SLAT_VAE),
-    "slat_vae": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae"]), SLAT_VAE_CIFAR),
-    "slat_vae-half": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-half"]), SLAT_VAE),
-    "slat_vae-b": (patches(slat_vae.SLatVAE, slat_vae.PRESETS["slat_vae-b"]), SLAT_VAE_B),
-    "vlm-test": (patches(vlm.VLM, vlm.PRESETS["vlm-test"]), VLM),
-    "vlm": (patches(vlm.VLM, vlm.PRESETS["vlm"]), VLM_CIFAR),
-    "nanovlm": (patches(vlm.VLM, vlm.PRESETS["nanovlm"]), VLM),
+    "vit-test": (patches(vit.ViT, "vit-test"), TRANSFORMER),
+    "vit": (patches(vit.ViT, "vit"), VIT),
+    "vit-s16": (patches(vit.ViT, "vit-s16"), TRANSFORMER),
+    "swin-test": (patches(swin.Swin, "swin-test"), TRANSFORMER),
+    "swin-v2-test": (patches(swin.Swin, "swin-v2-test"), TRANSFORMER),
+    "swin": (patches(swin.Swin, "swin"), SWIN | {"epochs": 11}),
+    "swin-v2": (patches(swin.Swin, "swin-v2"), SWIN),
+    "swin-t": (patches(swin.Swin, "swin-t"), SWIN_T),
+    "swin-v2-t": (patches(swin.Swin, "swin-v2-t"), SWIN_T),
+    "vmamba-test": (patches(vmamba.VMamba, "vmamba-test"), VMAMBA),
+    "vmamba": (patches(vmamba.VMamba, "vmamba"), VMAMBA_CIFAR),
+    "vmamba-t": (patches(vmamba.VMamba, "vmamba-t"), VMAMBA_T),
+    "dit-test": (patches(dit.DiT, "dit-test"), DIT),
+    "dit": (patches(dit.DiT, "dit"), DIT_CIFAR),
+    "dit-s2": (patches(dit.DiT, "dit-s2"), DIT_S2),
+    "slat_vae-test": (patches(slat_vae.SLatVAE, "slat_vae-test"), SLAT_VAE),
+    "slat_vae": (patches(slat_vae.SLatVAE, "slat_vae"), SLAT_VAE_CIFAR),
+    "slat_vae-half": (patches(slat_vae.SLatVAE, "slat_vae-half"), SLAT_VAE),
+    "slat_vae-b": (patches(slat_vae.SLatVAE, "slat_vae-b"), SLAT_VAE_B),
+    "vlm-test": (writer("vlm-test"), VLM),
+    "vlm": (writer("vlm"), VLM_CIFAR),
+    "nanovlm": (writer("nanovlm"), VLM),
 }  # fmt: skip
 
 
@@ -229,6 +258,9 @@ def wrap(net, label_smoothing=0.0, regression=False):
 
     A net that returns logits gets a classifier's, or with `regression` the squared error.
     """
+    if regression and getattr(net, "needs_classes", False):
+        raise DoesNotFit(f"{type(net).__name__} learns from classes, and the targets of this data "
+                         "are numbers: take another --model")
     if hasattr(net, "judged_by"):
         return net
     return Regressor(net) if regression else Classifier(net, label_smoothing=label_smoothing)

@@ -318,6 +318,7 @@ class DiT(nn.Module):
     """
 
     judged_by = "-loss"
+    needs_classes = True
 
     def __init__(
         self,

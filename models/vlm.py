@@ -92,6 +92,10 @@ PRESETS = {
 }  # fmt: skip
 
 
+class TooLong(ValueError):
+    """Image tokens, question and answer are more than max_length."""
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v: each (B, heads, T, d), bool mask (B, 1, T, T) or None. Returns
     (B, T, heads * d).
@@ -355,10 +359,11 @@ class VLM(nn.Module):
         class_names: the answers, in UTF-8. Short names cost less.
         vit_mlp, lm_mlp: hidden widths of the ViT's MLP and of the decoder's SwiGLU.
         max_length: tokens of a sequence, image included. A longer one is cut at its end; without an
-            answer its loss is 0. ValueError if the plain question and the longest name do not fit.
+            answer its loss is 0. TooLong if the plain question and the longest name do not fit.
     """
 
     judged_by = "exact_match"
+    needs_classes = True
 
     def __init__(
         self,
@@ -429,8 +434,8 @@ class VLM(nn.Module):
             + 1
         )
         if longest > self.max_length:
-            sentence = f"{QUESTIONS[0]!r} and its longest answer take {longest} tokens"
-            raise ValueError(f"{sentence}: raise max_length to that")
+            sentence = f"image, {QUESTIONS[0]!r} and its longest answer take {longest} tokens"
+            raise TooLong(f"{sentence}, and max_length is {self.max_length}")
         self.width = max(map(len, rows))
         self.eval_width = longest
         self.answer_length = max(counts)

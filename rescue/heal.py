@@ -119,7 +119,7 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     kept = kept or record_step(run, step, *batch_again(run, step))
     compiled = None
     if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
-        compiled = rerun(run, kept, torch.compile(run.model))
+        compiled = rerun(run, kept, torch.compile(run.model, dynamic=False))
     moments = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     report = autopsy.agree(autopsy.examine(
         rerun(run, kept), kept, run.net, state=dict(enumerate(moments)),
@@ -152,8 +152,10 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
     elif verdict == "data":
         if cures.count(verdict) > max(3, 0.01 * report.step):
             end = End("bad data", 4, report.symptom)
-        run.stream.leave_out(report.indices)
-        action = "passed over, these samples are never drawn again"
+        action = "passed over"
+        if report.indices:  # else no sample was named
+            run.stream.leave_out(report.indices)
+            action += ", these samples are never drawn again"
     elif verdict == "compiler":
         run.compiled = run.ddp
         run.healing.healed.append("eager mode")
@@ -215,6 +217,19 @@ def diverged(run: Run, symptom: str) -> Cure:
     return respond(run, report)
 
 
+def publish(run: Run, cure: Cure) -> None:
+    """What healing found and did, in the log and on the screen. A loss scale that finds its place
+    is no news."""
+    if run.graph:
+        run.graph.drop()  # a cure may have exchanged what the graph holds
+    if cure.action:
+        about = cure.report
+        run.log.write(event="cure", step=run.step, of_step=about.step, verdict=about.verdict,
+                      rank=about.rank, module=about.module, op=about.op, samples=about.indices,
+                      reason=about.symptom, action=cure.action)
+        run.log.say(f"{about}\n  -> {cure.action}")
+
+
 # --- Memory that ends
 
 def out_of_memory(run: Run) -> None:
@@ -228,8 +243,9 @@ def out_of_memory(run: Run) -> None:
 
 def make_room(run: Run, error: Exception) -> None:
     """This rank's memory ended before any collective of the step. Half the micro-batch, twice as
-    many of them: the update stays the same within rounding. A CUDA graph gives back its pool. This
-    rank begins the step again at once; the others follow at the verdict.
+    many of them: the update stays the same within rounding. A CUDA graph gives back its pool, and
+    there is no other: memory that ends in a recording ends the run. This rank begins the step again
+    at once; the others follow at the verdict.
 
     Raises the error where it is another one, and where no room can be made: after the decision,
     with one image a micro-batch, and while a CUDA graph was recorded (CUDA's random numbers do not
@@ -242,8 +258,7 @@ def make_room(run: Run, error: Exception) -> None:
         raise error
     for optimizer in run.optimizers:
         optimizer.zero_grad()
-    if graph:
-        graph.drop()
+    run.graph = None
     run.guard.restart()
     run.accum *= 2
     run.guard.carry("micro_batches", run.accum)

@@ -220,7 +220,7 @@ def adopt(run: Run, precision: str) -> None:
         widen(run.optimizers)
         compiles = run.compiled is not run.ddp
         run.ddp = parallel(run.model, run.device)  # the old one's hooks hang on half weights
-        run.compiled = torch.compile(run.ddp) if compiles else run.ddp
+        run.compiled = torch.compile(run.ddp, dynamic=False) if compiles else run.ddp
     run.policy = policy
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=policy.scales)
 

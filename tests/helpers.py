@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         views = ("view", "split", "select", "unbind", "detach", "empty_like", "_record", "_local",
-                 "transpose", "_unsafe", "expand")
+                 "transpose", "permute", "_unsafe", "expand")
         self.count += not func._schema.name.split("::")[1].startswith(views)
         return func(*args, **(kwargs or {}))
 

@@ -313,3 +313,22 @@ def test_tf32_on_and_off_are_measurably_different_and_fp32_eval_wins():
     assert error() > 1e-4
     policy_for("fp32", "cuda").prepare(net)
     assert error() < 2e-5
+
+
+class Remembers(nn.BatchNorm1d):
+    last = None
+
+    def forward(self, images, labels):
+        self.last = super().forward(images) + torch.rand(())
+        return self.last.sum(), {}
+
+
+def test_a_pass_that_is_timed_leaves_no_trace():
+    net, images = Remembers(4), torch.randn(8, 4)
+    rng = torch.get_rng_state()
+    buffers = [*net.buffers()]
+    before = [b.clone() for b in buffers]
+    assert amp_policy.seconds_of_pass(net, images, None, torch.bfloat16) > 0
+    assert all(old is new for old, new in zip(buffers, net.buffers(), strict=True))
+    assert all(map(torch.equal, buffers, before)) and torch.equal(torch.get_rng_state(), rng)
+    assert net.last is None and net.weight.grad is None

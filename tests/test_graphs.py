@@ -4,15 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import needs_cuda, run_script, same, script, snapshot
+from helpers import needs_cuda, policy_for, run_script, same, script, snapshot
 from torch import nn
 
+import train
 from amp_policy import LossScaler
 from extras import graphs
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
 from optim import ClippedAdamW, Schedule, master_params, param_groups, warmup_cosine
+from record import Run
 
 
 def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
@@ -130,5 +132,67 @@ def test_a_graph_of_one_shape_is_not_replayed_for_another(monkeypatch):
     assert taken == [f"{kind} of {size}" for size in (4, 2) for kind in ("step", "graph", "graph")]
 
 
-def test_no_graph_is_asked_for_on_a_cpu(run):
+def test_nothing_is_recorded_where_less_than_a_tenth_of_the_memory_would_be_left(monkeypatch):
+    taken, free = [], [31, 29]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: taken.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 100))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 15)  # of one step: 10
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5)
+    step = graphs.StepGraph(lambda *_: taken.append("step"), warm_up=1)
+    batch = torch.zeros(4, 3), torch.zeros(4)
+    step(*batch)
+    with pytest.raises((RuntimeError, AssertionError)):  # it would record, and there is no GPU
+        step(*batch)
+    taken.clear()
+    with pytest.warns(UserWarning, match="too little memory"):
+        step(*batch)
+    step(*batch)
+    assert taken == ["emptied", "step", "step"] and not free
+
+
+def test_after_memory_has_ended_nothing_is_recorded(run, monkeypatch):
+    take, setup, recorded = train.train_step, train.prepare.setup, []
+
+    def small(run, *rest):
+        if run.accum == 1 and run.step == 3:
+            raise torch.OutOfMemoryError("planted")
+        return take(run, *rest)
+
+    def with_graph(run, _):
+        setup(run, small)
+        run.graph = graphs.StepGraph(lambda *batch: small(run, *batch))
+
+    monkeypatch.setattr(graphs.StepGraph, "_record", lambda self, *_: recorded.append(self.calls))
+    monkeypatch.setattr(train.prepare, "setup", with_graph)
+    assert run()[0] == 0 and not recorded
+
+
+def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
+    net, tried = nn.Linear(2, 2), []
+    monkeypatch.setattr(torch, "compile", lambda net, dynamic: ("compiled", net, dynamic))
+    choose = graphs.compile_if_it_pays
+    few = graphs.PAYS_AFTER - 1
+    assert choose(net, few, tried.append) == (net, "not compiled: that pays from 12,000 steps a "
+                                                   "shape on") and not tried
+    assert choose(net, few + 1, tried.append) == (("compiled", net, False), "compiled")
+    assert tried == [("compiled", net, False)]
+    broken, why = choose(net, few + 1, lambda net: net.absent)
+    assert broken is net and why.startswith("not compiled: AttributeError")
+
+
+@pytest.mark.parametrize("flag, steps, compiled", [
+    ("auto", 24_000, True), ("auto", 23_999, False), ("on", 1, True), ("off", 24_000, False)])
+def test_compile_auto_is_for_long_runs_with_a_graph(monkeypatch, flag, steps, compiled):
+    monkeypatch.setattr(torch, "compile", lambda net, dynamic: "compiled")
+    monkeypatch.setattr(train.prepare, "seconds_of", lambda *_: 0.01)
+    args = SimpleNamespace(compile=flag, inject="", batch_size=40, model="cifarnet")
+    run = Run(args=args, graph=object(), ddp="eager", total_steps=steps, policy=policy_for("bf16"))
+    run.compiled = run.ddp
+    train.prepare.compilation(run)
+    assert run.compiled == ("compiled" if compiled else "eager")
+
+
+def test_a_cpu_gets_no_graph_and_no_compiled_code_by_itself(run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", None)
+    monkeypatch.setattr(graphs, "PAYS_AFTER", 0)
     assert run("--cuda-graph", "--max-steps", 2)[0] == 0

@@ -1,6 +1,7 @@
 """The ladder, end to end: faults are planted, and the run names them, heals, and goes on."""
 
 import math
+from types import SimpleNamespace
 
 import campaign
 import pytest
@@ -9,7 +10,10 @@ from helpers import events, last_state, same
 from torch import nn
 
 import train
+from autopsy import Report
 from data import batches
+from record import Run
+from rescue import heal
 
 
 class Wide(nn.Module):
@@ -115,6 +119,31 @@ def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_bat
     warned = [line["text"] for line in events(lines, "warning")]
     assert any("from now on 4 micro-batches" in text for text in warned)
     assert nets[0].largest == 10 and last["updates"] > 5 and last_state(run)["accum"] == 4
+
+
+@pytest.mark.parametrize("hunting", [False, True])
+def test_a_step_that_is_vetoed_for_ever_ends_with_a_sentence(run, monkeypatch, hunting):
+    take = train.train_step
+
+    def vetoed(run, *rest):
+        if run.step > 5:
+            run.guard.carry("veto", 1)
+        return take(run, *rest)
+
+    monkeypatch.setattr(train, "train_step", vetoed)
+    spec = ("--inject", "nan:grad:head.weight@step=4") if hunting else ()
+    code, last, error, _ = run(*spec)
+    assert (code, last["status"], last["updates"]) == (1, "failed", 5 - hunting)
+    assert "step 6 did not fit into memory in 6 attempts" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("indices, said", [([3], "never drawn again"), ([], "passed over")])
+def test_only_samples_that_were_named_are_said_to_be_left_out(indices, said):
+    left_out = set()
+    stream = SimpleNamespace(leave_out=left_out.update)
+    run = Run(args=SimpleNamespace(max_cures=8), stream=stream)
+    report = Report(verdict="data", step=9, indices=indices)
+    assert heal.respond(run, report).action.endswith(said) and left_out == set(indices)
 
 
 # --- Weights, data, divergence

@@ -1,10 +1,11 @@
 """All models: shapes, precision, learning, sizes, recipes. What one model alone risks: its file."""
 
+import re
 
 import pytest
 import torch
 from helpers import needs_cuda, policy_for
-from nets import PRECISIONS, build, pictures, shake
+from nets import NAMES, PRECISIONS, build, pictures, shake
 
 import models
 import optim
@@ -182,11 +183,29 @@ def test_a_model_is_built_for_the_size_and_the_colours_of_the_data(name, size, c
     ("dit-test", dict(fused=("flash",)), "flash"),
     ("slat_vae-test", dict(heads=3), "multiple of heads 3"),
     ("vlm-test", dict(vit_heads=3), "do not split into 3 heads"),
-    ("vlm-test", dict(max_length=20), "raise max_length"),
+    ("vlm-test", dict(max_length=20), "max_length is 20"),
 ])  # fmt: skip
 def test_sizes_that_cannot_work_are_refused_by_name(name, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         build(name, **options)
+
+
+@pytest.mark.parametrize("name", models.PRESETS)
+def test_images_that_do_not_fit_are_refused_with_the_sizes_that_do(name):
+    with pytest.raises(models.DoesNotFit, match="--image-size") as refused:
+        models.build(name, NAMES, 33, 3)
+    sizes = [int(word) for word in re.findall(r"\d+", str(refused.value).split(" takes ")[1])]
+    with torch.device("cpu" if name.startswith("dit") else "meta"):
+        for size in sizes[:3]:
+            assert models.build(name, NAMES, size, 3)
+
+
+def test_class_names_and_targets_that_do_not_fit_are_refused():
+    with pytest.raises(models.DoesNotFit, match="class names are too long for vlm"):
+        models.build("vlm", ["cat", "c" * 120], 32, 3)
+    for name in ("dit-test", "vlm-test"):
+        with pytest.raises(models.DoesNotFit, match="targets of this data are numbers"):
+            models.wrap(build(name), regression=True)
 
 
 @pytest.mark.parametrize("name", ["vit-test", "swin-test", "slat_vae-test"])

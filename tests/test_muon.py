@@ -15,7 +15,9 @@ SHAPES = [(64, 32), (8, 12, 3, 3), (64, 32), (16, 48)]
 
 def build(dtype=torch.float32, **options):
     g = torch.Generator().manual_seed(0)
-    params = [torch.randn(s, generator=g).to(dtype).requires_grad_() for s in SHAPES]
+    params = [torch.randn(s, generator=g).to(dtype) for s in SHAPES]
+    params[1] = params[1].to(memory_format=torch.channels_last)  # its gradients are not
+    params = [p.requires_grad_() for p in params]
     return params, Muon(params, 1e-3, momentum=0.6, masters=True, **options)
 
 
@@ -42,7 +44,8 @@ def test_each_matrix_is_turned_towards_torchs_direction_and_keeps_its_norm():
         for p, old, d, norm in zip(params, before, directions, norms, strict=True):
             moved = old + 1e-2 * norm / math.sqrt(len(d)) * d.view(p.shape)
             wanted = moved * norm / moved.norm()
-            torch.testing.assert_close(p.detach(), wanted, rtol=1e-4, atol=1e-4)
+            # A rounding of the direction to bf16 is up to 2e-4 of a weight, a turn about 2e-2.
+            torch.testing.assert_close(p.detach(), wanted, rtol=1e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,13 +95,15 @@ def test_what_it_gets_and_what_it_refuses():
         Muon(net[0].half().parameters())
 
 
-def test_many_matrices_of_one_shape_cost_as_many_operations_as_one():
+def test_many_filters_of_one_shape_cost_as_many_operations_as_two_and_none_is_copied():
     counts = []
     for number in (2, 20):
-        params = [torch.randn(8, 8).requires_grad_() for _ in range(number)]
+        params = [torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+                  for _ in range(number)]
         optimizer = Muon(params, ns_steps=3)
         optimizer.found_inf = torch.zeros(())
-        set_grads(params, 0)
+        for p in params:
+            p.grad = torch.randn_like(p)
         optimizer.step()
         with Operations() as seen:
             optimizer.step()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, run_ranks, same
+from helpers import ROOT, run_ranks, same, script
 from torch.nn.parallel import DistributedDataParallel
 
 import train
@@ -75,6 +75,70 @@ def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_fo
     ends = [torch.load(tmp_path / folder / "last.pt", weights_only=True)["model"]
             for folder in ("shared", "whole")]
     assert same(*ends)
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "is stopped"])
+def test_a_rank_that_does_not_come_is_named_before_the_time_out_ends_the_run(tmp_path, kind):
+    waits = script(tmp_path, f"""
+import os, signal, subprocess, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import ranks
+ranks.TIMEOUT = timedelta(seconds=12)
+own = ranks.join("cpu").rank
+ranks.TIMEOUT = timedelta(seconds=3)  # the thread's: a slow machine has nine seconds more
+step = 0
+ranks.name_missing(lambda: step)
+for step in range(3):
+    if step == 2 and own == 1 and {kind == "sleeps"}:
+        step = 1  # it has not begun the second one
+        time.sleep(16)
+    if step == 2 and own == 1:
+        wake = f"sleep 16; kill -CONT {{os.getpid()}}"
+        subprocess.Popen(["sh", "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+""")
+    first, second = run_ranks([waits], tmp_path)
+    assert first[0] and "Timed out" in first[2], first[2]
+    assert "rank 0 waits in step 2, and the time-out is near: rank 1 is missing" in first[2]
+    assert "is missing" not in second[2]
+
+
+def test_memory_that_ends_while_ranks_average_is_survived_after_any_accumulation(tmp_path):
+    """A gradient is then a view of what is sent, whose version counts other gradients, too."""
+    ends = script(tmp_path, """
+import torch
+from torch import nn
+import ranks
+own = ranks.join("cpu").rank
+class Ends(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    @staticmethod
+    def backward(ctx, grad):
+        if armed:
+            raise torch.OutOfMemoryError("planted")
+        return grad
+class Net(nn.Sequential):
+    def forward(self, x):
+        return self[1](Ends.apply(self[0](x))).sum()
+for accum in range(1, 9):
+    net = Net(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp = ranks.parallel(net, torch.device("cpu"))
+    assert ddp.gradient_as_bucket_view
+    for ends in (0, own, 0):
+        vetoed = []
+        armed = 0
+        with ddp.no_sync():
+            for _ in range(accum - 1):
+                ddp(torch.ones(2, 3)).backward()
+        armed = ends
+        ranks.backward(ddp(torch.ones(2, 3)), ddp, lambda: vetoed.append(1))
+        assert len(vetoed) == ends
+        net.zero_grad()
+""")
+    for code, _, error in run_ranks([ends], tmp_path):
+        assert code == 0, error
 
 
 def test_at_the_end_ddp_is_freed_before_its_group(tmp_path, monkeypatch):

@@ -99,6 +99,21 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
 
 
+def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
+    """Its verdict is a step late, and a GPU works on when the host has given it all."""
+    now = [0.0]
+    flush = guards.Guard.flush
+
+    def waits(self):
+        now[0] += 1.0
+        return flush(self)
+
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(guards.Guard, "flush", waits)
+    last = run("--ckpt-every", 5)[1]  # steps 5, 10 and 12, of 40 images each
+    assert last["images_per_second"] == pytest.approx(12 * 40 / 3)
+
+
 # --- What fails says so: the traceback of a bug, and the summary all the same
 
 
@@ -191,7 +206,8 @@ REFUSED = [
     ("--keep-fp32 nothing.like.it", ["nothing.like.it"]),
     ("--no-decay ü", ["names no parameter"]),
     ("--cutout 64", ["--cutout 64"]),
-    ("--model vit-test --dataset imagefolder --image-size 30", ["--image-size 30"]),
+    ("--model vit-test --dataset imagefolder --image-size 30", ["not of 30"]),
+    ("--model swin-t", ["swin-t takes images of 224, 448 or other multiples of 224", "not of 32"]),
     ("--precision O2 --resume /nowhere.pt", ["/nowhere.pt"]),
     ("--out-dir ", ["empty"]),
     (f"--out-dir {'x' * 300}", ["255"]),
@@ -215,6 +231,8 @@ def test_boolean_flags_and_published_spellings_work_and_abbreviations_do_not():
     assert parse(["--amsgrad"]).amsgrad and not parse(["--no-amsgrad"]).amsgrad
     for argv in (["--amp-opt-level", "O1"], ["--amp_opt_level=O1"]):
         assert parse(argv).precision == "O1"
+    for word, meant in (("", "auto"), ("--compile", "on"), ("--no-compile", "off")):
+        assert parse(word.split()).compile == meant
     for argv in (["--disable-amp"], ["--disable_amp"]):
         assert parse(argv).precision == "fp32"
     assert parse(["--out_dir=runs/a_b"]).out_dir == Path("runs/a_b")
@@ -240,8 +258,9 @@ def test_compiled_training_gives_the_same_losses_and_looks_at_hooked_steps_eager
         run, monkeypatch):
     compiled = []
 
-    def compile(model, backend=torch.compile):
+    def compile(model, dynamic, backend=torch.compile):
         compiled.append(model)
+        assert dynamic is False  # else a second image size is compiled for all sizes, in the run
         return backend(model, backend="eager")  # the graphs without minutes of C++
 
     monkeypatch.setattr(torch, "compile", compile)
