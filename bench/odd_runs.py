@@ -378,7 +378,8 @@ LOST = {
     "all weights 0": ("", None, at(0, lambda run: multiply(run, 0, "body", "middle", "head"))),
     "logits x 1e-9": ("", None, at(0, tiny_logits)),
     "labels shuffled": ("", shuffled_in_training),
-    "labels drawn anew": ("", None, batch_from(1, lambda run, x, y: (x, torch.randint_like(y, 10)))),
+    "labels drawn anew": ("", None, batch_from(1, lambda run, x, y: (
+        x, torch.randint_like(y, 10)))),
     "labels constant": ("", constant_in_training),
     "images all 0": ("", None, at(0, to_0)),
     "training on noise": ("", noise_in_training),
