@@ -210,16 +210,6 @@ def group_0(run, optimizer):
     run.schedule._write()
 
 
-def body_0(run):
-    """Frozen by a rate of 0, as some freeze a backbone."""
-    first = next(g for g in run.optimizers[0].param_groups if run.net.body.weight in
-                 set(g["params"]))  # fmt: skip
-    first["params"] = [run.net.head.weight]
-    run.optimizers[0].add_param_group({**first, "params": [run.net.body.weight], "lr_scale": 0.0})
-    rates = run.schedule._table[:, :1]
-    run.schedule = train.optim.Schedule(run.optimizers, rates[:, 0] / 0.01)
-
-
 def freeze(run, *modules):
     for name in modules:
         getattr(run.net, name).requires_grad_(False)
@@ -309,7 +299,8 @@ HEALTHY = {  # name: (flags, what is done to the data, strike, flags of a leg th
     **{function.__name__.replace("_", " "): ("", function) for function in CHANGES},
     **{function.__name__.replace("_", " "): ("--batch-size 5", function)
        for function in (twenty_images, one_image_a_class)},
-    **{f"batch {n}": (f"--batch-size {n}",) for n in (1, 2)},
+    "batch 1": ("--batch-size 1 --model linear --muon",),
+    "batch 2": ("--batch-size 2",),
     **{f"{n} steps": (f"--max-steps {n}",) for n in (1, 2, 12)},
     **{name: (f"--model {name} --max-steps 12 --batch-size 16", drawn)
        for name in ("vit-test", "swin-test", "swin-v2-test", "vmamba-test", "dit-test",
@@ -340,7 +331,7 @@ HEALTHY = {  # name: (flags, what is done to the data, strike, flags of a leg th
     "regression": ("--model linear --lr 1e-3", years),
     "warm-up as long as the run": ("--warmup-updates 60",),
     "rate 0 at the start": ("", None, at(0, lambda run: schedule_0(run, slice(10)))),
-    "body frozen by rate 0": ("--muon", None, at(0, body_0)),
+    "body frozen by rate 0": ("--model frozen_by_rate --muon",),
     **{net.__name__.replace("_", " "): (f"--model {net.__name__} --muon", ) for net in NETS},
 }  # fmt: skip
 LOST = {
@@ -409,6 +400,7 @@ def run(name):
         classes = ["only"]
     dataset = Dataset("synthetic", *split, classes=classes)
     MODELS["small"] = Small, SMALL
+    MODELS["frozen_by_rate"] = Small, SMALL | {"lr_scale": {"body.*": 0.0}}
     for net in NETS:
         MODELS[net.__name__] = net, SMALL | {"muon": []}
     setup, batch_of = train.prepare.setup, batches.TrainBatches.at
@@ -454,7 +446,7 @@ def main(argv=None):
     parser.add_argument("names", nargs="*", help="default: all rows")
     args = parser.parse_args(argv)
     rows = []
-    for name in args.names or HEALTHY | LOST:
+    for name in args.names or LOST | HEALTHY:
         rows.append(run(name))
         right = "" if is_right(rows[-1]) else "  <- WRONG"
         print(f"{name:38}{rows[-1]['status']:10}{'; '.join(rows[-1]['said'])}{right}", flush=True)

@@ -115,43 +115,41 @@ def inspect_step(run: Run, step: int, sampler: probes.Probes | None
     return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
 
 
-def learning(run: Run) -> dict[str, Tensor]:
-    """The parameters that should learn: they need a gradient, or an optimizer holds them."""
-    held = rates(run)
-    return {name: p for name, p in run.net.named_parameters()
-            if p.numel() and (p.requires_grad or p in held)}  # fmt: skip
-
-
-def rates(run: Run) -> dict[Tensor, Tensor | float]:
-    """The learning rate of each parameter that an optimizer holds."""
-    groups = [g for optimizer in run.optimizers for g in optimizer.param_groups]
-    return {p: g["lr"] for g in groups for p in g["params"]}
+def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
+    """The parameters that should learn (they need a gradient, or an optimizer holds them), and the
+    learning rate of each that an optimizer holds."""
+    rates = {}
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            rates |= dict.fromkeys(group["params"], float(group["lr"]))
+    named = {name: p for name, p in run.net.named_parameters()
+             if p.numel() and (p.requires_grad or p in rates)}  # fmt: skip
+    return named, rates
 
 
 @torch.no_grad()
 def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
     """Of each tensor the last look at which it had moved, had a gradient, had a learning rate."""
     healing = run.healing
-    named = learning(run)
-    held = rates(run)
+    named, rates = learning(run)
     samples = []
-    others = []
+    gradients = []
     for p in named.values():
         weight = masters.get(p, p).reshape(-1)
         samples.append(weight[:: max(1, len(weight) // 100)].float())
-        gradient = 0.0 if p.grad is None else p.grad.abs().max().float()
-        others.append([gradient, held.get(p, 0.0)])
+        gradient = weight.new_zeros(()) if p.grad is None else p.grad
+        largest = torch.linalg.vector_norm(gradient, torch.inf)
+        gradients.append(largest.float())
     before = healing.sample
     healing.sample = torch.cat(samples).cpu().nan_to_num(0, 0, 0)
     if before is None or len(before) != len(healing.sample):
         before = healing.sample
     changes = (healing.sample - before).split([len(sample) for sample in samples])
-    others = torch.tensor(others).tolist()
-    for name, change, (gradient, rate) in zip(named, changes, others, strict=True):
+    rows = zip(named.items(), changes, torch.stack(gradients).tolist(), strict=True)
+    for (name, p), change, gradient in rows:
+        found = [bool(change.abs().max() > LEAST_MOVE), gradient != 0, rates.get(p, 0) != 0]
         signs = healing.signs.setdefault(name, [0, 0, 0])
-        found = change.abs().max() > LEAST_MOVE, gradient != 0, rate != 0
-        healing.signs[name] = [step if yes else last
-                               for yes, last in zip(found, signs, strict=True)]  # fmt: skip
+        signs[:] = [step if yes else last for yes, last in zip(found, signs, strict=True)]
 
 
 def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> None:
@@ -186,7 +184,7 @@ def has_not_learnt(run: Run) -> str:
             moments = [t for t in state.values() if t.dim()]
             if moments and not any(t.any() for t in moments):
                 return f"the gradient of {names[p]} was always 0: it has never learnt"
-    named = learning(run)
+    named, _ = learning(run)
     signs = run.healing.signs
     is_on = any(rated for _, _, rated in signs.values())
     # A rate of 0 beside others is how some freeze a part.
@@ -233,16 +231,20 @@ def doubts(run: Run) -> list[str]:
 
 
 def lifeless(run: Run) -> list[str]:
-    """Tensors without movement, gradient or learning rate at the last two looks or more."""
-    held = rates(run)
+    """Tensors without movement, gradient or learning rate at the last three looks or more. (The
+    label that a diffusion model drops is used now and then.)"""
+    trend = run.healing.trend
+    if trend.mean <= 1e-3 * trend.start:  # nothing is left to learn
+        return []
+    named, rates = learning(run)
     causes = {}
-    for name, p in learning(run).items():
+    for name, p in named.items():
         moved, graded, rated = run.healing.signs.get(name, [run.step] * 3)
         for since, what in ((rated, "had a learning rate of 0"), (graded, "had no gradient"),
                             (moved, "did not move")):  # fmt: skip
-            if p not in held:
+            if p not in rates:
                 what = "was in no optimizer"
-            if run.step - since > 1.5 * between_looks(run):
+            if run.step - since > 2.5 * between_looks(run):
                 causes.setdefault((what, since), []).append(name)
                 break
     return [f"{shortened(names)} {what} " + (f"after step {since}" if since else "at any look")
