@@ -141,11 +141,12 @@ def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> No
         largest = torch.linalg.vector_norm(gradient, torch.inf)
         gradients.append(largest.float())
     before = healing.sample
-    healing.sample = torch.cat(samples).cpu().nan_to_num(0, 0, 0)
+    numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()
+    healing.sample = numbers[: -len(named)].nan_to_num(0, 0, 0)
     if before is None or len(before) != len(healing.sample):
         before = healing.sample
     changes = (healing.sample - before).split([len(sample) for sample in samples])
-    rows = zip(named.items(), changes, torch.stack(gradients).tolist(), strict=True)
+    rows = zip(named.items(), changes, numbers[-len(named) :].tolist(), strict=True)
     for (name, p), change, gradient in rows:
         found = [bool(change.abs().max() > LEAST_MOVE), gradient != 0, rates.get(p, 0) != 0]
         signs = healing.signs.setdefault(name, [0, 0, 0])
