@@ -210,7 +210,17 @@ def doubts(run: Run) -> list[str]:
     val_loss = scores["val_loss"]
     said = lifeless(run)
     learnt = trend.start - min(trend.lowest, trend.start)
-    if trend.mean > 0.95 * trend.start > 0:
+    knows = False
+    if "val_acc1" in scores and len(run.data.classes) > 1:
+        labels = run.data.val[1]
+        share = 100 * int(labels.bincount().max()) / len(labels)
+        deviation = (share * (100 - share) / len(labels)) ** 0.5
+        knows = scores["val_acc1"] > share + 2 * deviation
+        if not knows:
+            said.append(f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
+                        f"would have {share:.1f} %")
+    # A short run that knows something has not fallen far.
+    if trend.mean > (1.0 if knows else 0.95) * trend.start > 0:
         said.append(f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
                     f"{trend.mean:.4g} at the end")
     elif trend.mean > trend.start - 0.5 * learnt:
@@ -218,14 +228,6 @@ def doubts(run: Run) -> list[str]:
     if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
         said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
                     f"{trend.mean:.4g} in training")
-    if "val_acc1" in scores and len(run.data.classes) > 1:
-        labels = run.data.val[1]
-        count = int(labels.bincount().max())
-        share = 100 * count / len(labels)
-        deviation = (share * (100 - share) / len(labels)) ** 0.5
-        if scores["val_acc1"] <= share + 2 * deviation:
-            said.append(f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
-                        f"would have {share:.1f} %")
     if forgotten := validation.at_chance(run, scores, kept=0.5):
         said.append(f"what was learnt is lost: {forgotten}")
     return said
