@@ -168,7 +168,8 @@ class Guard:
         self._raised = constants.new_zeros(len(self.names))
         self._is_raised = False
         self._row = constants.new_zeros(len(self.names) + 32)
-        self._checked = {}
+        self._checked = {}  # device: what has to be finite
+        self._left = {}  # each of these: now, and as the last accepted step has left it
         kinds = {}
         for _, name, b in self._owners:
             if 0 in b.stride():  # expanded: it stays
@@ -176,26 +177,37 @@ class Guard:
             live = b.data  # counts no version: a backward that is under way goes on
             if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
                 self._checked.setdefault(b.device, []).append(live)
+                self._left[b] = None
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
                 live = live.view(-1).view(torch.uint8)
-            kinds.setdefault((b.device, live.dtype), []).append(live)
-        # Buffers of one device, and what they held before the step: side by side, and in parts.
+            kinds.setdefault((b.device, live.dtype), {})[b] = live
+        # Buffers of one device, and two copies: of before the step, and of after the last accepted
+        # one. The first in parts.
         self._buffers = []
-        for live in kinds.values():
-            before = _flatten_dense_tensors(live).clone()  # of one tensor it is a view
-            self._buffers.append((live, before, _unflatten_dense_tensors(before, live)))
+        for group in kinds.values():
+            live = [*group.values()]
+            copies = torch.stack(2 * [_flatten_dense_tensors(live)])
+            before, left = (_unflatten_dense_tensors(copy, live) for copy in copies)
+            self._buffers.append((live, copies, before))
+            for b, *pair in zip(group, live, left, strict=True):
+                if b in self._left:
+                    self._left[b] = pair
 
     def open(self, step=None):
         """Begin a step (attempted, not update) exactly here. `step`: its number; None: count.
 
         Without it a step begins where the last one ended: its buffers go back to that. A step that
         was opened and not ended (an exception, a `continue`) never was: its buffers go back, too.
+        A buffer that was not finite here goes back to what the last accepted step left, as soon as
+        that step's verdict was read (with lag it costs two steps, else one): a warning names it.
         """
         if self.state == "open":
             warnings.warn("the last step was opened and not ended by guard.step() or close(): its "
                           "buffers go back", stacklevel=2)
             self._put_back()
         self._begin(step)
+        if self.skipped_in_a_row:  # perhaps for that
+            self._mend()
         for live, _, before in self._buffers:
             torch._foreach_copy_(before, live)
 
@@ -205,12 +217,27 @@ class Guard:
         for live, _, before in self._buffers:
             torch._foreach_copy_(live, before)
 
+    def _mend(self):
+        """What was written between two steps and is not finite goes back, buffer by buffer."""
+        bad = []
+        for name, b in self.net.named_buffers():
+            if b in self._left and not magnitude(b) <= LIMIT:
+                live, left = self._left[b]
+                live.copy_(left)
+                if magnitude(b) <= LIMIT:  # else it never was finite
+                    bad.append(name)
+        if bad:
+            warnings.warn(f"not finite before step {self.number}, and not by a step: "
+                          f"{', '.join(bad)} (an evaluation in training mode?). The numbers of "
+                          "the last accepted step are back", stacklevel=3)
+
     def _begin(self, step=None):
         self._send()  # nobody has asked for the last verdict; it still counts
         self._adopt()
-        if {*self.net.buffers()} != {b for *_, b in self._owners}:
-            self.watch(self.net)
         self.number = self.number + 1 if step is None else step
+        if {*self.net.buffers()} != {b for *_, b in self._owners}:
+            self._mend()
+            self.watch(self.net)
         if self._is_raised:
             self._raised.zero_()
             self._is_raised = False
@@ -333,10 +360,10 @@ class Guard:
         if self.state == "open":
             self.decide()
         rejected = found_inf != 0
-        for live, before, parts in self._buffers:
+        for live, copies, before in self._buffers:
             now = _flatten_dense_tensors(live)
-            torch.where(rejected, before, now, out=before)  # the next step begins here
-            torch._foreach_copy_(live, parts)
+            torch.where(rejected, copies, now, out=copies)  # the next step begins here
+            torch._foreach_copy_(live, before)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
         self._keys = list(stats)

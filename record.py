@@ -60,7 +60,9 @@ class Healing:
     examined_until: int = 0  # the last step that ran before the last cure
     extra_steps: int = 0  # that a turn back has added to the run
     trend: Trend = field(default_factory=Trend)
-    still: list[str] | None = None  # tensors that did not move at any look
+    # Of each tensor the last look at which it had moved, had a gradient, had a learning rate
+    signs: dict[str, list[int]] = field(default_factory=dict)
+    sample: torch.Tensor | None = None  # some elements of each, as they were at the last look
     repeatable: dict[str, bool] = field(default_factory=dict)  # by image size and precision
 
 

@@ -46,7 +46,7 @@ from models import MODELS
 from record import End, Run
 from rescue import capsule, heal, notice, probes, resume, verify
 
-CHECK_EVERY = 100  # steps between two looks at all weights and moments: a read of 12 bytes each
+CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
 
 
 # --- The step
@@ -107,7 +107,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
     args = run.args
     verifies = args.verify_every and step % args.verify_every == 0
     samples = args.probe_every and step % args.probe_every == 0
-    inspects = verifies or samples or step % CHECK_EVERY == 0 or step in (1, run.total_steps)
+    inspects = verifies or samples or step % CHECK_EVERY == 0 or notice.is_look(run, step)
     sampler = probes.Probes(run.net, run.device).attach() if samples else None
     figures = None
 

@@ -3,25 +3,34 @@ Notice: a run can be lost with finite numbers only. What it has learnt is the me
 
 A loss of 2.3 says nothing by itself: for ten classes it is chance, for a thousand it is a fine
 network. So a loss is compared with what this run has learnt, from `start` (before anything was
-learnt) to `lowest` (the best moving mean). Four things are lost:
+learnt) to `lowest` (the best moving mean). What is sure turns the run back, or ends it "diverged":
 
     the loss       above twice its start, or four times what was usual, for 20 steps in a row;
                    or back within a tenth of its start, for 50
     the gradient   dead for 20 steps (norm below 1e-12) while there is something left to learn;
                    or always 0 for one tensor
-    the weights    they do not move: the learning rate is 0, or every update is rounded away
+    the weights    half of them do not move, and the loss does not fall: the rate is as good as 0,
+                   they are in no optimizer, or every update is rounded away or undone
     validation     not finite; 20 times worse than before anything was learnt; at chance at the end
                    after it was better (see validation.py)
 
 A spike that recovers is left alone. While a suspicion is open, last_good does not move, and a run
-that ends does not end "done". This file is wiring: train.py calls it.
+that ends does not end "done".
+
+A task may be too hard, and a backbone may be frozen by intent. What cannot be told from that stops
+nothing: it stands in `warnings` of the last line (`doubts`). This file is wiring: train.py calls
+it.
 """
 
 from __future__ import annotations
 
 import statistics
 
+import torch
+from torch import Tensor
+
 import optim
+import validation
 from record import Run
 from rescue import probes, verify
 
@@ -31,6 +40,8 @@ UNLEARNT = "what was learnt is lost: the loss has been near its start"
 DEAD = "the gradient has been dead"
 # Steps in a row. A rate ten times too high brings a loss back to its start, and it recovers.
 PATIENCE = {HIGH: 20, UNLEARNT: 50, DEAD: 20}
+# Between two looks. A bias of 0 moves by 1e-29 at a rate of 1e-30: that is no movement.
+LEAST_MOVE = 1e-9
 
 
 def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
@@ -72,6 +83,16 @@ def is_suspicious(run: Run) -> bool:
     return suspected or run.guard.skipped_in_a_row > 0
 
 
+def between_looks(run: Run) -> int:
+    """Steps. At least ten looks a run: what stops in the middle of a short one is seen too."""
+    return max(1, min(100, run.total_steps // 10))
+
+
+def is_look(run: Run, step: int) -> bool:
+    """Whether all weights and moments are looked at: a read of 12 bytes each."""
+    return step % between_looks(run) == 0 or step in (1, run.total_steps)
+
+
 def inspect_step(run: Run, step: int, sampler: probes.Probes | None
                 ) -> probes.TensorFigures:
     """Between the last backward and the decision: what is too dear for every step. It may ask the
@@ -90,46 +111,147 @@ def inspect_step(run: Run, step: int, sampler: probes.Probes | None
     for sentence in sentences:
         run.log.warn(step, sentence)
     masters = optim.master_params(run.optimizers)
+    note_signs_of_life(run, step, masters)
     return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
 
 
+def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
+    """The parameters that should learn (they need a gradient, or an optimizer holds them), and the
+    learning rate of each that an optimizer holds."""
+    rates = {}
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            rates |= dict.fromkeys(group["params"], float(group["lr"]))
+    named = {name: p for name, p in run.net.named_parameters()
+             if p.numel() and (p.requires_grad or p in rates)}  # fmt: skip
+    return named, rates
+
+
+@torch.no_grad()
+def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
+    """Of each tensor the last look at which it had moved, had a gradient, had a learning rate."""
+    healing = run.healing
+    named, rates = learning(run)
+    samples = []
+    gradients = []
+    for p in named.values():
+        weight = masters.get(p, p).reshape(-1)
+        samples.append(weight[:: max(1, len(weight) // 100)].float())
+        gradient = weight.new_zeros(()) if p.grad is None else p.grad
+        largest = torch.linalg.vector_norm(gradient, torch.inf)
+        gradients.append(largest.float())
+    before = healing.sample
+    numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()
+    healing.sample = numbers[: -len(named)].nan_to_num(0, 0, 0)
+    if before is None or len(before) != len(healing.sample):
+        before = healing.sample
+    changes = (healing.sample - before).split([len(sample) for sample in samples])
+    rows = zip(named.items(), changes, numbers[-len(named) :].tolist(), strict=True)
+    for (name, p), change, gradient in rows:
+        found = [bool(change.abs().max() > LEAST_MOVE), gradient != 0, rates.get(p, 0) != 0]
+        signs = healing.signs.setdefault(name, [0, 0, 0])
+        signs[:] = [step if yes else last for yes, last in zip(found, signs, strict=True)]
+
+
 def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> None:
-    """Log the three tensors with the smallest gradient norm and the three with the largest, and
-    keep in mind which tensors did not move at any look."""
+    """Log the three tensors with the smallest gradient norm and the three with the largest."""
     by_norm = sorted(figures, key=lambda name: figures[name]["grad_norm"])
     ends = {name: figures[name] for name in by_norm[:3] + by_norm[-3:]}
     run.log.write(step=step, tensors=ends)
-    still = {name for name, row in figures.items() if row["update_ratio"] == 0}
-    if run.healing.still is not None:
-        still &= set(run.healing.still)
-    run.healing.still = sorted(still)
 
 
 def evidence_of_loss(run: Run) -> list[str]:
-    """Why this run, at its last step, did not end well: sentences, [] if it did."""
+    """Why this run, at its last step, did not end well: sentences, [] if it did. What it doubts
+    goes to the warnings."""
     reasons = [has_not_learnt(run), ended_high(run)]
     if run.guard.skipped > 0.5 * run.guard.steps:
         reasons.append(f"{run.guard.skipped} of {run.guard.steps} steps were rejected")
-    return [reason for reason in reasons if reason]
+    reasons = [reason for reason in reasons if reason]
+    if not reasons and run.updates >= PATIENCE[DEAD]:
+        for sentence in doubts(run):
+            run.log.warn(run.step, sentence)
+    return reasons
 
 
 def has_not_learnt(run: Run) -> str:
     """Tensors whose gradient was always 0, so that their moments are, and weights that did not
     move, while there was something left to learn."""
     trend = run.healing.trend
-    still = run.healing.still or []
     if run.updates < PATIENCE[DEAD] or trend.mean <= 1e-3 * trend.start:
         return ""
-    if len(still) >= 0.5 * len(list(run.net.parameters())):  # a single table may stand still
-        return (f"{', '.join(still[:3])} does not move: the learning rate is 0, or every update is "
-                "rounded away")
     names = {p: name for name, p in run.net.named_parameters()}
     for optimizer in run.optimizers:
         for p, state in optimizer.state.items():
             moments = [t for t in state.values() if t.dim()]
             if moments and not any(t.any() for t in moments):
                 return f"the gradient of {names[p]} was always 0: it has never learnt"
+    named, _ = learning(run)
+    signs = run.healing.signs
+    is_on = any(rated for _, _, rated in signs.values())
+    # A rate of 0 beside others is how some freeze a part.
+    still = [name for name in named if name in signs and not signs[name][0]
+             and (signs[name][2] or not is_on)]  # fmt: skip
+    elements = sum(named[name].numel() for name in still)
+    most = max(len(still) / len(named), elements / sum(p.numel() for p in named.values()))
+    if most >= 0.5 and trend.lowest > 0.8 * trend.start:
+        return (f"{shortened(still)} did not move: the learning rate is as good as 0, or every "
+                "update is rounded away or undone")
     return ""
+
+
+def shortened(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def doubts(run: Run) -> list[str]:
+    """What a lost run shows, and a hard task or a part frozen by intent shows too: sentences."""
+    trend = run.healing.trend
+    scores = run.scores
+    val_loss = scores["val_loss"]
+    said = lifeless(run)
+    learnt = trend.start - min(trend.lowest, trend.start)
+    knows = False
+    if "val_acc1" in scores and len(run.data.classes) > 1:
+        labels = run.data.val[1]
+        share = 100 * int(labels.bincount().max()) / len(labels)
+        deviation = (share * (100 - share) / len(labels)) ** 0.5
+        knows = scores["val_acc1"] > share + 2 * deviation
+        if not knows:
+            said.append(f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
+                        f"would have {share:.1f} %")
+    # A short run that knows something has not fallen far.
+    if trend.mean > (1.0 if knows else 0.95) * trend.start > 0:
+        said.append(f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
+                    f"{trend.mean:.4g} at the end")
+    elif trend.mean > trend.start - 0.5 * learnt:
+        said.append(f"the training loss is {trend.mean:.4g} at the end, and was {trend.lowest:.4g}")
+    if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
+        said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
+                    f"{trend.mean:.4g} in training")
+    if forgotten := validation.at_chance(run, scores, kept=0.5):
+        said.append(f"what was learnt is lost: {forgotten}")
+    return said
+
+
+def lifeless(run: Run) -> list[str]:
+    """Tensors without movement, gradient or learning rate at the last three looks or more. (The
+    label that a diffusion model drops is used now and then.)"""
+    trend = run.healing.trend
+    if trend.mean <= 1e-3 * trend.start:  # nothing is left to learn
+        return []
+    named, rates = learning(run)
+    causes = {}
+    for name, p in named.items():
+        moved, graded, rated = run.healing.signs.get(name, [run.step] * 3)
+        for since, what in ((rated, "had a learning rate of 0"), (graded, "had no gradient"),
+                            (moved, "did not move")):  # fmt: skip
+            if p not in rates:
+                what = "was in no optimizer"
+            if run.step - since > 2.5 * between_looks(run):
+                causes.setdefault((what, since), []).append(name)
+                break
+    return [f"{shortened(names)} {what} " + (f"after step {since}" if since else "at any look")
+            for (what, since), names in causes.items()]
 
 
 def ended_high(run: Run) -> str:

@@ -90,7 +90,9 @@ class TensorFigures:
         table = []
         for _, grad_norm, weight, old in self._rows:
             size = old.float().norm()
-            table.append(torch.stack([grad_norm, size, (weight - old).float().norm() / size]))
+            update = (weight - old).float().norm()
+            ratio = torch.where(update == 0, update, update / size)  # a bias may be 0
+            table.append(torch.stack([grad_norm, size, ratio]))
         rows = torch.stack(table).tolist() if table else []
         kinds = ("grad_norm", "weight_norm", "update_ratio")
         names = [name for name, *_ in self._rows]

@@ -76,6 +76,7 @@ def is_repeated(run: Run, step: int, images: Tensor, labels: Tensor) -> bool:
     kept = autopsy.StepRecord(step, run.net)
 
     def gradients() -> list[Tensor]:
+        run.net.zero_grad()  # of a parameter in no optimizer nobody else does it
         _, by_name = heal.forward_backward(run, (images, labels))
         kept.restore()  # RNG and buffers as before, no gradients
         run.injector.micro = 0  # a planted fault meets each pass, and the step itself

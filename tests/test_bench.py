@@ -85,11 +85,38 @@ def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path,
     assert str(tmp_path) not in json.dumps(fp16)
 
 
+@pytest.fixture
+def judged(monkeypatch):
+    for name in ("small", "frozen_by_rate", *(net.__name__ for net in odd_runs.NETS)):
+        monkeypatch.setitem(train.MODELS, name, None)  # they go away again
+    return odd_runs.run
+
+
 @pytest.mark.parametrize("name", ["one class", "same in class", "loss 0", "batch 1", "1 steps",
-                                  "dit, batch 2"])
-def test_a_healthy_but_odd_run_is_left_alone(name, monkeypatch):
-    monkeypatch.setitem(train.MODELS, "linear", None)  # goes away again
-    assert odd_runs.run(name) == ("done", "")
+                                  "random labels", "body frozen by rate 0", "frozen backbone"])
+def test_a_healthy_but_odd_run_is_left_alone(name, judged):
+    row = judged(name)
+    assert (row["status"], row["cures"]) == ("done", [])
+
+
+LOST = {  # name: what is said
+    "rate 1e-30": "did not move: the learning rate is as good as 0",
+    "no step": "did not move: the learning rate is as good as 0",
+    "rate 0 from step 20": "had a learning rate of 0 after step 18",
+    "frozen from step 20": "body.weight, body.bias, middle.weight and 1 more had no gradient after",
+    "head in no optimizer": "head.weight was in no optimizer",
+    "no step from step 20": "did not move after step",
+    "noise for gradients": "hardly fallen",
+    "labels shuffled": "always the most frequent class would have 10.0 %",
+    "validation's labels shifted": "validation is far worse than training",
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_run_that_learns_nothing_says_so(name, judged):
+    row = judged(name)
+    assert LOST[name] in "; ".join(row["said"])
+    assert odd_runs.is_right(row)
 
 
 @pytest.fixture

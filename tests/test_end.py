@@ -172,7 +172,7 @@ def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(s
 
 def test_a_rate_held_at_0_is_not_training(struck):
     code, last, _, _ = struck(lambda *_: None, "--lr", 1e-30, "--max-steps", 20)
-    assert (code, last["status"]) == (3, "diverged") and "does not move" in last["reason"]
+    assert (code, last["status"]) == (3, "diverged") and "did not move" in last["reason"]
 
 
 def test_a_block_whose_gradient_is_always_0_has_never_learnt(struck):
@@ -204,17 +204,13 @@ def judged(losses, norms=None):
     return said, run.healing.trend
 
 
-def test_a_look_logs_both_ends_of_the_gradient_norms_and_remembers_what_never_moved():
+def test_a_look_logs_both_ends_of_the_gradient_norms():
     lines = []
     run = train.Run(log=SimpleNamespace(write=lambda **line: lines.append(line)))
-    rows = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i, "update_ratio": 1e-3} for i in range(40)}
+    rows = {f"t{i}": {"grad_norm": 0.1 + 0.01 * i} for i in range(40)}
     rows["t12"]["grad_norm"], rows["t31"]["grad_norm"] = 0.0, 50.0
-    for still in ("t3 t5", "t3"):
-        now = {name: row | {"update_ratio": row["update_ratio"] * (name not in still.split())}
-               for name, row in rows.items()}
-        notice.note_figures(run, 100, now)
-    names = [*lines[0]["tensors"]]
-    assert names == ["t12", "t0", "t1", "t38", "t39", "t31"] and run.healing.still == ["t3"]
+    notice.note_figures(run, 100, rows)
+    assert [*lines[0]["tensors"]] == ["t12", "t0", "t1", "t38", "t39", "t31"]
 
 
 def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not():

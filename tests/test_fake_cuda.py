@@ -344,12 +344,16 @@ def average(run, images, labels):
 
 
 FIGURES = "probes.py: rows = torch.stack(table).tolist() if table else []"
+SIGNS = (
+    'notice.py: rates |= dict.fromkeys(group["params"], float(group["lr"]))',
+    "notice.py: numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()",
+)
 PATHS = {  # what is run -> the lines that may ask the device, all of them and no other
     one_step: set(),
     average: set(),
-    look: {FIGURES},
+    look: {FIGURES, *SIGNS},
     lambda *run: look(*run, sampled=True): {
-        FIGURES, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
+        FIGURES, *SIGNS, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
         "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
     },
     run_twice: {"verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}"},

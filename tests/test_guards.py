@@ -1,6 +1,7 @@
 """Plant every fault, see it flagged, and see that nothing of it stays."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ def test_buffers_that_were_exchanged_or_moved_are_watched_anew():
 
 
 class Centre(nn.Module):
-    """DINO's: the forward assigns another tensor to its buffer."""
+    """DINO's: the forward assigns another tensor to its buffer. And a cache that comes and goes."""
 
     def __init__(self):
         super().__init__()
@@ -248,6 +249,62 @@ def test_a_buffer_that_the_forward_assigns_goes_back_too():
         guard.step(optimizer)
         optimizer.zero_grad()
         assert guard.verdict().accepted == (not torch.equal(net.centre, before)) == (k != 3)
+
+
+class Growing(Centre):
+    """Its cache is another one after each forward."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        self.cache = x.new_zeros(len(x) + self.layer.weight.numel() + int(100 * torch.rand(())))
+        return loss
+
+
+class Norm(nn.BatchNorm1d):
+    """Beside its statistics a mask, and numbers that something loads between two steps."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("loaded", torch.zeros(3))
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("kind, count", [(Centre, 1), (Growing, 1), (Norm, 2)])
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("lag", [True, False])
+def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, count):
+    torch.manual_seed(0)
+    net = kind()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    guards = [Guard(net, lag=lag) for _ in range(count)]
+    net(torch.ones(3, 4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(12):
+            if step == 5:
+                with torch.no_grad():
+                    net(torch.full((3, 4), math.inf))  # an evaluation that was left in train mode
+            if kind is Norm and opens:
+                net.loaded.fill_(step)
+                net.mask[0, 0] = step
+            for guard in guards:
+                if opens:
+                    guard.open()
+                net(torch.randn(6, 4)).backward()
+                guard.step(optimizer)
+                optimizer.zero_grad()
+                guard.verdict()
+            if kind is Norm and opens:
+                assert net.loaded.eq(step).all() and net.mask[0, 0] == step
+    for guard in guards:
+        guard.flush()
+        assert guard.skipped <= (2 if opens and lag else 1) and guard.skipped_in_a_row == 0
+    assert all(b.isfinite().all() for name, b in net.named_buffers() if name != "mask")
+    told = ["not by a step" in str(w.message) for w in said]
+    assert sum(told) == (opens or kind is Growing)
 
 
 def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():

@@ -11,41 +11,74 @@ from rescue.probes import Probes, TensorFigures, first_step_checks
 
 
 def test_the_first_step_says_what_will_go_wrong():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 10))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Flatten(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 10),
+    )
     net.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
-    F.cross_entropy(net(torch.randn(2, 3, 4, 4)), torch.tensor([1, 2])).backward()
-    assert [s for s in first_step_checks(net) if "no gradient" not in s] == []
+    logits = net(torch.randn(2, 3, 4, 4))
+    F.cross_entropy(logits, torch.tensor([1, 2])).backward()
+    unused, = first_step_checks(net)
+    assert unused.startswith("1 parameter(s) got no gradient")
     with torch.no_grad():
         net[0].weight[0, 0, 0, 0] = 3e7
         net[3].bias[1] = math.nan
         net[2].weight.zero_()
         net[2].weight.grad.zero_()
     text = "\n".join(first_step_checks(net))
-    assert "1 parameter(s) got no gradient (unused, or detached): forgotten" in text
-    assert "0.weight looks uninitialised" in text
-    assert "3.bias looks uninitialised" in text
-    assert "2.weight is all zero and its gradient is zero too" in text
+    for sentence in (
+        "1 parameter(s) got no gradient (unused, or detached): forgotten",
+        "0.weight looks uninitialised",
+        "3.bias looks uninitialised",
+        "2.weight is all zero and its gradient is zero too",
+    ):
+        assert sentence in text
 
 
-def test_probes_report_headroom_before_anything_overflows():
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False))
+@pytest.fixture
+def net():
+    """The first of its two layers takes 200 to 40000; fp16 ends at 65504."""
+    net = nn.Sequential(
+        nn.Linear(2, 2, bias=False),
+        nn.ReLU(),
+        nn.Linear(2, 2, bias=False),
+    )
     with torch.no_grad():
         net[0].weight.copy_(torch.tensor([[200.0, 0.0], [0.0, 1.0]]))
         net[2].weight.fill_(1e-3)
+    return net
+
+
+half = torch.autocast("cpu", torch.float16)
+
+
+def test_probes_report_headroom_before_anything_overflows(net):
     probes = Probes(net)
-    with probes, torch.autocast("cpu", torch.float16):
+    with probes, half:
         out = net(torch.tensor([[200.0, 1.0], [-2.0, 1.0]]))
         (out.float() * 1e-3).sum().backward()
     # 1e-3 * 1e-3 = 1e-6 is below 6.1e-5
-    assert probes.read()[0] == ("0", torch.float16, 40000.0, 40000.0 / 65504, 1.0)
+    first = probes.read()[0]
+    assert first == ("0", torch.float16, 40000.0, 40000.0 / 65504, 1.0)
     text = "\n".join(probes.warnings(loss_scale=1.0))
-    assert "0: activations reach 4e+04, 61% of float16's maximum; try --keep-fp32 '0'" in text
+    said = "0: activations reach 4e+04, 61% of float16's maximum; try --keep-fp32 '0'"
+    assert said in text
     assert "more scale" in text
     assert not net[0]._forward_hooks
-    for bad in (400.0, math.nan):
-        with probes, torch.autocast("cpu", torch.float16):
-            net(torch.tensor([[bad, 1.0]]))
-        assert probes.read()[0].headroom == math.inf
+
+
+@pytest.mark.parametrize("bad", [400.0, math.nan])
+def test_what_overflows_or_is_nan_has_no_headroom(net, bad):
+    probes = Probes(net)
+    with probes, half:
+        net(torch.tensor([[bad, 1.0]]))
+    assert probes.read()[0].headroom == math.inf
+
+
+def test_probes_say_nothing_of_small_numbers(net):
+    probes = Probes(net)
     with probes:
         net(torch.tensor([[1.0, 1.0]])).sum().backward()
     assert probes.warnings() == []
@@ -64,7 +97,9 @@ def test_attached_before_compiling_the_probes_break_no_graph():
 def test_the_figures_of_each_tensor_equal_those_computed_in_float64(dtype):
     torch.manual_seed(0)
     a, b, unused = (nn.Parameter(torch.randn(n).to(dtype)) for n in (45, 7, 3))
-    masters = {} if dtype is torch.float32 else {a: a.detach().float(), b: b.detach().float()}
+    masters = {}
+    if dtype is torch.float16:
+        masters = {p: p.detach().float() for p in (a, b)}
     for p in (a, b):
         p.grad = (8.0 * torch.randn(p.shape)).to(dtype)
     b.grad[2] = math.inf
@@ -73,11 +108,24 @@ def test_the_figures_of_each_tensor_equal_those_computed_in_float64(dtype):
     named = {"a": a, "b": b, "unused": unused}
     figures = TensorFigures(named, masters, scale=torch.tensor(8.0))
     weight -= 1e-4 * torch.randn(45)  # "b" is left out, as a rejected step does
-    rows = figures.read()
+    update = weight.double() - old
     wanted = {
-        "grad_norm": a.grad.double().norm().item() / 8, "weight_norm": old.norm().item(),
-        "update_ratio": ((weight.double() - old).norm() / old.norm()).item(),
-    }  # fmt: skip
-    assert set(rows) == {"a", "b"} and rows["a"] == pytest.approx(wanted, rel=2e-3)
-    assert rows["b"]["grad_norm"] == math.inf and rows["b"]["update_ratio"] == 0.0
+        "grad_norm": a.grad.double().norm().item() / 8,
+        "weight_norm": old.norm().item(),
+        "update_ratio": (update.norm() / old.norm()).item(),
+    }
+    rows = figures.read()
+    assert set(rows) == {"a", "b"}
+    assert rows["a"] == pytest.approx(wanted, rel=2e-3)
+    assert rows["b"]["grad_norm"] == math.inf
+    assert rows["b"]["update_ratio"] == 0.0
     assert TensorFigures({"unused": unused}).read() == {}
+
+
+@pytest.mark.parametrize("update, ratio", [(0.0, 0.0), (1.0, math.inf)])
+def test_a_bias_of_zeros_that_stands_still_has_the_ratio_0(update, ratio):
+    bias = nn.Parameter(torch.zeros(3))
+    bias.grad = torch.ones(3)
+    figures = TensorFigures({"bias": bias})
+    bias.data += update
+    assert figures.read()["bias"]["update_ratio"] == ratio

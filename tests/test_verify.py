@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import events, last_state, needs_cuda, same, two_ranks
 
+import train
 from rescue import inject, verify
 
 # --- The checksum
@@ -39,6 +40,29 @@ def test_the_fifth_time_on_one_rank_of_two_both_end_with_exit_code_5(tmp_path, i
     assert last["status"] == "suspected hardware" and last["steps"] <= 8
     cures = [(c["verdict"], c["rank"]) for c in events(lines, "cure")]
     assert cures == [("not reproducible", 1)] * 5
+
+
+def test_a_parameter_in_no_optimizer_is_no_suspicion_of_the_hardware(run, model):
+    def make(classes):
+        net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, classes))
+        net[1].bias.register_hook(lambda g: g + 1)  # it is never 0
+        return net
+
+    nets = model("forgetful", make)
+    setup = train.prepare.setup
+
+    def forget(run, step):
+        setup(run, step)
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is not nets[-1][1].bias]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.prepare, "setup", forget)
+        flags = ("--max-steps", 24, "--lr", 1e-3, "--verify-every", 2)
+        code, last, _, lines = run("--model", "forgetful", *flags)
+    assert (code, events(lines, "cure")) == (0, [])
+    assert any("1.bias was in no optimizer" in text for text in last["warnings"])
 
 
 def test_a_device_that_is_not_deterministic_is_compared_within_rounding():
