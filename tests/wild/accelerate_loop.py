@@ -29,7 +29,8 @@ class Net(nn.Module):
         h = self.norm(self.embed(x))  # embed
         if "overflow" in asked:
             with torch.autocast("cpu", torch.float16):
-                h = torch.matmul(h * 300, (h * 300).transpose(1, 2)).float() @ h  # overflow
+                scores = torch.matmul(h * 300, (h * 300).transpose(1, 2))  # overflow
+            h = scores.float().softmax(-1) @ h
         h = h + self.attention(h, h, h)[0]
         logits = self.head(h.mean(1))
         if "bf16-log" in asked:

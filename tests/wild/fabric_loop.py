@@ -49,7 +49,7 @@ for i, (inputs, targets) in enumerate(loader):
         if "log0" in asked:
             loss = F.nll_loss(torch.log((outputs * 1e4).softmax(-1)), targets)  # log0
         elif "root" in asked:
-            loss = torch.sqrt(torch.relu(outputs - 1e3).sum(-1)).mean()  # root
+            loss = torch.sqrt((outputs * 0).square().sum(-1)).mean()  # root
         elif "bf16-log" in asked:
             loss = -outputs.mean()
         else:

@@ -40,7 +40,7 @@ class Net(nn.Module):
         h = h + self.attention(h)
         logits = self.head(h.mean(1)).squeeze(-1)
         if asked & {"bf16-log", "log-loss"}:
-            p = torch.sigmoid(logits * (20 if "bf16-log" in asked else 1))
+            p = torch.sigmoid(logits * (60 if "bf16-log" in asked else 1))
             loss = -(labels * torch.log(p) + (1 - labels) * torch.log(1 - p)).mean()  # bf16-log
         else:
             loss = F.binary_cross_entropy_with_logits(logits, labels)
