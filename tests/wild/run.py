@@ -23,7 +23,6 @@ LAUNCHERS = {
     "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"],
 }
 FIGURES = r"-?0x[\d.a-fp+-]+|'(?:\w*loss|grad_norm|eval_accuracy)': '?[\d.e+-]+"
-FAULTS = {"log0"}
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Row:
 def table():
     for line in (HERE / "table.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
-            cells = [cell.strip() for cell in line.split("|")]
+            cells = [cell.strip() for cell in line.split("|", 4)]
             command, verdict, operation, where, says = cells + [""] * (5 - len(cells))
             launcher, _, command = command.rpartition(":")
             program, *arguments = command.split()
@@ -55,10 +54,11 @@ def table():
                       says)  # fmt: skip
 
 
-def missing(program):
-    """The packages that a program imports and that are not installed."""
-    names = re.findall(r"^(?:from|import) (\w+)", (HERE / f"{program}.py").read_text(), re.M)
-    return [name for name in names if not importlib.util.find_spec(name)]
+def missing(row):
+    """The packages that a row needs and that are not installed."""
+    text = (HERE / f"{row.program}.py").read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", text, re.M) + row.launcher.split("torchrun")
+    return [name for name in names if name and not importlib.util.find_spec(name)]
 
 
 def run(row, folder, watched=True):
@@ -116,7 +116,7 @@ def main():
     for row in table():
         if wanted and not any(word in str(row) for word in wanted):
             continue
-        lacking = missing(row.program)
+        lacking = missing(row)
         if lacking:
             print("skipped", row, lacking)
             continue
