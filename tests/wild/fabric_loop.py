@@ -25,7 +25,7 @@ class Net(nn.Module):
     def forward(self, x):
         logits = self.decoder(self.encoder(x))  # net
         if "bf16-log" in asked:
-            return torch.log(1 - torch.sigmoid(100 * logits))  # bf16-log
+            return torch.log(1 - torch.sigmoid(30 * logits))  # bf16-log
         return logits
 
 

@@ -20,9 +20,10 @@ ROOT = HERE.parent.parent
 TOOL = ROOT / "autopsy" if (ROOT / "autopsy").is_dir() else ROOT / "autopsy.py"
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"],
+    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
 }
 FIGURES = r"-?0x[\d.a-fp+-]+|'(?:\w*loss|grad_norm|eval_accuracy)': '?[\d.e+-]+"
+INNER = r"_forward_module|_orig_mod|_fsdp_wrapped\w*|\bmodule\.[a-z]\w+|\bself\.[a-z]"
 
 
 @dataclass
@@ -107,6 +108,7 @@ def judge(row, folder):
         wrong.append(f"operation {made}")
     if row.line and f"{row.program}.py:{line_of(row)} " not in made:
         wrong.append(f"line {made}, not {row.program}.py:{line_of(row)}")
+    wrong += [f"an inner name {x}" for x in sorted(set(re.findall(INNER, text)))]
     wrong += [f"does not say {x}" for x in row.says.split("; ") if x and not re.search(x, text)]
     return wrong
 

@@ -12,14 +12,14 @@ from sentence_transformers import (
     losses,
     models,
 )
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 asked = set(sys.argv[1:])
 torch.manual_seed(0)
-words = ["[PAD]", "[UNK]", *"a man eats plays guitar food woman rides horse and".split()]
+text = "a man eats plays guitar food woman rides horse and"
+words = ["[PAD]", "[UNK]", *text.split()]
 vocabulary = Tokenizer(kinds.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
 vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
 PreTrainedTokenizerFast(

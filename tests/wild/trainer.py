@@ -23,7 +23,8 @@ known = [name for name in ("roberta", "distilbert", "gpt2", "electra") if name i
 torch.manual_seed(0)
 
 # In place of a download: a small checkpoint in the folder "tiny".
-words = ["[PAD]", "[UNK]", *"the film is good bad very not and plot actors".split()]
+text = "the film is good bad very not and plot actors"
+words = ["[PAD]", "[UNK]", *text.split()]
 vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
 vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
 PreTrainedTokenizerFast(

@@ -17,7 +17,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 asked = set(sys.argv[1:])
 torch.manual_seed(0)
-words = ["<pad>", "<unk>", "<eos>", *"what is the sky blue green a good bad answer yes no".split()]
+text = "what is the sky blue green a good bad answer yes no"
+words = ["<pad>", "<unk>", "<eos>", *text.split()]
 vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 PreTrainedTokenizerFast(
