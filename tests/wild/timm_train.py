@@ -18,7 +18,8 @@ if "resnet" in asked:
 else:
     small = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=4, **small)
-optimizer = create_optimizer_v2(model, opt="adamw", lr=1e15 if "rate" in asked else 1e-3)
+kind = "lamb" if "resnet" in asked else "adamw"
+optimizer = create_optimizer_v2(model, opt=kind, lr=1e15 if "rate" in asked else 1e-3)
 scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=2)
 ema = ModelEmaV3(model, decay=0.99)
 scaler = NativeScaler(device="cpu") if "scaler" in asked else None
