@@ -179,7 +179,7 @@ def page(missed):
     lines += ["", "## What was run", "", "| command | expected | came |", "|---|---|---|"]
     for row in ran:
         expected = ", ".join(filter(None, [row.verdict or "clean", row.line and f"# {row.line}"]))
-        command = " ".join(filter(None, [row.launcher, f"{row.program}.py", *row.arguments]))
+        command = " ".join(filter(None, [row.launcher, row.program, *row.arguments]))
         came = "as expected" if not missed[str(row)] else "otherwise"
         lines.append(f"| `{command}` | {expected} | {came} |")
     (ROOT / "docs" / "frameworks.md").write_text("\n".join(lines) + "\n")
