@@ -32,7 +32,11 @@ lora = LoraConfig(
     lora_alpha=8,
     lora_dropout=0.1,
     target_modules=["q_proj", "v_proj"],
+    use_dora="dora" in asked,
 )
+if "pruned" in asked:  # DoRA divides by the norm of a row that pruning has set to 0
+    with torch.no_grad():
+        base.model.layers[1].self_attn.v_proj.weight[3] = 0
 model = get_peft_model(base, lora)
 model.print_trainable_parameters()
 if "nan-lora" in asked:  # an adapter that was written by hand

@@ -53,7 +53,7 @@ no new warning. A fault: the verdict, the operation, the line of the script (whe
 in a package, the script's line that called it), the samples. Made by `python tests/wild/run.py`;
 raw file: `bench/results/frameworks-cpu.json`.
 """
-INNER = r"_forward_module|_orig_mod|_fsdp_wrapped\w*|\bmodule\.[a-z]\w+|\bself\.[a-z]"
+INNER = r"_forward_module|_orig_mod|_fsdp_wrapped\w*|\bmodule\.[a-z]\w+"
 
 
 @dataclass

@@ -91,4 +91,12 @@ trainer = Trainer(
     compute_loss_func=own_loss if asked & {"log0", "own-loss"} else None,
 )
 trainer.train()  # train
+if "resume" in asked:  # a run goes on from a checkpoint whose optimizer is bad
+    path = "saved/checkpoint-12/optimizer.pt"
+    state = torch.load(path)
+    if "bad-moment" in asked:
+        state["state"][3]["exp_avg"][0] = torch.nan
+    torch.save(state, path)
+    arguments.num_train_epochs = 2
+    trainer.train(resume_from_checkpoint="saved/checkpoint-12")  # resume
 print("weights", sum(p.double().abs().sum() for p in model.parameters()).item().hex())
