@@ -27,7 +27,7 @@ class AutoEncoder(lightning.LightningModule):
         if "exp" in asked:  # a KL term whose variance was never bounded
             kl = (mean.square() + torch.exp(1e3 * spread) - spread - 1).mean()  # exp
         elif "bf16-log" in asked:
-            kl = -torch.log(1 - torch.sigmoid(30 * spread)).mean()  # bf16-log
+            kl = -torch.log(1 - torch.sigmoid(10 * torch.tanh(3 * spread))).mean()  # bf16-log
         else:
             kl = (mean.square() + torch.exp(spread) - spread - 1).mean()
         x_hat = self.decoder(mean)
