@@ -31,6 +31,7 @@ LAUNCHERS = {
 }
 FIGURES = r"-?0x[\d.a-fp+-]+|'(?:\w*loss|grad_norm|eval_accuracy)': '?[\d.e+-]+"
 RESULTS = ROOT / "bench" / "results" / "frameworks-cpu.json"
+PAGE = ROOT / "docs" / "frameworks.md"
 FRAMEWORKS = {
     "transformers": ("trainer", "causal", "vision", "own_model"),
     "accelerate": ("accelerate_loop",),
@@ -158,36 +159,44 @@ def same_as_bare(row, watched, bare):
     return wrong + [f"not {x}" for x in ("nothing non-finite",) if x not in watched[2]]
 
 
-def of_framework(name, rows, missed):
+def of_framework(name, rows, results):
     """The line of one framework in the table of the page."""
-    counts = []
+    missed, counts = results["missed"], []
     for clean in (True, False):
         some = [row for row in rows if clean == (row.verdict in ("", "none"))]
         counts.append(f"{sum(not missed[str(row)] for row in some)} of {len(some)}")
-    left = "; ".join(f"`{row}`: {missed[str(row)][0]}" for row in rows if missed[str(row)])
-    left = left.replace("|", "/")
-    return f"| {name} | {importlib.metadata.version(name)} | {' | '.join(counts)} | {left} |"
+    left = ", ".join(f"`{row}`" for row in rows if missed[str(row)])
+    return f"| {name} | {results['versions'][name]} | {' | '.join(counts)} | {left} |"
 
 
-def page(missed):
+def page(results):
     """docs/frameworks.md, of the rows that have been run."""
     lines = [HEAD, "| framework | version | clean | faults | missed |", "|---|---|---|---|---|"]
-    ran = [row for row in table() if str(row) in missed]
+    ran = [row for row in table() if str(row) in results["missed"]]
     for name, programs in FRAMEWORKS.items():
-        rows = [row for row in ran if row.program in programs]
-        lines += [of_framework(name, rows, missed)] if rows else []
+        if rows := [row for row in ran if row.program in programs]:
+            lines.append(of_framework(name, rows, results))
     lines += ["", "## What was run", "", "| command | expected | came |", "|---|---|---|"]
     for row in ran:
         expected = ", ".join(filter(None, [row.verdict or "clean", row.line and f"# {row.line}"]))
         command = " ".join(filter(None, [row.launcher, row.program, *row.arguments]))
-        came = "as expected" if not missed[str(row)] else "otherwise"
-        lines.append(f"| `{command}` | {expected} | {came} |")
-    (ROOT / "docs" / "frameworks.md").write_text("\n".join(lines) + "\n")
+        misses = "; ".join(results["missed"][str(row)]).replace("|", "/")
+        lines.append(f"| `{command}` | {expected} | {misses or 'as expected'} |")
+    return "\n".join(lines) + "\n"
+
+
+def keep(row, misses):
+    """In the raw file, and the page anew."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"missed": {}}
+    results["versions"] = {name: importlib.metadata.version(name) for name in FRAMEWORKS
+                           if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
+    results["missed"][str(row)] = misses
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
 
 
 def main():
     wanted = sys.argv[1:]
-    missed = {}
     for row in table():
         if wanted and not any(word in str(row) for word in wanted):
             continue
@@ -200,10 +209,7 @@ def main():
             if "KEEP" in os.environ:  # a folder for all that was printed
                 kept = Path(os.environ["KEEP"]) / f"{row}.txt"
                 kept.write_text((Path(folder) / "said").read_text())
-        missed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        missed[str(row)] = misses
-        RESULTS.write_text(json.dumps(missed, indent=0) + "\n")
-    page(missed)
+        keep(row, misses)
 
 
 if __name__ == "__main__":
