@@ -84,6 +84,7 @@ for line in sys.stdin:
         os.chdir(folder)
         os.environ.update(environment)
         sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        sys.orig_argv = [sys.executable, *argv]  # for a script that starts itself again
         status = 0
         try:
             runpy.run_path(argv[0], run_name="__main__")
