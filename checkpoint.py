@@ -64,6 +64,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    import msvcrt
+
+    fcntl = None
+
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
@@ -76,6 +83,7 @@ PLAIN = (
 )  # fmt: skip
 FIXED = ("model", "dataset", "num_classes", "images", "pixels", "labels")  # facts of a run
 FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # older checkpoints lack them
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGBREAK")  # those that this system has
 
 
 class CheckpointError(RuntimeError):
@@ -141,7 +149,7 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
             if not plain or node.layout is not torch.strided or node.is_nested:
                 raise CheckpointError(
                     f"not saved: {name[1:]} is {type(node)}, {node.layout}, not a plain dense "
-                    "tensor (of a sharded DTensor save its full_tensor())"
+                    "tensor (save sharded ones, DTensor, with torch.distributed.checkpoint)"
                 )
             narrow = node.is_floating_point() and node.itemsize < 4
             if narrow and OPTIMIZER_STATE.search(name):
@@ -216,8 +224,9 @@ def _link(source: Path, target: Path) -> None:
         _fsync(target)
 
 
-def _fsync(path: Path) -> None:  # a file or a folder
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:  # a file or a folder (on Windows: a file)
+    # Windows flushes only what is open for writing; nobody else opens a folder for writing.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -283,11 +292,12 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def lock(self) -> None:
         """CheckpointError if another process has locked the folder and is alive."""
-        import fcntl  # not on Windows
-
         self._lock = os.open(self.last.with_name(".lock"), os.O_CREAT | os.O_WRONLY)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+            if fcntl:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+            else:
+                msvcrt.locking(self._lock, msvcrt.LK_NBLCK, 1)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # else: a file system without locks
                 folder = self.last.parent
@@ -393,6 +403,7 @@ class Stopped(BaseException):
 
 class StopSignals:
     """SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a number that the loop reads: `with StopSignals()`.
+    (On Windows: SIGINT and SIGBREAK, by Ctrl-C and Ctrl-Break.)
 
     `stop.number` is 0 or the first signal, an int: ranks can agree on it (all-reduce MAX), save,
     and leave with 128 + number. A second SIGINT ends the process at once. While at_once is True (in
@@ -405,9 +416,9 @@ class StopSignals:
         self.number = 0
 
     def __enter__(self) -> StopSignals:
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
         self._previous = {n: signal.signal(n, self._receive) for n in numbers}
         return self
 

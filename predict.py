@@ -25,6 +25,7 @@ import checkpoint
 from data import batches, imagefolder
 from fp32 import fp32_eval
 from models import build
+from report import print_line
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def predict(folder: Path, paths: list[str]) -> Iterator[dict[str, float]]:
     """For each image every class with its probability, or the numbers of a regression."""
     facts = folder / "model.json"
     try:
-        known = json.loads(facts.read_text())
+        known = json.loads(facts.read_text("utf-8"))
     except ValueError as error:
         raise OSError(f"{facts} is damaged: {error}") from error
     net = build(known["model"], known["classes"], known["image_size"], known["channels"])
@@ -65,7 +66,7 @@ def main() -> None:
     try:
         for path, answer in zip(args.images, predict(args.folder, args.images), strict=True):
             best = max(answer, key=answer.get)
-            print(f"{path}: {best} {answer[best]:.4g}")
+            print_line(f"{path}: {best} {answer[best]:.4g}")
     except (OSError, checkpoint.CheckpointError) as error:  # no run, no image
         parser.error(str(error))
 

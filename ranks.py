@@ -83,7 +83,9 @@ def join(kind: str = "auto") -> Ranks:
         torch.cuda.set_device(device)
         backend = "nccl"
         bound = device
-    if world_size > 1 and not dist.is_initialized():
+    if world_size > 1 and not dist.is_available():
+        raise ValueError("this torch is built without torch.distributed: start one process")
+    if world_size > 1 and not together():
         store, rank, world_size = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # The number of this start. Only on one machine: the counts of several may differ.
@@ -92,6 +94,11 @@ def join(kind: str = "auto") -> Ranks:
             backend, None, BARRIER_TIMEOUT, world_size, rank, store, device_id=bound
         )
     return Ranks(device, rank, local_rank, world_size)
+
+
+def together() -> bool:
+    """Whether this process is one of a group. (Some builds of torch have no groups.)"""
+    return dist.is_available() and dist.is_initialized()
 
 
 def from_torchrun(name: str, alone: int = 0) -> int:
@@ -129,7 +136,7 @@ def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Itera
         mine = code, f"{error}{advice}"
     answers = all_values(mine)
     refused = [answer for answer in answers if answer]
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if together() else 0
     if mine and answers.index(mine) == rank:
         refuse(*mine)
     if refused:
@@ -149,12 +156,12 @@ def must_agree(facts: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def first_on_each_machine(local_rank: int) -> Iterator[None]:
     """The first rank of each machine runs the block first (it downloads); the others follow."""
-    if dist.is_initialized() and local_rank:
+    if together() and local_rank:
         dist.barrier()
     try:
         yield
     finally:  # after an error too: the others are waiting
-        if dist.is_initialized() and not local_rank:
+        if together() and not local_rank:
             dist.barrier()
 
 
@@ -171,7 +178,7 @@ def leave() -> None:
 
 def all_values(value: Any) -> list[Any]:
     """Every rank's value, by rank. Also a barrier: no rank goes on before all have called this."""
-    if not dist.is_initialized():
+    if not together():
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -185,7 +192,7 @@ def agreed(value: Any) -> Any:
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
     """The model under DistributedDataParallel, which does not touch its buffers; alone: itself."""
-    if not dist.is_initialized():
+    if not together():
         return model
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -232,6 +239,6 @@ def _versions(parameters: list[Tensor]) -> list[int | None]:
 
 def share_buffers(net: nn.Module) -> None:
     """Copy rank 0's buffers to every rank: BatchNorm's differ, and one set is evaluated."""
-    if dist.is_initialized():
+    if together():
         for buffer in net.buffers():
             dist.broadcast(buffer, 0)

@@ -36,10 +36,10 @@ Paste::
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,14 +72,15 @@ class MetricsFile:
         if not step or not any("commit" in line for line in lines[:1]):
             lines = [header | {"commit": commit()}, *(lines if step else [])]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(strict_json(line) + "\n" for line in lines))
+        text = "".join(strict_json(line) + "\n" for line in lines)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path)
 
     def write(self, **fields: Any) -> None:
         """Append one line and hand it to the operating system: it survives this process."""
         if not self.writes:
             return
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(strict_json(fields) + "\n")
         if self.board and "event" not in fields:
             for name in fields.keys() - {"step", "tensors"}:
@@ -106,10 +107,15 @@ def strict_json(value: Any) -> str:
 def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
     """Print and flush. False: nobody reads any more; from now on it goes nowhere."""
     try:
-        write(text)
+        try:
+            write(text)
+        except UnicodeEncodeError:  # Windows: a file or a pipe has few characters
+            write(text.encode("ascii", "backslashreplace").decode())
         sys.stdout.flush()
         return True
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows has the second one
+            raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         if os.path.sameopenfile(out, err):  # 2>&1 | head
@@ -121,7 +127,7 @@ def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are whole; none where there is no such file."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for text in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step", 0), int):
@@ -144,12 +150,19 @@ def commit() -> str:
         return ""
 
 
-def peak_memory_mb(cuda: bool) -> int:
-    """Most memory in use so far: of torch's tensors on the GPU, else of this process."""
+def peak_memory_mb(cuda: bool) -> int | None:
+    """Most memory in use so far: of torch's tensors on the GPU, else of this process.
+
+    None where the system does not say it: on Windows.
+    """
     if cuda:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20)
+    try:
+        import resource
+    except ImportError:
+        return None
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 

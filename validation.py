@@ -31,7 +31,7 @@ from data import batches
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
 from guards import LIMIT
-from ranks import out_of_memory, share_buffers
+from ranks import out_of_memory, share_buffers, together
 from record import Run
 
 SAMPLE = 500  # images that are compared in both precisions, and evaluated before a good save
@@ -74,7 +74,8 @@ def validate(run: Run) -> str:
         if run.rank == 0:
             if is_best:
                 run.checkpoints.save_best(run.net.state_dict())
-                (run.folder / "model.json").write_text(json.dumps(describe(run), indent=1))
+                facts = json.dumps(describe(run), indent=1)
+                (run.folder / "model.json").write_text(facts, "utf-8")
             if hasattr(run.model, "show"):
                 path = show(run)
                 run.log.write(event="shown", step=run.step, file=f"shown/{path.name}")
@@ -154,9 +155,9 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bo
         metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         pairs, differ = same_label_pairs(x, y, metrics["loss"])
         rows = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
-        total += rows.double().cpu().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
+        total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
-    if dist.is_initialized() and not alone:
+    if together() and not alone:
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
     count, pairs, differ, *sums = total.tolist()
@@ -222,7 +223,7 @@ def show(run: Run) -> Path:
     folder.mkdir(exist_ok=True)
     if not isinstance(shown, Tensor):
         path = folder / f"{run.step:07d}.txt"
-        path.write_text("\n".join(shown) + "\n")
+        path.write_text("\n".join(shown) + "\n", "utf-8")
         return path
     path = folder / f"{run.step:07d}.png"
     normalize = run.stream.normalize

@@ -42,9 +42,9 @@ Copy this file alone: it needs torch and Pillow, which comes with torchvision.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -66,6 +66,13 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    import msvcrt
+
+    fcntl = None
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -216,7 +223,8 @@ def words(path: Path, classes: list[str]) -> list[str]:
     """ImageNet's folders are WordNet numbers; words.txt beside them has the names."""
     if not path.is_file():
         return classes
-    meanings = dict(line.split("\t", 1) for line in path.read_text().splitlines() if "\t" in line)
+    lines = path.read_text("utf-8").splitlines()
+    meanings = dict(line.split("\t", 1) for line in lines if "\t" in line)
     names = [meanings.get(number, number).split(",")[0].strip() for number in classes]
     both = zip(names, classes, strict=True)
     return [name if names.count(name) == 1 else number for name, number in both]
@@ -333,15 +341,16 @@ def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> l
             reasons.append(" ".join(reason.split()))
     if file:
         data = b"".join(rows)
-        written = os.pwrite(opened(file), data, first * 3 * crop.side**2)
-        if written != len(data):
+        cache = opened(file)
+        cache.seek(first * 3 * crop.side**2)
+        if cache.write(data) != len(data):
             raise DiskFull(f"the disk has no room for {file}")
     return reasons
 
 
 @functools.cache
-def opened(file: str) -> int:
-    return os.open(file, os.O_WRONLY)
+def opened(file: str) -> io.FileIO:
+    return open(file, "r+b", buffering=0)
 
 
 def prepare_worker() -> None:
@@ -372,7 +381,7 @@ def decode_all(
     # Forked workers start in milliseconds. Outside Linux forking is unsafe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     affinity = getattr(os, "sched_getaffinity", None)
-    workers = len(affinity(0)) if affinity else os.cpu_count()
+    workers = len(affinity(0)) if affinity else min(os.cpu_count(), 61)  # Windows takes no more
     chunk = max(1, min(2**20 // (3 * crop.side**2), len(files) // (4 * workers)))
     firsts = range(0, len(files), chunk)
     paths = [path for path, _ in files]
@@ -409,7 +418,8 @@ def cached(
         bad = unreadable(pixels, reasons, len(files), crop)
         if bad is None:
             for old in cache_dir.glob(f"{name}-*"):  # other files, damaged, or of a killed run
-                old.unlink()
+                with contextlib.suppress(PermissionError):  # Windows: another run has it open
+                    old.unlink()
             refuse_too_large(len(files), crop, pixels, say)
             build(files, crop, pixels, reasons, progress)
             bad = unreadable(pixels, reasons, len(files), crop)
@@ -424,7 +434,7 @@ def cached(
 def unreadable(pixels: Path, reasons: Path, total: int, crop: Crop) -> dict[int, str] | None:
     """What the cache says of unreadable files: row -> reason. None: no cache, or a damaged one."""
     try:
-        bad = {int(i): str(reason) for i, reason in json.loads(reasons.read_text()).items()}
+        bad = {int(i): str(reason) for i, reason in json.loads(reasons.read_text("utf-8")).items()}
         size = pixels.stat().st_size
     except (OSError, ValueError, AttributeError):
         return None
@@ -462,29 +472,36 @@ def build(
     """Write the cache of these files under a temporary name, then rename it."""
     row = 3 * crop.side**2
     temporary = f"{pixels}.{os.getpid()}.part"
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        bad = decode_all(files, crop, temporary, progress)
-        rows = kept_rows(len(files), bad)
-        for i, source in enumerate(rows):
-            if source != i:
-                os.pwrite(descriptor, os.pread(descriptor, row, source * row), i * row)
-        os.truncate(descriptor, len(rows) * row)
-        os.fsync(descriptor)
+        with open(temporary, "x+b", buffering=0) as cache:  # Windows renames what is closed
+            bad = decode_all(files, crop, temporary, progress)
+            rows = kept_rows(len(files), bad)
+            for i, source in enumerate(rows):
+                if source != i:
+                    cache.seek(source * row)
+                    image = cache.read(row)
+                    cache.seek(i * row)
+                    cache.write(image)
+            cache.truncate(len(rows) * row)
+            os.fsync(cache.fileno())
         os.replace(temporary, pixels)
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             json.dump(bad, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, reasons)
     finally:
-        os.close(descriptor)
         Path(temporary).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One process at a time. The lock ends with this process; forked workers do not get it."""
-    with open(path, "w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+    with open(path, "ab") as file:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        while not fcntl:
+            with contextlib.suppress(OSError):  # after ten seconds: it is asked again
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                break
         yield
