@@ -124,7 +124,7 @@ def non_finite(state: Any) -> list[str]:
     device = next((pair.device for pair in extremes if pair.is_cuda), "cpu")
     bad = []
     if tensors:
-        pairs = torch.stack([pair.to(device, non_blocking=True) for pair in extremes])
+        pairs = torch.stack([pair.to(device, non_blocking=device != "cpu") for pair in extremes])
         good = (pairs.abs() <= LIMIT).all(dim=1).tolist()  # False for NaN
         bad = [tensor for tensor, finite in zip(tensors, good, strict=True) if not finite]
     return [name for name, t in bad if NEVER_A_MASK.search(name) or not _is_mask(t)]
