@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from amp_policy import Capabilities, choose_policy
 
 ROOT = Path(__file__).resolve().parent.parent
+HIDDEN = ROOT / "tests" / "hidden.py"  # `python hidden.py ...`: without what Windows lacks
 numbers = itertools.count()  # of files that scripts print to
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])

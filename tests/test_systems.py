@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, run_script, same, snapshot
+from helpers import HIDDEN, ROOT, run_script, same, snapshot
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,6 @@ from extras.muon import Muon
 from guards import Guard
 from optim import ClippedAdamW, Schedule, warmup_cosine
 
-HIDDEN = ROOT / "tests" / "hidden.py"
 RATES = warmup_cosine(9, 2)
 
 
