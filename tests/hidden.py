@@ -74,7 +74,7 @@ def like_windows():
         fsync(descriptor)
 
     def replace_what_is_closed(source, target):
-        opened = {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+        opened = {os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")}
         if opened & {os.path.realpath(source), os.path.realpath(target)}:
             raise PermissionError(errno.EACCES, "it is open", source)
         replace(source, target)

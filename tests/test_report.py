@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from helpers import needs_unix
 
 import report
 
@@ -55,6 +56,7 @@ print("still here", file=sys.stderr)
 """
 
 
+@needs_unix
 @pytest.mark.parametrize("pipe", ["| head -2", "2>&1 | head -2"])
 def test_standard_output_that_goes_away_is_said_once_and_ends_nothing(tmp_path, pipe):
     script = tmp_path / "script.py"
