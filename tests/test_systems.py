@@ -19,6 +19,7 @@ from data import batches, imagefolder
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
+from models.cifarnet import CifarNet
 from optim import ClippedAdamW, Schedule, warmup_cosine
 
 RATES = warmup_cosine(9, 2)
@@ -156,3 +157,23 @@ def test_without_a_guard_the_optimizer_divides_and_skips_where_the_kernel_does_n
                 optimizer.step(grad_scale=torch.tensor(4.0))
         runs.append(snapshot(p, optimizer))
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
+
+
+class OnMPS(torch.Tensor):
+    """What is made of it is there too; cpu() takes it away."""
+
+    is_mps = True
+
+    def double(self):
+        raise TypeError("MPS has no float64")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_whitening_is_computed_where_float64_is():
+    images = torch.randn(20, 3, 8, 8)
+    nets = CifarNet(), CifarNet()
+    for net, given in zip(nets, (images, images.as_subclass(OnMPS)), strict=True):
+        net.init_from_data(given)
+    assert torch.equal(nets[0].whiten.weight, nets[1].whiten.weight)
