@@ -217,12 +217,11 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
     norms = []
     for (mesh, placements), some in groups.items():
         norm = torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).norm()
-        if mesh:
-            square = norm.square()
-            for i, placement in enumerate(placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(square, group=mesh.get_group(i))
-            norm = square.sqrt()
+        for i, placement in enumerate(placements):  # none without a mesh
+            if not placement.is_replicate():
+                square = norm.square()
+                dist.all_reduce(square, group=mesh.get_group(i))
+                norm = square.sqrt()
         norms.append(norm)
     return torch.stack(norms).norm() if norms[1:] else norm
 
