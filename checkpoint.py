@@ -68,6 +68,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    import msvcrt
+
+    fcntl = None
+
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
@@ -79,7 +86,9 @@ PLAIN = (
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
 # What users, terminals and batch systems send to end a process that may still save.
-STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR")
+STOPS = (
+    "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGBREAK",
+)  # fmt: skip
 # Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -122,7 +131,7 @@ def non_finite(state: Any) -> list[str]:
     device = next((pair.device for pair in extremes if pair.is_cuda), "cpu")
     bad = []
     if tensors:
-        pairs = torch.stack([pair.to(device, non_blocking=True) for pair in extremes])
+        pairs = torch.stack([pair.to(device, non_blocking=device != "cpu") for pair in extremes])
         good = (pairs.abs() <= LIMIT).all(dim=1).tolist()  # False for NaN
         bad = [tensor for tensor, finite in zip(tensors, good, strict=True) if not finite]
     return [name for name, t in bad if NEVER_A_MASK.search(name) or not _is_mask(t)]
@@ -147,7 +156,7 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
             if not plain or node.layout is not torch.strided or node.is_nested:
                 raise CheckpointError(
                     f"not saved: {name[1:]} is {type(node)}, {node.layout}, not a plain dense "
-                    "tensor (of a sharded DTensor save its full_tensor())"
+                    "tensor (save sharded ones, DTensor, with torch.distributed.checkpoint)"
                 )
             narrow = node.is_floating_point() and node.itemsize < 4
             if narrow and OPTIMIZER_STATE.search(name):
@@ -230,8 +239,9 @@ def _link(source: Path, target: Path) -> None:
         _fsync(target)
 
 
-def _fsync(path: Path) -> None:  # a file or a folder
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:  # a file or a folder (on Windows: a file)
+    # Windows flushes only what is open for writing; nobody else opens a folder for writing.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -303,14 +313,15 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def lock(self) -> None:
         """CheckpointError if another process has locked the folder and is alive."""
-        import fcntl  # not on Windows
-
         path = self.last.with_name(".lock")
         if path.is_symlink():
             path.unlink()
         self._lock = os.open(path, os.O_CREAT | os.O_WRONLY | NO_LINK)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+            if fcntl:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+            else:
+                msvcrt.locking(self._lock, msvcrt.LK_NBLCK, 1)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # else: a file system without locks
                 folder = self.last.parent
@@ -410,6 +421,7 @@ class Stopped(BaseException):
 
 class StopSignals:
     """The signals of STOPS set a number that the loop reads: `with StopSignals()`.
+    (On Windows: SIGINT and SIGBREAK, by Ctrl-C and Ctrl-Break.)
 
     `stop.number` is 0 or the first signal, an int: ranks can agree on it (all-reduce MAX), save,
     and leave with 128 + number. A second SIGINT ends the process at once. While at_once is True (in

@@ -94,12 +94,15 @@ def skips_on_device(optimizer):
     """Whether its step() changes nothing where its attribute found_inf is 1: known by its class.
 
     torch's fused SGD leaves uninitialised momentum when its first step is skipped, so torch's own
-    need state first. Shards (DTensor) do not go with a plain found_inf.
+    need state first. Shards (DTensor) do not go with a plain found_inf. MPS's kernels ignored it
+    (pytorch #186360).
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return getattr(optimizer, "skips_on_device", False)
     params = with_gradient(optimizer)
-    ready = all(p in optimizer.state and not hasattr(p, "full_tensor") for p in params)
+    ready = all(
+        p in optimizer.state and not hasattr(p, "full_tensor") and not p.is_mps for p in params
+    )
     return ready and optimizer.param_groups[0].get("fused")  # a checkpoint may have changed it
 
 
@@ -466,7 +469,7 @@ class Guard:
         if self.state != "closed":
             return None
         last = self._read()
-        host = self._row.to("cpu", non_blocking=True, copy=True)  # CUDA: into pinned memory
+        host = self._row.to("cpu", non_blocking=self._row.is_cuda, copy=True)  # pinned
         event = torch.cuda.current_stream().record_event() if self._row.is_cuda else None
         self._pending = self.number, host, event, self._keys
         self.state = "sent"

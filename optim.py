@@ -26,6 +26,11 @@ the kernel also stores the gradient that it divided, +4: .grad is then clipped a
 the step was rejected. Half parameters with masters: 6 (gradient to fp32) + 36 + 6 (half copy) = 48,
 and .grad is unchanged.
 
+Shards (DTensor of fully_shard, FSDP2) are parameters like any other. The norm is of all shards, by
+one all-reduce of one number, so all ranks skip together; the kernel gets the local shards. Keep
+the parameters in fp32, let MixedPrecisionPolicy cast them, and save with
+torch.distributed.checkpoint. (It leaves out masters, which start from the half weights then.)
+
 Any torch optimizer can stand in its place. What a training loop may ask of an optimizer has four
 members. The first three are torch's own, written for GradScaler (_step_supports_amp_scaling):
 
@@ -60,10 +65,12 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 HALF = (torch.float16, torch.bfloat16)
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
 
 
@@ -112,7 +119,7 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
     The warm-up is linear and never 0; entry [warmup_updates] is 1; the last one (`final`) serves
     every later update too. kind: "cosine", "linear" or "constant", which ends at 1.
     """
-    u = torch.arange(total_updates + 1, dtype=torch.float64)
+    u = torch.arange(total_updates + 1, dtype=torch.float64, device="cpu")  # MPS has no float64
     t = ((u - warmup_updates) / max(1, total_updates - warmup_updates)).clamp(0, 1)
     fall = {"cosine": (1 - torch.cos(math.pi * t)) / 2, "linear": t, "constant": 0 * t}[kind]
     rise = (u + 1) / max(1, warmup_updates)
@@ -136,7 +143,7 @@ class Schedule:
         self.optimizers = list(optimizers)
         groups = self._groups()
         # As in torch: the rate that a checkpoint has brought is one of a later step.
-        peaks = torch.tensor([
+        peaks = multipliers.new_tensor([
             g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups
         ])
         self._table = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
@@ -191,6 +198,34 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     return ""
 
 
+def local(t: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def layout(t: Tensor) -> tuple:
+    """What two tensors must share to be read side by side, by memory."""
+    return t.dtype, t.stride(), getattr(t, "placements", None)
+
+
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
+    """2-norm of all, 0-dim, summed in fp32. Of shards too: the same number on each rank."""
+    groups = {}
+    for grad in grads:
+        shards = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
+        groups.setdefault(shards, []).append(local(grad))
+    norms = []
+    for (mesh, placements), some in groups.items():
+        norm = torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).norm()
+        for i, placement in enumerate(placements):  # none without a mesh
+            if not placement.is_replicate():
+                square = norm.square()
+                dist.all_reduce(square, group=mesh.get_group(i))
+                norm = square.sqrt()
+        norms.append(norm)
+    return torch.stack(norms).norm() if norms[1:] else norm
+
+
 class ClippedAdamW(AdamW):
     """AdamW (arXiv 1711.05101) that clips the global gradient norm and rejects what is not finite.
 
@@ -201,6 +236,8 @@ class ClippedAdamW(AdamW):
             outside, no norm is read.
         masters: True: fp32 masters of half parameters, copied here: load weights before.
             None: refuse half parameters. False: half state, an experiment.
+
+    On a device that is neither CUDA nor a CPU the verdict is read on the host, once a step.
     """
 
     skips_on_device = True
@@ -215,24 +252,29 @@ class ClippedAdamW(AdamW):
                 self.masters[p] = p.detach().float().clone()
             if p.requires_grad:
                 self._check(p)
+        # MPS's kernel ignored found_inf and grad_scale (pytorch #186360); others nobody has tried.
+        self.waits = not (p.is_cuda or p.is_cpu)
         # Skipped steps, and those in a row. The copy on the host may be late; nothing waits for it.
         self._skipped = torch.zeros(2, device=p.device)
-        self._skipped_on_host = torch.zeros(2, pin_memory=p.is_cuda)
+        self._skipped_on_host = torch.zeros(2, device="cpu", pin_memory=p.is_cuda)
         self._warned = 0
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
-        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
-            raise ValueError("sharded parameters (DTensor, FSDP) are not supported: use DDP")
-        if torch.empty_like(p).stride() != p.stride():  # the fused kernel would write beside it
+        if hasattr(p, "_fsdp_flattened"):
+            raise ValueError("parameters of FSDP (version 1) are not supported: use fully_shard")
+        if p in self.masters and local(p) is not p:
+            raise ValueError("no masters of sharded parameters (DTensor): keep the parameters in "
+                             "fp32, and let MixedPrecisionPolicy of fully_shard cast them")
+        if not torch.ops.aten.is_non_overlapping_and_dense(local(p)):  # it would write beside it
             raise ValueError("a parameter with gaps in memory (a slice of a tensor): clone() it")
         dtype = self.masters.get(p, p).dtype
+        if dtype in HALF and self.half_state:
+            return
         why = refusal(dtype, self.defaults["eps"], self.defaults["betas"][1])
         if dtype in HALF:
             why = why or f"{dtype} weights lose small updates"
-            why = "" if self.half_state else (
-                f"{why}; masters=True keeps fp32 masters (made at the start)"
-            )
+            why = f"{why}; masters=True keeps fp32 masters (made at the start)"
         if why:
             raise ValueError(why)
 
@@ -255,10 +297,10 @@ class ClippedAdamW(AdamW):
             grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         alone = found_inf is None
+        grads = [grad for _, _, grads, *_ in work for grad in grads]
         norm = None
         if alone or self.clip:
-            every = [grad for _, _, grads, _ in work for grad in grads]
-            scaled_norm = torch.stack(torch._foreach_norm(every, 2, dtype=torch.float32)).norm()
+            scaled_norm = total_norm(grads)
             scale = 1.0 if grad_scale is None else grad_scale
             norm = scaled_norm / scale
             too_large = (~(norm <= LIMIT)).float()  # NaN is not below
@@ -267,12 +309,15 @@ class ClippedAdamW(AdamW):
                 if not self.clip > 0:
                     raise ValueError(f"clip={self.clip}: a limit is above 0 (0 or None: no limit)")
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
-        steps = [state["step"] for *_, states in work for state in states]
+        steps = [step for *_, steps in work for step in steps]
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-        for g, targets, grads, states in work:
-            columns = [targets, grads]
-            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
-                columns.append([state[name] for state in states if name in state])
+        if self.waits and found_inf:  # the host reads the verdict
+            work = []
+        elif self.waits and grad_scale is not None:
+            torch._foreach_div_(grads, grad_scale)
+            grad_scale = None
+        for g, *columns in work:
+            columns = [[local(t) for t in column] for column in columns]
             for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
                 beta1, beta2 = g["betas"]
                 torch._fused_adamw_(  # writes nothing where found_inf is 1
@@ -286,26 +331,27 @@ class ClippedAdamW(AdamW):
         return StepResult(norm, found_inf) if closure is None else loss
 
     def _work(self, g):
-        """A group, what is updated in it, gradients of that dtype and memory layout, and state."""
+        """A group; what is updated in it, gradients of that dtype and memory layout, state."""
         params = [p for p in g["params"] if p.grad is not None]
         targets = [self.masters.get(p, p) for p in params]
         grads = [p.grad for p in params]
-        if [(x.dtype, x.stride()) for x in grads] != [(t.dtype, t.stride()) for t in targets]:
+        if [layout(x) for x in grads] != [layout(t) for t in targets]:
             grads = [torch.empty_like(t) for t in targets]
             torch._foreach_copy_(grads, [p.grad for p in params])
         for p, t in zip(params, targets, strict=True):
             if not self.state[p]:
                 self._check(p)
-                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * g["amsgrad"]
-                self.state[p] = {name: torch.zeros_like(t) for name in names}
-                self.state[p]["step"] = torch.zeros((), device=t.device)
-        return g, targets, grads, [self.state[p] for p in params]
+                moments = {name: torch.zeros_like(t) for name in MOMENTS[: 2 + g["amsgrad"]]}
+                self.state[p] = {**moments, "step": torch.zeros((), device=t.device)}
+        states = [self.state[p] for p in params]
+        columns = [[s[name] for s in states if name in s] for name in (*MOMENTS, "step")]
+        return g, targets, grads, *columns
 
     def _warn(self, found_inf):
         """Without a guard: say the first skipped step, and ten in a row."""
         self._skipped += found_inf
         self._skipped[1] *= found_inf
-        self._skipped_on_host.copy_(self._skipped, non_blocking=True)
+        self._skipped_on_host.copy_(self._skipped, non_blocking=self._skipped.is_cuda)
         skipped, in_a_row = self._skipped_on_host.tolist()
         level = min(skipped, 1) + (in_a_row >= 10)
         if level > self._warned:
@@ -327,8 +373,10 @@ class ClippedAdamW(AdamW):
         the parameters. Load the weights first. As in torch, the checkpoint's groups count.
         """
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the moments to half
-        for i, (p, t) in enumerate(master_params([self]).items()):
-            for name, saved in state_dict["state"].get(i, {}).items():
+        # Torch numbers parameters; torch.distributed.checkpoint names them.
+        keys = [key for g in state_dict["param_groups"] for key in g["params"]]
+        for key, (p, t) in zip(keys, master_params([self]).items(), strict=True):
+            for name, saved in state_dict["state"].get(key, {}).items():
                 like = saved if name == "step" else t
                 self.state[p][name] = torch.empty_like(like, device=t.device).copy_(saved)
         masters = state_dict.get("masters") or self.masters  # the parameters themselves

@@ -90,7 +90,9 @@ def join(kind: str = "auto") -> Ranks:
         torch.cuda.set_device(device)
         backend = "nccl"
         bound = device
-    if world_size > 1 and not dist.is_initialized():
+    if world_size > 1 and not dist.is_available():
+        raise ValueError("this torch is built without torch.distributed: start one process")
+    if world_size > 1 and not together():
         try:
             store, rank, world_size = next(dist.rendezvous("env://"))
         except RuntimeError as error:  # no address, or one where nobody listens
@@ -104,6 +106,11 @@ def join(kind: str = "auto") -> Ranks:
             backend, None, TIMEOUT, world_size, rank, store, device_id=bound
         )
     return Ranks(device, rank, local_rank, world_size)
+
+
+def together() -> bool:
+    """Whether this process is one of a group. (Some builds of torch have no groups.)"""
+    return dist.is_available() and dist.is_initialized()
 
 
 def from_torchrun(name: str, alone: int = 0) -> int:
@@ -146,7 +153,7 @@ def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Itera
         mine = code, f"{error}{advice}"
     answers = all_values(mine)
     refused = [answer for answer in answers if answer]
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if together() else 0
     if mine and answers.index(mine) == rank:
         refuse(*mine)
     if refused:
@@ -166,7 +173,7 @@ def must_agree(facts: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def first_on_each_machine(local_rank: int) -> Iterator[None]:
     """The first rank of each machine runs the block first (it downloads); the others follow."""
-    if not dist.is_initialized():
+    if not together():
         yield
         return
     patient = dist.new_group(timeout=PATIENCE, backend="gloo")
@@ -187,7 +194,7 @@ def name_missing(position: Callable[[], int]) -> None:
     position: the number of the step that this rank has begun. Missing is who has not begun it, and
     whose thread is silent, because its process has stopped or its machine is gone.
     """
-    if not dist.is_initialized():
+    if not together():
         return
     store = dist.distributed_c10d._get_default_store()
     keys = [f"where rank {rank} is" for rank in range(dist.get_world_size())]
@@ -232,7 +239,7 @@ def leave() -> None:
 
 def all_values(value: Any) -> list[Any]:
     """Every rank's value, by rank. Also a barrier: no rank goes on before all have called this."""
-    if not dist.is_initialized():
+    if not together():
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -250,7 +257,7 @@ def parallel(model: nn.Module, device: torch.device) -> nn.Module:
     Gradients are views of what is sent: one copy of them less. static_graph stays off: its first
     backward must not be in no_sync(), where accumulation begins (an internal assert in torch 2.14).
     """
-    if not dist.is_initialized():
+    if not together():
         return model
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has a new name
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -299,6 +306,6 @@ def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
 
 def share_buffers(net: nn.Module) -> None:
     """Copy rank 0's buffers to every rank: BatchNorm's differ, and one set is evaluated."""
-    if dist.is_initialized():
+    if together():
         for buffer in net.buffers():
             dist.broadcast(buffer, 0)

@@ -43,7 +43,6 @@ import json
 import logging
 import math
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,7 +84,7 @@ class MetricsFile:
         """Append one line and hand it to the operating system: it survives this process."""
         if not self.writes:
             return
-        with open(self.path, "a", opener=own_file) as file:
+        with open(self.path, "a", encoding="utf-8", opener=own_file) as file:
             file.write(strict_json(fields) + "\n")
         if self.board and "event" not in fields:
             for name in fields.keys() - {"step", "tensors"}:
@@ -156,7 +155,7 @@ def print_last(summary: dict[str, Any]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are whole; none where there is no such file."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for text in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step", 0), int):
@@ -179,12 +178,19 @@ def commit() -> str:
         return ""
 
 
-def peak_memory_mb(cuda: bool) -> int:
-    """Most memory in use so far: of torch's tensors on the GPU, else of this process."""
+def peak_memory_mb(cuda: bool) -> int | None:
+    """Most memory in use so far: of torch's tensors on the GPU, else of this process.
+
+    None where the system does not say it: on Windows.
+    """
     if cuda:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20)
+    try:
+        import resource
+    except ImportError:
+        return None
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 

@@ -30,7 +30,6 @@ import traceback
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 import flags
@@ -380,7 +379,7 @@ def finish(run, end):
     if ranks.is_main_process():
         report.print_last(summary)
     # Together: not where one rank was stopped during set-up.
-    if dist.is_initialized() and run.bar and end.status != "failed":
+    if ranks.together() and run.bar and end.status != "failed":
         run.ddp = run.compiled = None  # before its group
         ranks.leave()
     return end.code

@@ -33,7 +33,7 @@ from data import batches
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
 from guards import LIMIT
-from ranks import agreed, out_of_memory, share_buffers
+from ranks import agreed, out_of_memory, share_buffers, together
 from record import Run
 from rescue import schema
 
@@ -190,9 +190,9 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bo
         metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         pairs, differ = same_label_pairs(x, y, metrics["loss"])
         rows = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
-        total += rows.double().cpu().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
+        total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
-    if dist.is_initialized() and not alone:
+    if together() and not alone:
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
     count, pairs, differ, *sums = total.tolist()

@@ -215,8 +215,9 @@ def load(
         return Dataset(name, *synthetic.load())
 
     def from_images(folder):
-        """CIFAR-10 is 184 MB. Where no cache can be kept, one run's cache is temporary."""
-        with tempfile.TemporaryDirectory() as temporary:
+        """CIFAR-10 is 184 MB. Where no cache can be kept, one run's cache is temporary (Windows
+        keeps it: it is still mapped)."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             home = writable(cache_dir or ".cache", temporary)
             return imagefolder.load(folder, 32, only="CIFAR-10", cache_dir=home, **how)
 

@@ -52,10 +52,13 @@ def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. A copy to a GPU starts from pinned memory: the host does not wait."""
+    """A copy on the device. A copy to a GPU starts from pinned memory: the host does not wait.
+
+    Elsewhere it waits: MPS would read the host's memory when it is given away (pytorch #189690).
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[Tensor]:

@@ -51,9 +51,9 @@ Copy this file alone: it needs torch and Pillow, which comes with torchvision.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -77,6 +77,13 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    import msvcrt
+
+    fcntl = None
 
 # Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -610,15 +617,16 @@ def decode_into(file: str | None, crop: Crop, first: int, paths: list[str]) -> l
             found.append((reason(error, path), ""))
     if file:
         data = b"".join(rows)
-        written = os.pwrite(opened(file), data, first * 3 * crop.side**2)
-        if written != len(data):
+        cache = opened(file)
+        cache.seek(first * 3 * crop.side**2)
+        if cache.write(data) != len(data):
             raise DiskFull(f"the disk has no room for {file}")
     return found
 
 
 @functools.cache
-def opened(file: str) -> int:
-    return os.open(file, os.O_WRONLY | NO_LINK)
+def opened(file: str) -> io.FileIO:
+    return open(file, "r+b", buffering=0, opener=own_file)
 
 
 def prepare_worker() -> None:
@@ -646,7 +654,7 @@ def decode_all(
     # Forked workers start in milliseconds. Outside Linux forking is unsafe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     affinity = getattr(os, "sched_getaffinity", None)
-    workers = len(affinity(0)) if affinity else os.cpu_count()
+    workers = len(affinity(0)) if affinity else min(os.cpu_count(), 61)  # Windows takes no more
     chunk = max(1, min(2**20 // (3 * crop.side**2), len(files) // (4 * workers)))
     firsts = range(0, len(files), chunk)
     paths = [path for path, _ in files]
@@ -678,7 +686,8 @@ def cached(
         found = whole(pixels, notes, len(files), crop)
         if found is None:
             for old in cache_dir.glob(f"{name}-*"):  # other files, damaged, or of a killed run
-                old.unlink()
+                with contextlib.suppress(PermissionError):  # Windows: another run has it open
+                    old.unlink()
             refuse_too_large(len(files), crop, pixels, say)
             build(files, crop, pixels, notes, progress)
             found = whole(pixels, notes, len(files), crop)
@@ -693,7 +702,7 @@ def whole(pixels: Path, notes: Path, total: int, crop: Crop) -> tuple[Tensor, No
     try:
         if not notes.is_file():
             return None
-        known = json.loads(notes.read_text())
+        known = json.loads(notes.read_text("utf-8"))
         bad = {int(i): str(reason) for i, reason in known["unreadable"].items()}
         unusual = {str(kind): int(count) for kind, count in known["unusual"].items()}
         size = pixels.stat().st_size
@@ -754,24 +763,26 @@ def build(
     """Write the cache of these files under a temporary name, then rename it."""
     row = 3 * crop.side**2
     temporary = f"{pixels}.{os.getpid()}.part"
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        seen = decode_all(files, crop, temporary, progress)
-        rows = kept_rows(len(files), seen.unreadable)
-        for i, source in enumerate(rows):
-            if source != i:
-                os.pwrite(descriptor, os.pread(descriptor, row, source * row), i * row)
-        os.truncate(descriptor, len(rows) * row)
-        os.fsync(descriptor)
+        with open(temporary, "x+b", buffering=0) as cache:  # Windows renames what is closed
+            seen = decode_all(files, crop, temporary, progress)
+            rows = kept_rows(len(files), seen.unreadable)
+            for i, source in enumerate(rows):
+                if source != i:
+                    cache.seek(source * row)
+                    image = cache.read(row)
+                    cache.seek(i * row)
+                    cache.write(image)
+            cache.truncate(len(rows) * row)
+            os.fsync(cache.fileno())
         os.replace(temporary, pixels)
         crc = checksum(mapped(pixels, len(rows), crop))
-        with open(temporary, "x") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             json.dump(seen._asdict() | {"checksum": crc}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, notes)
     finally:
-        os.close(descriptor)
         Path(temporary).unlink(missing_ok=True)
 
 
@@ -785,6 +796,11 @@ def locked(path: Path) -> Iterator[None]:
     """One process at a time. The lock ends with this process; forked workers do not get it."""
     if path.is_symlink():
         path.unlink()
-    with open(path, "a", opener=own_file) as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+    with open(path, "ab", opener=own_file) as file:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        while not fcntl:
+            with contextlib.suppress(OSError):  # after ten seconds: it is asked again
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                break
         yield

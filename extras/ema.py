@@ -45,6 +45,9 @@ class EMA:
     @torch.no_grad()
     def update(self, params: Iterable[Tensor], found_inf: Tensor) -> None:
         """Move towards params, unless found_inf (0-dim fp32, 0. or 1.) is 1."""
+        on_device = found_inf.is_cuda or found_inf.is_cpu
+        if not on_device and found_inf:  # MPS's kernel ignored it (pytorch #186360)
+            return
         differences = torch._foreach_sub(self.average, [p.float() for p in params])
         torch._fused_sgd_(
             self.average,

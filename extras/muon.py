@@ -124,6 +124,8 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # the constructor, too, adds its groups by this
         for p in param_group["params"]:
+            if hasattr(p, "device_mesh"):
+                raise ValueError("a sharded matrix (DTensor) cannot be turned: leave it to AdamW")
             if p.ndim < 2 or not p.any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
             if p.dtype in HALF and self.makes_masters is None:
@@ -211,9 +213,12 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over copies of a state_dict(). Load the weights first."""
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
-        for i, p in enumerate(p for g in self.param_groups for p in g["params"]):
-            if i in state_dict["state"]:
-                saved = state_dict["state"][i]["momentum_buffer"]
+        # Torch numbers parameters; torch.distributed.checkpoint names them.
+        keys = [key for g in state_dict["param_groups"] for key in g["params"]]
+        for key, p in zip(keys, self._params(), strict=True):
+            if key in state_dict["state"]:
+                saved = state_dict["state"][key]["momentum_buffer"]
                 self._momentum(p).copy_(saved.view(p.shape))  # older files: (rows, columns)
-        for (p, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
+        masters = state_dict.get("masters") or self.masters  # the parameters themselves
+        for (p, master), saved in zip(self.masters.items(), masters, strict=True):
             p.copy_(master.copy_(saved))

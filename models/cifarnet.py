@@ -121,6 +121,8 @@ class CifarNet(nn.Module):
         """
         C = images.shape[1]
         P = C * 2 * 2
+        if images.is_mps:  # it has no float64
+            images = images.cpu()
         patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1)  # N, C, H-1, W-1, 2, 2
         patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, P).double()  # N * (H-1) * (W-1), P
         covariance = patches.T @ patches / len(patches)

@@ -417,7 +417,7 @@ def sharded():
 
 
 @pytest.mark.parametrize(("name", "make", "why"), [
-    ("model", sharded, r"DTensor.*full_tensor\(\)"),
+    ("model", sharded, r"DTensor.*torch\.distributed\.checkpoint"),
     ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
     ("guard", lambda: signal.SIGTERM, "Signals"), ("guard", lambda: {1, 2}, "set"),
     ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),

@@ -87,7 +87,8 @@ def test_an_island_that_keeps_its_output_saves_what_exceeds_fp16():
         def forward(self, x):
             return x * 1e5
 
-    net, x = nn.Sequential(nn.Linear(4, 4), Big(), nn.LayerNorm(4)), torch.randn(2, 4)
+    net = nn.Sequential(nn.Linear(4, 4), Big(), nn.LayerNorm(4))
+    x = torch.randn(2, 4)
     with torch.autocast("cpu", dtype=F16):
         keep_fp32(net, ["1"])
         assert net[:2](x).isinf().any() and pinned(net, keep_output=True) == []
@@ -213,7 +214,8 @@ def as_the_caller(layer, x):
 
 @pytest.mark.parametrize("way", [lowered, checkpointed, custom_function])
 def test_half_precision_made_inside_fp32_eval_is_an_error_that_names_the_module(way):
-    net, x = nn.Sequential(nn.Linear(8, 8), Inner(way)), torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), Inner(way))
+    x = torch.randn(4, 8)
     half = net(x)
     # Not `as error`: that is a cycle of this frame, and until it is collected checkpoint()'s hooks
     # on saved tensors stay.
@@ -223,7 +225,8 @@ def test_half_precision_made_inside_fp32_eval_is_an_error_that_names_the_module(
 
 
 def test_half_precision_around_the_network_is_found_only_where_it_concerns_the_network():
-    plain, x = nn.Linear(4, 4), torch.randn(4, 4)
+    plain = nn.Linear(4, 4)
+    x = torch.randn(4, 4)
     inside = pytest.raises(RuntimeError, match="linear ran under autocast in the network itself")
     with inside, fp32_eval(plain):
         lowered(plain, x)
@@ -238,7 +241,8 @@ def test_half_precision_around_the_network_is_found_only_where_it_concerns_the_n
 
 @pytest.mark.parametrize("way", [partial(lowered, enabled=False), as_the_caller])
 def test_a_module_that_switches_autocast_off_or_follows_its_caller_is_lawful(way):
-    net, x = nn.Sequential(nn.Linear(8, 8), Inner(way)), torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), Inner(way))
+    x = torch.randn(4, 8)
     want = net(x)
     with torch.autocast("cpu", dtype=BF16), fp32_eval(net):  # an outer autocast does not count
         assert torch.equal(net(x), want)
@@ -247,7 +251,8 @@ def test_a_module_that_switches_autocast_off_or_follows_its_caller_is_lawful(way
 
 
 def test_compiled_code_with_casts_of_its_own_is_bypassed():
-    net, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8))
+    x = torch.randn(4, 8)
     compiled = torch.compile(net, backend="aot_eager")  # with the casts in the graph
     half = torch.autocast("cpu", dtype=BF16)
     with half:

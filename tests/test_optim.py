@@ -10,11 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Operations, both_devices, same, snapshot
+from helpers import Operations, both_devices, run_ranks, same, script, snapshot
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from extras.ema import EMA
+from extras.muon import Muon
 from flags import scaled_lr
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
 from rescue.resume import widen
@@ -322,13 +324,123 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
         assert "masters=True" in str(caught.value)
 
 
-def test_sharded_parameters_are_refused_in_one_sentence(one_rank):
-    p = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
-    for made in (ClippedAdamW, EMA):
-        with pytest.raises(ValueError, match="sharded"):
+def test_what_cannot_be_sharded_and_slices_are_refused_in_one_sentence(one_rank):
+    p = distribute_tensor(torch.ones(4, 4).half(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    for made, words in (
+        (EMA, "sharded"),
+        (Muon, "leave it to AdamW"),
+        (partial(ClippedAdamW, masters=True), "keep the parameters in fp32"),
+    ):
+        with pytest.raises(ValueError, match=words):
             made([p.requires_grad_()])
     with pytest.raises(ValueError, match="gaps in memory"):
         ClippedAdamW([torch.ones(4, 4)[:, :1].requires_grad_()])
+
+
+SHARDED = """
+import copy, math, os
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from guards import Guard
+from helpers import same
+from optim import ClippedAdamW, total_norm
+
+rank = int(os.environ["RANK"])
+mesh = init_device_mesh("cpu", (2,))
+KINDS = {
+    "ours": lambda params: ClippedAdamW(params, lr=1e-2, clip=0.5),
+    "guarded": lambda params: ClippedAdamW(params, lr=1e-2, clip=None),
+    "torch's": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+}
+
+def build(kind):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))  # rank 1 has none of the last
+    for module in (net[0], net[2], net):
+        fully_shard(module)
+    return net, KINDS[kind](net.parameters())
+
+def local(net, optimizer):
+    states = [sorted(optimizer.state[p].items()) for p in net.parameters()]
+    tensors = [*net.parameters(), *(t for state in states for _, t in state)]
+    return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in tensors]
+
+def train(kind, net, optimizer, steps):
+    guard = Guard(net)
+    for step in steps:
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2 * step + rank))
+        bad = step in (2, 5)
+        x[0] *= math.nan if bad and rank else 3.0  # on one rank only
+        net(x).square().mean().backward()
+        before = local(net, optimizer)
+        if kind == "ours":
+            with CommDebugMode() as seen:
+                rejected = optimizer.step().found_inf
+            assert seen.get_total_counts() == 1
+        elif kind == "guarded":
+            rejected = guard.step(optimizer, clip=0.5)
+        else:
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5).full_tensor()
+            rejected = not norm.isfinite()
+            rejected or optimizer.step()
+        assert bool(rejected) == bad and same(before, local(net, optimizer)) == bad
+        optimizer.zero_grad()
+    return local(net, optimizer)
+
+runs = {kind: (kind, *build(kind)) for kind in KINDS}
+first = {kind: train(*run, range(7)) for kind, run in runs.items()}
+model, optim = get_state_dict(*runs["ours"][1:])
+dcp.save({"model": model, "optim": optim}, checkpoint_id="checkpoint")
+for kind in ("ours", "torch's"):
+    net, optimizer = build(kind)
+    model, optim = get_state_dict(net, optimizer)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id="checkpoint")
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
+    assert [t.tolist() for t in local(net, optimizer)] == [t.tolist() for t in first["ours"]]
+    runs["from " + kind] = kind, net, optimizer
+last = {kind: train(*run, range(7, 10)) for kind, run in runs.items()}
+assert same(last["from ours"], last["ours"])
+for others in (first, last):
+    for kind, tensors in others.items():
+        torch.testing.assert_close(tensors, others["torch's"], rtol=1e-5, atol=1e-6)
+
+whole = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+parts = [distribute_tensor(t, mesh, [place]) for t, place in
+         zip(whole, [Shard(0), Shard(1), Replicate()])]
+torch.testing.assert_close(total_norm([*parts, whole[3]]), torch.cat(whole).norm())
+print("agreed", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_shards_train_beside_torchs_are_skipped_together_and_go_through_its_checkpoints(tmp_path):
+    for code, out, err in run_ranks([script(tmp_path, SHARDED)], tmp_path):
+        assert code == 0 and out.endswith("agreed\n"), err
+
+
+@pytest.mark.parametrize("make", [
+    lambda net: ClippedAdamW(net.parameters(), 1e-2), lambda net: Muon([net.weight, net.other])])
+def test_a_state_whose_parameters_have_names_is_loaded_whole(make):
+    """torch.distributed.checkpoint's, with one process too."""
+    runs = []
+    for _ in range(2):
+        net = nn.Linear(3, 4, bias=False)
+        net.other = nn.Parameter(torch.ones(2, 2))
+        runs.append((net, make(net)))
+    (net, optimizer), (other, resumed) = runs
+    for seed in range(3):
+        set_grads(net.parameters(), seed)
+        optimizer.step()
+    model, state = get_state_dict(net, optimizer)
+    set_state_dict(other, resumed, model_state_dict=model, optim_state_dict=reloaded(state))
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[p] and same(optimizer.state[p], resumed.state[q])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from helpers import needs_unix
 
 import report
 
@@ -62,6 +63,7 @@ print_last({"status": "done"})
 LAST = '{"status": "done"}\n'
 
 
+@needs_unix
 @pytest.mark.parametrize(("pipe", "out", "err"), [
     ("| head -2", "step 1\nstep 2\n", LAST), ("2>&1 | head -2", "step 1\nstep 2\n", ""),
     ("> /dev/full", "", LAST), ("> /dev/full 2> /dev/full", "", ""), (">&-", "", LAST)])
