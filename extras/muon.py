@@ -215,7 +215,8 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
         # Torch numbers parameters; torch.distributed.checkpoint names them.
         keys = [key for g in state_dict["param_groups"] for key in g["params"]]
-        for key, p in zip(keys, self._params(), strict=True):
+        params = [p for g in self.param_groups for p in g["params"]]
+        for key, p in zip(keys, params, strict=True):
             if key in state_dict["state"]:
                 saved = state_dict["state"][key]["momentum_buffer"]
                 self._momentum(p).copy_(saved.view(p.shape))  # older files: (rows, columns)
