@@ -116,7 +116,7 @@ class StepGraph:
     def _record(self, images: Tensor, labels: Tensor) -> None:
         """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA
         meanwhile. Without room there is no graph."""
-        gc.collect()  # a cycle may hold the autograd graph of an earlier step, which spoils a recording
+        gc.collect()  # a cycle may hold the autograd graph of a step: it would spoil the recording
         torch.cuda.empty_cache()  # a graph has its own memory and cannot use this
         free, total = torch.cuda.mem_get_info()
         need = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
