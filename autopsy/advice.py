@@ -2,16 +2,20 @@
 Advice: what to write instead.
 
 For each verdict, each weak operation and each kind of exception a sentence, and for an operation
-the change of its arguments that is tried. Words and numbers only: it asks nothing.
+the change of its arguments that is tried. suggestion() takes those that fit a report. It reads the
+report and nothing else: no tensor, no step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import inf
 
 import torch
 from torch import Tensor
+
+from .sources import EARLIER, OPAQUE, WRITTEN
 
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
@@ -134,6 +138,25 @@ MASKED = (
 UNTRAINED = (
     "the numbers grow through the layers, and nothing has been trained yet: look at how the "
     "weights are initialised (a smaller std), at the inputs' scale, or add a normalisation"
+)
+ENTERED = (
+    "-inf is a mask up to a softmax or a maximum only: where nothing is left "
+    "(a row without entries), write 0 before the sum or product; label_smoothing gives "
+    "masked classes a share, too: none there"
+)
+NEGATIVE = (
+    "{} of a negative number ({:.3g}): find out why it is "
+    "negative (a sign, a formula, a difference that was rounded): a clamp hides "
+    "it; where it may be negative by right, the clamp is the cure"
+)
+NOT_SEEN = "no operation was seen that made it: it was made in another thread or library"
+TOO_LARGE = (
+    "the result is too large for float32, not for float64: "
+    "clamp or mask the inputs before it, or compute with its logarithm"
+)
+NO_VALUE = (
+    "this operation has no finite value at these inputs: "
+    "clamp or mask them before it, or write it otherwise"
 )
 UNWRITTEN = (
     "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
@@ -288,3 +311,77 @@ def in_its_words(framework, report):
     words = in_bf16 if report.precision == "bfloat16" else in_half
     words = words if report.verdict == "precision" else rate
     return f"; in the words of {framework.split('/')[1]}: {words}"
+
+
+def suggestion(report):
+    """What to do: what is known of the source comes first, then of the batch, of the operation, and
+    at last of the verdict."""
+    return (
+        report.fix
+        or _of_source(report)
+        or _of_batch(report)
+        or _of_operation(report)
+        or _of_verdict(report)
+    )
+
+
+def _of_source(report):
+    if report.source == WRITTEN:
+        return (
+            f"the script writes this number itself, at {report.line}: "
+            "leave it out of the loss, or write another"
+        )
+    if report.source.startswith(EARLIER):
+        return "that line made it or passed it on: --from-step 0 names the operation"
+    if report.source.startswith("a "):
+        return "mend this number where it is made: NumPy, a constant, a table"
+    return ""
+
+
+def _of_batch(report):
+    every = 0 < len(report.samples) == report.batch_size
+    return ALL_BAD if every and report.verdict == "data" else ""
+
+
+def _of_operation(report):
+    if report.entered and report.verdict != "data":
+        return ENTERED
+    weak = report.weak
+    if report.verdict not in ("divergence", "precision") or not weak or report.source:
+        return ""
+    lowest = [low for low, _ in report.spans] or [0.0]  # of whole numbers nothing is known
+    # not 0, or its rounding
+    below_0 = report.phase == "forward" and lowest[0] < -1e-3 * report.largest
+    if WEAK[weak][1] is CLAMP and below_0:
+        return NEGATIVE.format(weak, lowest[0])
+    divides = weak == "div" or weak.startswith("log")
+    if divides and lowest[-1] > 0 and lowest[1:]:
+        return TINY.format(f"{lowest[-1]:.3g}")
+    return "" if report.failed else cure_of(report)
+
+
+def cure_of(report):
+    """What WEAK says of the operation, with the numbers of this dtype."""
+    text = WEAK[report.weak][0]
+    for number, in_half in IN_HALF.items() if report.result.startswith("float16") else ():
+        text = text.replace(number, in_half)
+    return text
+
+
+def _of_verdict(report):
+    in_flags, in_code = VERDICTS[report.verdict]
+    advice = in_flags if report.advice == "flags" else in_code
+    if report.verdict != "divergence":
+        return advice
+    if report.grown:
+        single = 0 < 4 * len(report.samples) <= report.batch_size
+        alone = single and GROWN not in str(report.names)
+        first = "look at these samples, no other does this; else " if alone else ""
+        return first + (advice if report.step else UNTRAINED)
+    if not report.op:
+        return NOT_SEEN
+    if report.source == OPAQUE:
+        return UNWRITTEN
+    if any(lowest == -inf for lowest, _ in report.spans):
+        return MASKED
+    return TOO_LARGE if re.search(r"\d in float64", report.widened) else NO_VALUE

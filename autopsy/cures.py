@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .advice import WEAK
+from .advice import WEAK, cure_of
 from .locator import Locator
 from .modes import AtLines, InDtype, islands
 from .tensors import HALF
@@ -48,18 +48,18 @@ def _cures(rerun, report):
         yield from _islands(rerun, report)
     advice, mend = WEAK.get(weak, ("", None))
     # 0 / 0: half precision has rounded the divisor's eps to 0
-    rounded = weak == "div" and report.again.startswith("nan in float32,")
+    rounded = weak == "div" and report.widened.startswith("nan in float32,")
     if mend and (rounded or not precision) and not report.fix:
-        where, calls = _lines(rerun, line, weak)
-        what = report.cure_of_weak.rpartition(": ")[2]
-        yield f"{what} at {where}", calls, ("eps", weak), ""
+        where, context = _lines(rerun, line, weak)
+        what = cure_of(report).rpartition(": ")[2]
+        yield f"{what} at {where}", context, ("eps", weak), ""
     if not precision:
         return
     late = ""
     if line:
-        where, calls = _lines(rerun, line)
+        where, context = _lines(rerun, line)
         before = f"x.float() before {where}, with autocast off there"
-        yield f"x.float() at {where}", calls, ("line", where), before
+        yield f"x.float() at {where}", context, ("line", where), before
         if weak != "to_copy":
             late = f": float() at {line} is not enough, or its operands are rounded before"
     known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""

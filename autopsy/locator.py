@@ -27,8 +27,9 @@ from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, eps_for
 from .frames import frames_in, frames_now, line_of
 from .modes import Functions
 from .operations import WRITERS, in_wider_types, out_of_range, rule_of
-from .report import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN, Report
+from .report import Report
 from .samples import Samples
+from .sources import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN
 from .step import attributes_of
 from .tensors import (
     HALF,
@@ -237,7 +238,7 @@ class Locator(TorchDispatchMode):
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
         self.births[birth.line] = birth.weak
-        return next(self._clock), replace(birth, again=in_wider_types(*call))
+        return next(self._clock), replace(birth, widened=in_wider_types(*call))
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -289,7 +290,7 @@ class Locator(TorchDispatchMode):
             phase=phase,
             node=name,
             line=line or line_of(stack),
-            call=call,
+            nth_call=call,
             spans=tuple(span for _, span in spans),
             inputs=(
                 *(self._shown(t, span) for t, span in spans),

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from .frames import line_of, names_of
 from .modes import InDtype
-from .report import EARLIER, OUTSIDE, UNKNOWN
 from .rerun import Rerun
+from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord
 from .tape import BACKWARD
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
@@ -147,8 +147,8 @@ def _batch(tape, calls):
 
 def verdict_on_birth(birth):
     """The verdict on what was seen while every operation was watched."""
-    half = "float16" in birth.result and not birth.again
-    finite = not birth.source and (half or birth.again == "finite in float32")
+    half = "float16" in birth.result and not birth.widened
+    finite = not birth.source and (half or birth.widened == "finite in float32")
     verdict = birth.origin or ("precision" if finite else "divergence")
     precision = birth.result.partition("[")[0]
     return replace(birth, verdict=verdict, precision=precision, repeated=False)
@@ -178,7 +178,7 @@ def _play(calls, made, net, params, targets, scale, fp32):
     """For examine(): these calls once more; what is judged, and the gradients."""
     with InDtype(torch.float32, NARROW, net) if fp32 else nullcontext():
         for call in calls:
-            call.again(made)
+            call.repeat(made)
     judged = [t for m, t in made.items() if m.number in targets]
     if len(judged) > 1:  # whatever was made: there may be masks
         judged = [t for t in judged if not is_mask(extent(t))]

@@ -1,8 +1,8 @@
 """
 Report: what is said.
 
-The data of a report, its lines, and the names of sources. It gives no advice of its own: the words
-are those of advice.py.
+The data of a report and its lines. It runs nothing and reads no tensor. The words of its advice are
+those of advice.py.
 """
 
 from __future__ import annotations
@@ -10,22 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 
 import torch.distributed as dist
 
-from .advice import (
-    ALL_BAD,
-    CLAMP,
-    GROWN,
-    IN_HALF,
-    MASKED,
-    TINY,
-    UNTRAINED,
-    UNWRITTEN,
-    VERDICTS,
-    WEAK,
-)
+from .advice import VERDICTS, WEAK, suggestion
+from .sources import CONSTANT, OPAQUE, STATE, WRITTEN
 from .tensors import few, is_real
 
 
@@ -45,7 +34,7 @@ class Report:
     symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
     op: str = ""  # "aten.log.default"; "" = no operation is guilty
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
-    call: int = 0  # which call of the module in this step; 0 = not known, or outside of any module
+    nth_call: int = 0  # of the module in this step; 0 = not known, or outside of any module
     phase: str = "forward"  # or "backward", "optimizer"
     node: str = ""  # backward: autograd's name for the function
     line: str = ""  # file:line in function
@@ -54,7 +43,7 @@ class Report:
     inputs: tuple[str, ...] = ()
     spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
     source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
-    again: str = ""  # repeated on the same inputs: "finite in float32", "nan in float32, ..."
+    widened: str = ""  # repeated in wider types: "finite in float32", "nan in float32, ..."
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     samples: tuple[int, ...] = ()  # positions in the micro-batch
@@ -104,79 +93,17 @@ class Report:
         return ""
 
     @property
-    def cure_of_weak(self) -> str:
-        """What WEAK says, with the numbers of this dtype."""
-        text = WEAK[self.weak][0]
-        for number, in_half in IN_HALF.items() if self.result.startswith("float16") else ():
-            text = text.replace(number, in_half)
-        return text
-
-    @property
     def suggestion(self) -> str:
-        if self.fix:
-            return self.fix
-        if self.source == WRITTEN:
-            return (
-                f"the script writes this number itself, at {self.line}: "
-                "leave it out of the loss, or write another"
-            )
-        if self.source.startswith(EARLIER):
-            return "that line made it or passed it on: --from-step 0 names the operation"
-        if self.source.startswith("a "):
-            return "mend this number where it is made: NumPy, a constant, a table"
-        if self.verdict == "data" and 0 < len(self.samples) == self.batch_size:
-            return ALL_BAD
-        if self.entered and self.verdict != "data":
-            return (
-                "-inf is a mask up to a softmax or a maximum only: where nothing is left "
-                "(a row without entries), write 0 before the sum or product; label_smoothing gives "
-                "masked classes a share, too: none there"
-            )
-        if self.verdict in ("divergence", "precision") and self.weak and not self.source:
-            lowest = [low for low, _ in self.spans] or [0.0]  # of whole numbers nothing is known
-            below_0 = self.phase == "forward" and lowest[0] < -1e-3 * self.largest
-            if WEAK[self.weak][1] is CLAMP and below_0:  # not 0, or its rounding
-                return (
-                    f"{self.weak} of a negative number ({lowest[0]:.3g}): find out why it is "
-                    "negative (a sign, a formula, a difference that was rounded): a clamp hides "
-                    "it; where it may be negative by right, the clamp is the cure"
-                )
-            divides = self.weak == "div" or self.weak.startswith("log")
-            if divides and lowest[-1] > 0 and lowest[1:]:
-                return TINY.format(f"{lowest[-1]:.3g}")
-            if not self.failed:
-                return self.cure_of_weak
-        advice = VERDICTS[self.verdict][self.advice != "flags"]
-        if self.verdict != "divergence":
-            return advice
-        if self.grown:
-            few = 0 < 4 * len(self.samples) <= self.batch_size and GROWN not in str(self.names)
-            first = "look at these samples, no other does this; else " if few else ""
-            return first + (advice if self.step else UNTRAINED)
-        if not self.op:
-            return "no operation was seen that made it: it was made in another thread or library"
-        if self.source == OPAQUE:
-            return UNWRITTEN
-        if any(lowest == -inf for lowest, _ in self.spans):
-            return MASKED
-        if re.search(r"\d in float64", self.again):
-            return (
-                "the result is too large for float32, not for float64: "
-                "clamp or mask the inputs before it, or compute with its logarithm"
-            )
-        return (
-            "this operation has no finite value at these inputs: "
-            "clamp or mask them before it, or write it otherwise"
-        )
+        return suggestion(self)
 
     def operation(self) -> Iterator[str]:
         """The lines that speak of the operation."""
         if self.op:
             node = f" of {self.node}" if self.node else ""
             line = f", {self.line}" if self.line else ""
-            module = self.module or ("the model itself" if self.call else "")
-            call = f", call {self.call} of this step" if self.call > 1 else ""
-            place = f"in {module}{call}" if module else "outside of any module"
+            module = self.module or ("the model itself" if self.nth_call else "")
+            nth = f", call {self.nth_call} of this step" if self.nth_call > 1 else ""
+            place = f"in {module}{nth}" if module else "outside of any module"
             named = self.source not in ("", WRITTEN)
             first = f"first to use {self.source}" if named else "first bad op"
             verb = {"": "made", CONSTANT: "made", WRITTEN: "writes"}.get(self.source, "is given")
@@ -186,8 +113,8 @@ class Report:
             yield f"its -inf entered {self.entered}, where it is no mask"
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
-        if self.again:
-            yield f"repeated on the same inputs: {self.again}"
+        if self.widened:
+            yield f"repeated on the same inputs: {self.widened}"
 
     def lines(self) -> Iterator[str]:
         if not self.verdict:
@@ -228,12 +155,3 @@ def agree(report: Report) -> Report:
     every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
     dist.all_gather_object(every, report)
     return min(every, key=lambda other: (verdicts.index(other.verdict), other.rank))
-
-
-CONSTANT = "a number made outside of torch, or before the watch"
-WRITTEN = "a number that the script writes"  # fill_, full, ...: a bad scalar, and no bad tensor
-OUTSIDE = "a tensor from outside of torch (NumPy, a file)"
-OPAQUE = "memory of torch.empty that no operation of torch wrote"
-UNKNOWN = "what compiled code or another library made"
-EARLIER = "a tensor of an earlier step"
-STATE = ("parameter ", "buffer ", "attribute ", "old gradient ", EARLIER)

@@ -88,7 +88,7 @@ class Call:
         """What other calls made."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
 
-    def again(self, made):
+    def repeat(self, made):
         """Make this call once more, from the same line."""
 
         def stand_in(x):
@@ -322,7 +322,7 @@ class Tape(TorchFunctionMode):
 
 def _as_it_is_now(room):
     """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
-    again = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
+    copy = torch.empty(0, dtype=room.dtype, device=room.device)  # it holds nothing by chance
     with _disable_current_modes():  # torch wrote nothing here
-        again.resize_(room.shape).copy_(room)
-    return again
+        copy.resize_(room.shape).copy_(room)
+    return copy

@@ -20,8 +20,9 @@ from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
 from .cures import first_cure
 from .modes import Functions, compiled_code
 from .operations import out_of_range
-from .report import WRITTEN, Report
+from .report import Report
 from .rerun import Rerun
+from .sources import WRITTEN
 from .step import StepRecord, rng_states, set_rng_states
 from .tensors import (
     bad_end,
@@ -171,7 +172,7 @@ def _judge(rerun, report, state):
 
 
 def _only_half(report):
-    return "float16" in report.result and report.again == "finite in float32"
+    return "float16" in report.result and report.widened == "finite in float32"
 
 
 def _finite(rerun, report, state, num_classes, run_compiled):

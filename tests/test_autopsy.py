@@ -82,7 +82,7 @@ def test_a_published_failure_is_diagnosed(name):
 )
 def test_a_number_that_the_script_writes_is_data(write):
     report = autopsied(Net(lambda h: h + write(h)))
-    assert (report.verdict, report.again, report.names) == ("data", "", ())
+    assert (report.verdict, report.widened, report.names) == ("data", "", ())
     assert "writes" in str(report) and "test_autopsy.py" in report.suggestion
 
 
@@ -337,10 +337,11 @@ def test_what_no_module_can_mend_is_tried_at_its_line():
 
 def test_an_operation_that_it_does_not_know_is_repeated_in_fp64_and_gets_no_advice_on_the_rate():
     report = autopsied(Net(lambda h: torch.sinh(h * 0 + 1e3)))
-    assert (report.verdict, report.again) == ("divergence", "inf in float32, inf in float64")
+    assert (report.verdict, report.widened) == ("divergence", "inf in float32, inf in float64")
     assert "no finite value at these inputs" in report.suggestion
     report = autopsied(Net(lambda h: torch.sinh(h * 0 + 100)))
-    assert report.again.startswith("inf in float32, ") and report.again.endswith("e+43 in float64")
+    assert report.widened.startswith("inf in float32, ")
+    assert report.widened.endswith("e+43 in float64")
     report = autopsied(Net(lambda h: (h * 0) * torch.tensor(-math.inf)))
     assert "0 * inf" in report.suggestion and not report.tried
 
@@ -469,7 +470,7 @@ def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_co
         return h / (1 - near)
 
     report = autopsied(Net(between), half=True)
-    assert report.verdict == "precision" and "finite" not in report.again
+    assert report.verdict == "precision" and "finite" not in report.widened
     assert report.cure[0] == "precision" and not any("eps" in went for went in report.tried)
     assert not report.suggestion.startswith("x.float() before")
 
