@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count, takewhile
 from math import inf, isfinite
@@ -25,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, eps_for
 from .frames import frames_in, frames_now, line_of
+from .labels import Labels, out_of_range
 from .modes import Functions
-from .operations import WRITERS, in_wider_types, out_of_range, rule_of
+from .operations import WRITERS, in_wider_types, rule_of
+from .places import Places
 from .report import Report
 from .samples import Samples
 from .sources import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN
@@ -61,31 +61,28 @@ class Locator(TorchDispatchMode):
     keeps the lines of the forward for the backward.
     """
 
-    def __init__(self, net: nn.Module | None = None, batch: Any = ()):
+    def __init__(self, net: nn.Module | None = None, batch: Any = (), named: Iterable = ()):
         super().__init__()
-        self.net, self.paused, self._clock = net, False, count()
+        self.net, self.paused = net, False
         self.functions = Functions(self._check_index)
-        self.names, self.calls = {}, Counter()  # modules: names; how often each was called
+        self.places, self.samples, self.labels = Places(), Samples(), Labels()
         self.failed = None  # the operation that raised
         self.half = None  # the first half type that an operation has computed in
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
-
-        self.lawful = {-100}  # every ignore_index seen
-        self._stack = [("", 0)]  # modules under way: name, which call
-        # Autograd's sequence number where a module begins or ends, and the module from there on.
-        self._since = deque([(0, ("", 0))], maxlen=1 << 18)
+        self._clock = count()
         # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
         # time and the birth).
         self.known, self.causes = WeakKeyDictionary(), WeakKeyDictionary()
-        self.samples = Samples()
+        for name, t in named:  # ready-made, and of no module
+            self.known[storage_of(t)] = name
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
         """These tensors are the batch: by them samples are named. `size`: how many, if known."""
-        self.calls.clear()
-        self.ignored = None  # the ignore_index of a loss that ignores every label here
+        self.places.begin()
+        self.labels.begin()
         leaves = dict(inner_tensors(batch))
         if not leaves:
             return  # an earlier micro-batch brought all
@@ -95,9 +92,19 @@ class Locator(TorchDispatchMode):
             self.known.setdefault(storage_of(t), rest or plain)
         self.samples.begin(leaves.values(), size)
 
+    def holders(self, batch: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, what it holds, in which samples): of the tensors of this batch, and of all that
+        was bad before an operation of the step used it."""
+        for _, t in inner_tensors(batch):
+            if not is_mask(span := extent(t)):
+                yield self.known.get(storage_of(t), ""), bad_end(span), self.samples.of(t)
+        for _, birth in self.causes.values():
+            if birth and birth.source:
+                yield birth.source, birth.made, birth.samples
+
     def _name(self, net, prefix=""):
         for name, module in net.named_modules(prefix=prefix):
-            self.names.setdefault(module, name)
+            self.places.names.setdefault(module, name)
             for key, t in inner_tensors(attributes_of(module), name):
                 self.known[storage_of(t)] = f"attribute {key}"
         self.known.update({storage_of(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
@@ -123,29 +130,16 @@ class Locator(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
-    # Modules. An autograd node belongs to the module under way when it got its sequence number.
-
     def _enter_module(self, module, args):
-        compiled = getattr(module, "_orig_mod", None)
-        module = compiled or module
-        if len(self._stack) == 1 and module not in self.names:  # a teacher beside the net, too
-            self._name(module, "" if self.net is None else type(module).__name__)
-        name = self.names.get(module, self._stack[-1][0])
-        repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
-        if module in self.names and not (repeated or compiled):
-            self.calls[name] += 1
-        self.samples.enter(module, flat_tensors(args), outermost=len(self._stack) == 1)
-        self._stack.append((name, self.calls[name]))
-        self._mark()
+        inner = getattr(module, "_orig_mod", module)  # what was compiled
+        outermost = self.places.outside
+        if outermost and inner not in self.places.names:  # a teacher beside the net, too
+            self._name(inner, "" if self.net is None else type(inner).__name__)
+        self.samples.enter(inner, flat_tensors(args), outermost)
+        self.places.enter(inner, counts=inner is module)
 
     def _leave_module(self, module, args, out):
-        self._stack.pop()
-        self._mark()
-
-    def _mark(self):
-        number = torch._C._autograd._get_sequence_nr()
-        if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
-            self._since.append((number, self._stack[-1]))
+        self.places.leave()
 
     # Operations
 
@@ -175,12 +169,8 @@ class Locator(TorchDispatchMode):
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
         self.samples.carry(rule, given, inputs, outs, before)
-        if rule.copies and not written:  # a copy, to another device or type, is no use of it
-            copied, spoilt = storage_of(inputs[0]), out.dtype != inputs[0].dtype
-            kept_good = not spoilt or is_bad(extent(inputs[0]))
-            if copied in self.known and copied not in self.causes and kept_good:
-                self.known[storage_of(out)] = self.known[copied]
-                return out
+        if rule.copies and not written and self._is_a_copy(inputs[0], out):
+            return out
         for t in outs:
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
@@ -201,9 +191,19 @@ class Locator(TorchDispatchMode):
                 self.known[storage] = OPAQUE
         return out
 
-    def _bad(self, call, spans, t, span):
-        """What made the bad result `t` of the call (func, args, kwargs)."""
-        func, args, kwargs = call
+    def _is_a_copy(self, t, out):
+        """On another device, or in another type, it is no use of what is ready-made: it keeps the
+        name. A good number that does not fit into the other type is spoilt here."""
+        copied = storage_of(t)
+        spoilt = out.dtype != t.dtype and not is_bad(extent(t))
+        if copied not in self.known or copied in self.causes or spoilt:
+            return False
+        self.known[storage_of(out)] = self.known[copied]
+        return True
+
+    def _bad(self, operation, spans, t, span):
+        """What made the bad result `t` of the operation (func, args, kwargs)."""
+        func, args, kwargs = operation
         rule = rule_of(func)
         wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
         number, birth = self._earliest(spans, func)
@@ -238,7 +238,7 @@ class Locator(TorchDispatchMode):
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
         self.births[birth.line] = birth.weak
-        return next(self._clock), replace(birth, widened=in_wider_types(*call))
+        return next(self._clock), replace(birth, widened=in_wider_types(*operation))
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -267,7 +267,7 @@ class Locator(TorchDispatchMode):
         return self.causes.setdefault(storage, (number, birth))
 
     def _birth(self, func, spans, out=None):
-        module, call = self._stack[-1]
+        module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
         # In the backward: a hook, a custom function, a checkpoint
@@ -279,18 +279,16 @@ class Locator(TorchDispatchMode):
             stack = frames_in(node.metadata.get("traceback_", ()))
             if name == "AccumulateGrad":
                 owner = self.known.get(storage_of(node.variable), "").removeprefix("parameter ")
-                module, call = owner.rpartition(".")[0], 0
-            elif len(self._stack) == 1:
-                number = node._sequence_nr()
-                at = bisect_right(self._since, number, key=lambda mark: mark[0])
-                module, call = self._since[at - 1][1]
+                module, nth_call = owner.rpartition(".")[0], 0
+            elif self.places.outside:
+                module, nth_call = self.places.of(node)
         birth = Report(
             op=str(func),
             module=module,
             phase=phase,
             node=name,
             line=line or line_of(stack),
-            nth_call=call,
+            nth_call=nth_call,
             spans=tuple(span for _, span in spans),
             inputs=(
                 *(self._shown(t, span) for t, span in spans),
@@ -325,9 +323,8 @@ class Locator(TorchDispatchMode):
     def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
         for what, index, low, high, *ignore in ranges:
-            self.lawful.update(ignore)
-            if ignore and bool((index == ignore[0]).all()):
-                self.ignored = ignore[0]
+            if ignore:
+                self.labels.see(index, *ignore)
             names, wrong = out_of_range(what, index, low, high, ignore)
             if names:
                 self.samples.cut(index)

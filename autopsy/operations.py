@@ -16,15 +16,6 @@ import torch
 from .tensors import FLOATS, bad_end, exchange_dtype, extent, flat_tensors, is_bad
 
 
-def out_of_range(what, index, low, high, lawful):
-    """("label 3 is not in 0..2", ...), and where these are."""
-    wrong = (index < low) | (index > high)
-    for ignored in lawful:
-        wrong &= index != ignored
-    values = index[wrong].unique().tolist()
-    return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
-
-
 def _in_order(index, size):
     """x[:, i] or x[torch.arange(len(x)), i]: the rows stay where they are."""
     return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .frames import frames_in, line_of, said
 from .locator import Locator
 from .report import Report
-from .tensors import STATISTIC, bad_end, extent, is_bad, is_mask, storage_of
+from .tensors import STATISTIC, bad_end, extent, is_bad, is_mask
 
 
 class Rerun:
@@ -78,7 +78,7 @@ class Rerun:
         frames = [frame for frame, _ in traceback.walk_tb(self.trace)]
         variables = [v for frame in frames for v in frame.f_locals.values()]
         inner = [frame.f_locals.get("self") for frame in reversed(frames)]
-        modules = [where.names.get(m) for m in inner if isinstance(m, nn.Module)]
+        modules = [where.places.names.get(m) for m in inner if isinstance(m, nn.Module)]
         module = next(filter(None, modules), "")
         line = line_of(frames_in(traceback.format_tb(self.trace)))
         raised = Report(op=type(self.error).__name__, module=module, line=line)
@@ -90,8 +90,7 @@ class Rerun:
         # are under way for ever, with all that the step has computed.
         from torch import _dynamo  # noqa: F401
 
-        where = Locator(self.net)
-        where.known.update({storage_of(t): name for name, t in self.record.named})
+        where = Locator(self.net, named=self.record.named)
         self.locator = where
         with where.functions:
             symptom = self(where, fp32)

@@ -18,22 +18,19 @@ from torch import nn
 
 from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
 from .cures import first_cure
+from .labels import labels_in
 from .modes import Functions, compiled_code
-from .operations import out_of_range
 from .report import Report
 from .rerun import Rerun
 from .sources import WRITTEN
 from .step import StepRecord, rng_states, set_rng_states
 from .tensors import (
-    bad_end,
     bad_rows,
     extent,
     few,
     inner_tensors,
     is_bad,
-    is_mask,
     running_statistics,
-    storage_of,
 )
 
 SECOND_MOMENT = re.compile("(exp_avg_sq|square_avg|sum)$")  # of which an optimizer takes the root
@@ -120,14 +117,8 @@ def _judge(rerun, report, state):
         if origin == "weights":
             others = _bad_state(rerun, state)
             names += [name for name in others if not name.startswith(report.source)]
-        batch = [t for _, t in inner_tensors(rerun.record.batches[report.micro_batch])]
-        entries = [
-            (where.known.get(storage_of(t), report.source), bad_end(extent(t)), where.samples.of(t))
-            for t in batch
-            if not is_mask(extent(t))
-        ]
-        used = [birth for _, birth in where.causes.values() if birth and birth.source]
-        entries += [(birth.source, birth.made, birth.samples) for birth in used]
+        entries = where.holders(rerun.record.batches[report.micro_batch])
+        entries = ((name or report.source, made, samples) for name, made, samples in entries)
         for name, made, samples in dict.fromkeys(entries):
             if samples and (name, samples) != (report.source, report.samples):
                 names.append(f"{name} holds {made} in samples {few(samples)}")
@@ -141,7 +132,8 @@ def _judge(rerun, report, state):
         mended = overflow and not rerun(fp32=True)
         return replace(report, verdict="precision" if mended else "error")
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
-    ignored = f"every label is ignored ({where.ignored}): their mean is 0/0"
+    ignored = where.labels.all_are
+    no_label = f"every label is ignored ({ignored}): their mean is 0/0"
     roots = ("batch_norm", "sqrt", "rsqrt", "pow")
     negative = [
         n for n, b in running_statistics(rerun.net).items() if "var" in n and extent(b)[0] < 0
@@ -149,7 +141,7 @@ def _judge(rerun, report, state):
     below = f"{few(negative, 1)} is below 0"
     unaligned = "a target that has no alignment with its input"
     for fits, verdict, name, weak in (
-        (where.ignored is not None and report.weak in means, "data", ignored, "nll_loss"),
+        (ignored is not None and report.weak in means, "data", no_label, "nll_loss"),
         (negative and report.weak in roots, "weights", below, "batch_norm"),
         (report.weak == "ctc_loss" and report.made == "inf", "data", unaligned, "ctc_loss"),
     ):
@@ -191,20 +183,11 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     where = rerun.locator
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
         where.take(batch)
-        for labels in _labels(batch):
-            names, wrong = out_of_range("label", labels, 0, num_classes - 1, where.lawful)
+        for labels in labels_in(batch):
+            names, wrong = where.labels.out_of_range(labels, num_classes)
             if names:
-                found = {
-                    "samples": where.samples.of(labels, wrong),
-                    "batch_size": where.samples.size,
-                }
-                return replace(report, verdict="data", names=names, micro_batch=k, **found)
+                samples, size = where.samples.of(labels, wrong), where.samples.size
+                report = replace(report, verdict="data", names=names, micro_batch=k)
+                return replace(report, samples=samples, batch_size=size)
     verdict = "calibration" if report.scale > 1 else "not reproducible"
     return replace(report, verdict=verdict)
-
-
-def _labels(batch):
-    """Whole numbers among the later items of a tuple; in a mapping what is called so."""
-    later = re.compile(r"[1-9]\d*|.*\.(labels?|targets?)")
-    named = [t for name, t in inner_tensors(batch) if later.fullmatch(name) and t.dim()]
-    return [t for t in named if not (t.is_floating_point() or t.is_complex())]

@@ -1,0 +1,47 @@
+"""
+Labels: which label or index is out of range, and which labels does a loss leave out?
+
+It looks at whole numbers only. Which arguments of an operation are indices, operations.py says.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .tensors import inner_tensors
+
+
+def out_of_range(what, index, low, high, lawful):
+    """("label 3 is not in 0..2", ...), and where these are."""
+    wrong = (index < low) | (index > high)
+    for ignored in lawful:
+        wrong &= index != ignored
+    values = index[wrong].unique().tolist()
+    return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
+
+
+class Labels:
+    """What the losses of a step ignore."""
+
+    def __init__(self):
+        self.lawful = {-100}  # every ignore_index seen
+        self.all_are = None  # the ignore_index of a loss that ignores every label here
+
+    def begin(self):
+        """Another micro-batch."""
+        self.all_are = None
+
+    def see(self, index, ignore_index):
+        self.lawful.add(ignore_index)
+        if bool((index == ignore_index).all()):
+            self.all_are = ignore_index
+
+    def out_of_range(self, labels, num_classes):
+        return out_of_range("label", labels, 0, num_classes - 1, self.lawful)
+
+
+def labels_in(batch):
+    """Whole numbers among the later items of a tuple; in a mapping what is called so."""
+    later = re.compile(r"[1-9]\d*|.*\.(labels?|targets?)")
+    named = [t for name, t in inner_tensors(batch) if later.fullmatch(name) and t.dim()]
+    return [t for t in named if not (t.is_floating_point() or t.is_complex())]
