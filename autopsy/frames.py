@@ -1,5 +1,5 @@
 """
-Frames: which line of the script is it, and what does the script call a module?
+Frames: which line of the script is it?
 
 The innermost line that is neither torch's nor ours; where that is a library's, the line of the
 script that has called it, too. It reads stacks and knows no tensor.
@@ -7,14 +7,12 @@ script that has called it, too. It reads stacks and knows no tensor.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
 from textwrap import shorten
 
 import torch
-from torch import nn
 
 ROOM = os.path.dirname(__file__)
 PACK = os.path.dirname(ROOM)  # a file, where the folder was packed into one
@@ -23,9 +21,6 @@ TORCH = os.path.dirname(torch.__file__)
 LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
-
-
-WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
 
 
 def said(error):
@@ -62,33 +57,3 @@ def line_of(frames):
     """file:line in function, of a library and of the script that has called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in script_frames(frames)]
     return ", called from ".join([*at[:1], *at[1:][-1:]])
-
-
-def names_of(roots):
-    """What the script calls each of these modules: its place in a module that owns it, though that
-    is not called itself; of several with weights the variable that holds each; or ""."""
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    owners = {
-        child: (owner, key)
-        for owner in modules
-        if type(owner) is not nn.Module  # those are ours
-        for key, child in owner._modules.items()
-    }
-    variables = [*vars(sys.modules["__main__"]).items()]
-    paths = {}
-    for root in roots:
-        top, path = root, []
-        while top in owners:
-            top, key = owners[top]
-            path = path if key in WRAPPED else [key, *path]
-        paths[root] = top, path
-    tops = dict.fromkeys(top for top, _ in paths.values())
-    several = sum(next(top.parameters(), None) is not None for top in tops) > 1
-    for top in tops if several else ():
-        held = [name for name, value in variables if value is top]
-        tops[top] = held[0] if held else ""
-    names = {}
-    for root, (top, path) in paths.items():
-        first = tops[top] or ("" if path or not several else type(root).__name__)
-        names[root] = ".".join(filter(None, [first, *path]))
-    return names

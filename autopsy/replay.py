@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .frames import line_of, names_of
+from .frames import line_of
 from .modes import InDtype
+from .names import names_of
 from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord

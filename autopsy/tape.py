@@ -156,6 +156,7 @@ class Tape(TorchFunctionMode):
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
         self.turns = {}  # optimizer: the number of calls at its last step
+        self.steps_of = {}  # optimizer: how many steps
         self.rooms = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -298,10 +299,19 @@ class Tape(TorchFunctionMode):
     def full(self):
         return self.bytes > ROOM or len(self.calls) > 9999
 
+    @property
+    def steps(self):
+        return max(self.steps_of.values(), default=0)
+
     def stepped(self, optimizer):
-        """Forget what was computed before the last step of every optimizer. One that steps twice
-        in a row does not take turns with another: then that one's is forgotten. It returns whether
-        it did."""
+        twice = self.forget(optimizer)  # it does not take turns, but may have followed another
+        before = self.steps if twice else self.steps_of.get(optimizer, 0)
+        self.steps_of[optimizer] = before + 1
+
+    def forget(self, optimizer=0):
+        """What was computed before the last step of every optimizer. One that steps twice in a row
+        does not take turns with another: then that one's is forgotten. It returns whether it
+        did."""
         if not self.start:
             self.keep_tables()
         twice = next(reversed(self.turns), None) == optimizer

@@ -1,0 +1,168 @@
+"""
+Judges: which number is bad, and what is it called?
+
+A judge (bad_loss, bad_update, ...) is called with a tensor and its norm when that is not finite.
+What was true when the number was noted comes before these, as arguments. It names the symptom and
+hands it to findings.py. It runs nothing again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .advice import NOT_FINITE, SAME
+from .ledger import held_by, moved_by
+from .operations import OVERWRITES
+from .report import Report
+from .tensors import HALF, LIMIT, bad_end, bad_rows, extent, few, is_bad, is_mask, is_real, type_of
+
+
+class Update(NamedTuple):
+    """A step of an optimizer."""
+
+    optimizer: Any
+    rates: list | None  # of its groups, at that step; None: before its first step
+    gradient: float  # the largest gradient norm up to it
+    line: str = ""
+
+
+class Write(NamedTuple):
+    """What the script writes into a weight by hand."""
+
+    name: str  # of the function
+    step: int
+    line: str
+    values: list  # tensors that calls on the tape made
+    numbers: list | None  # the numbers given; None: a tensor, too, of which nothing is known
+    before: Tensor  # the weight's norm
+
+    @property
+    def plain(self):
+        return self.name.strip("_")
+
+    @property
+    def overwrites(self):
+        return self.plain in (*OVERWRITES, "constant", "setitem", "data")
+
+    def cannot_make_bad(self, p):
+        """Zeros, a good number, or random ones."""
+        largest = torch.finfo(p.dtype).max / 100
+        known = self.numbers is not None and not self.values
+        return self.overwrites and known and all(abs(x) <= largest for x in self.numbers)
+
+
+class Judges:
+    """One for each kind of number that is noted."""
+
+    def __init__(self, findings, names):
+        self.findings, self.names = findings, names
+        self.hooks, self.tape, self.ledger = findings.hooks, findings.tape, findings.ledger
+
+    def bad_loss(self, loss, value):
+        self.findings.stop(f"loss is {value:.3g}", self.findings.explain(evidence=[loss]))
+
+    def bad_output(self, call, value):
+        """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
+        symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
+        if call.number > self.tape.first:
+            self.findings.later(symptom, [call.number])
+        else:  # a count of operations, or of memory: its input may be what torch.empty holds
+            self.hooks.say(f"{symptom}, before any backward pass: passed over")
+
+    def bad_buffer(self, call, b, value):
+        """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
+        names = [n for n, other in call.function.named_buffers() if other is b]
+        before = [extent(call.buffers[name]) for name in names]
+        span = extent(b)
+        if not (is_mask(span) or any(map(is_bad, before))):
+            self.findings.later(f"buffer {self.names.of(b)} is {bad_end(span)}", [call.number], [b])
+
+    def bad_write(self, p, writes, t, value):
+        """Guilty is the last write before which the weight was good. A bad value explains it."""
+        before = self.ledger.to_host(write.before for write in writes)
+        good = [k for k, norm in enumerate(before) if norm <= LIMIT]
+        write = writes[good[-1] if good else -1]
+        made = bad_end(extent(t))
+        symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
+        for bad in (x for x in write.values if is_bad(extent(x))):
+            if good or write.name == "data":  # what is bad in it is this very write
+                p.nan_to_num_(0.0, 0.0, 0.0)
+            made_by = self.tape.known.get(bad)
+            self.findings.stop(symptom, self.findings.explain([made_by.number], [bad]))
+        report = Report("weights", step=write.step, made=made, repeated=False)
+        if write.cannot_make_bad(p):
+            symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
+            unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
+            fix = "look for what writes weights past torch: NumPy, a kernel, another library"
+            self.findings.stop(symptom, replace(report, names=(unseen,), fix=fix))
+        op = f"torch.{SAME.get(write.plain, write.plain)}"
+        report = replace(report, op=op, line=write.line)
+        if not all(map(isfinite, write.numbers or ())):
+            self.findings.stop(symptom, replace(report, fix=NOT_FINITE))
+        verdict = "weights" if write.overwrites else "divergence"
+        self.findings.stop(symptom, replace(report, verdict=verdict))
+
+    def bad_gradients(self, optimizer, why=""):
+        params = moved_by(optimizer)
+        norms = self.ledger.to_host(self.ledger.norms(p.grad for p in params))
+        bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
+        if bad or self.hooks.world > 1:
+            name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
+            made = bad_end(extent(bad[0].grad)) if bad else "nan"
+            report = self.findings.explain(evidence=[p.grad for p in bad])
+            self.findings.stop(f"the gradient of {name} is {made}{why}", report)
+
+    def bad_update(self, update, t, value):
+        """Good gradients, bad weights or moments: the optimizer made them. Before its first step a
+        checkpoint brought them."""
+        optimizer = update.optimizer
+        held = [entry for entry in held_by(optimizer) if entry[-1] is t]
+        if not held:
+            return
+        k, p, key, _ = held[0]
+        whose = f"{key} of " if key else ""
+        symptom = f"{whose}{self.names.of(p)} is {bad_end(extent(t))}"
+        if update.rates is None:
+            symptom += " before the optimizer's first step"
+            self.findings.stop(symptom, Report("weights"))
+        group, rate = optimizer.param_groups[k], update.rates[k]
+        birth = self.hooks.locator and self.hooks.locator.blame([t])
+        why, fix = _why_bad(group, p, rate, update.gradient)
+        if birth and birth.weak and not birth.source:
+            fix = birth.fix or replace(birth, verdict="divergence").suggestion
+            fix += f", at {birth.line}"
+        report = None
+        if birth or torch.optim.__name__ in type(optimizer).__module__:
+            hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
+            has = ", ".join(f"{n}={v}" for n, v in {"lr": rate, **hyper}.items())
+            made = f"made by {type(optimizer).__name__} ({has}) on {type_of(p)}, {update.line}"
+            report = replace(birth or Report(), verdict="optimizer", names=(made, why), fix=fix)
+        steps = self.tape.steps
+        counted = self.tape.steps_of.get(id(optimizer)) == steps  # else others stepped more often
+        step = max(0, steps - counted)
+        self.findings.stop(f"{symptom} after good gradients", report, step)
+
+    def bad_at_the_end(self, t, value):
+        report = self.findings.explain(evidence=[t])
+        self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
+
+
+def _why_bad(group, p, rate, gradient):
+    """Why this group's update of `p` was bad, and what to do."""
+    why = f"the gradient norm was up to {gradient:.3g}"
+    fix = "a lower lr"
+    if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:
+        why = f"eps={group['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
+        fix = "eps=1e-8"
+    if p.dtype in HALF:
+        fix += ", and weights and moments in fp32"
+    if group.get("centered"):  # E[g^2] - E[g]^2
+        fix = "centered=False: rounding makes the variance negative, and its root NaN"
+    if not is_real(float(rate or 0)):
+        fix = "look at the schedule"
+    return why, fix

@@ -1,0 +1,67 @@
+"""
+Names: what does the script call a module, a weight, a buffer?
+
+A module's place in the module that owns it, or the variable that holds it. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+
+from .tensors import storage_of, type_of
+
+WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
+
+
+class Names:
+    """The outermost modules that the script has called, and its names for what they hold."""
+
+    def __init__(self):
+        self.roots = WeakSet()
+        self._prefixes = WeakKeyDictionary()  # of the roots
+
+    def of(self, p):
+        """The script's name for a weight or buffer, its data, or a view of it."""
+        roots, storage = list(self.roots), storage_of(p)
+        if set(self._prefixes) != set(roots):
+            self._prefixes = WeakKeyDictionary(names_of(roots))
+        for root in roots:
+            prefix = self._prefixes[root]
+            for name, other in (*root.named_parameters(prefix), *root.named_buffers(prefix)):
+                if storage_of(other) is storage:
+                    return name
+        return f"a parameter {type_of(p)}"
+
+
+def names_of(roots):
+    """What the script calls each of these modules: its place in a module that owns it, though that
+    is not called itself; of several with weights the variable that holds each; or ""."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    owners = {
+        child: (owner, key)
+        for owner in modules
+        if type(owner) is not nn.Module  # those are ours
+        for key, child in owner._modules.items()
+    }
+    variables = [*vars(sys.modules["__main__"]).items()]
+    paths = {}
+    for root in roots:
+        top, path = root, []
+        while top in owners:
+            top, key = owners[top]
+            path = path if key in WRAPPED else [key, *path]
+        paths[root] = top, path
+    tops = dict.fromkeys(top for top, _ in paths.values())
+    several = sum(next(top.parameters(), None) is not None for top in tops) > 1
+    for top in tops if several else ():
+        held = [name for name, value in variables if value is top]
+        tops[top] = held[0] if held else ""
+    names = {}
+    for root, (top, path) in paths.items():
+        first = tops[top] or ("" if path or not several else type(root).__name__)
+        names[root] = ".".join(filter(None, [first, *path]))
+    return names

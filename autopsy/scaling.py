@@ -1,0 +1,60 @@
+"""
+Scaling: does the loss scale explain it?
+
+What the script's GradScaler does: it multiplies a loss, skips steps, and should be asked before the
+optimizer. It changes nothing of the scaler, and reads no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .advice import FORGOTTEN
+
+PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 16
+
+
+class Scaling:
+    """The loss scaler, and what came of it."""
+
+    def __init__(self):
+        self.scaler = None
+        self.skipped = 0  # steps
+        self.in_a_row = 0  # of these, the last ones
+        self.unskipped = False  # the scaler knew that this step is bad, and was not asked
+        self._undivided = False  # the gradients were not divided by the loss scale
+        self._states = None  # what the scaler knew of the optimizers when it multiplied a loss
+
+    def multiplies(self, scaler):
+        """The gradients are to be divided before its next update()."""
+        if scaler.is_enabled():
+            self.scaler, self._states = scaler, scaler._per_optimizer_states
+
+    def before_step(self, optimizer, divides):
+        """What the scaler has found in the gradients. `divides`: the optimizer does it itself."""
+        if not self.scaler:
+            return ()
+        states = self.scaler._per_optimizer_states  # update() makes new ones
+        state = states[id(optimizer)]
+        fresh = states is self._states and state["stage"].name == "READY"
+        self._undivided |= fresh and not divides
+        return state.get("found_inf_per_device", {}).values()
+
+    def skip(self):
+        """It skips a step: calibration. It returns why that cannot go on, or ""."""
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row > PATIENCE:
+            return f", {self.in_a_row} skipped steps in a row"
+        if self.scaler and self.scaler.get_scale() * self.scaler.get_backoff_factor() < 1:
+            return ", the loss scale falls under 1"
+        return ""
+
+    def overrule(self, report):
+        """The report, with its scale; the verdict is calibration where the script has passed the
+        scaler by."""
+        report = replace(report, scale=self.scaler.get_scale() if self.scaler else report.scale)
+        overflow = self.unskipped and report.verdict == "precision"
+        if report.scale != 1 and (self._undivided or overflow):
+            return replace(report, verdict="calibration", fix=FORGOTTEN)
+        return report
