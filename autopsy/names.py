@@ -65,3 +65,23 @@ def names_of(roots):
         first = tops[top] or ("" if path or not several else type(root).__name__)
         names[root] = ".".join(filter(None, [first, *path]))
     return names
+
+
+def together(modules):
+    """One module that holds these, by the names that the script has for them. A single one without
+    an owner is itself."""
+    inner = {m for root in modules for m in root.modules() if m is not root}
+    outer = [root for root in dict.fromkeys(modules) if root not in inner]
+    names = names_of(outer)
+    if len(outer) == 1 and not names[outer[0]]:
+        return outer[0]
+    net = nn.Module()
+    for module in outer:
+        *path, name = (names[module] or type(module).__name__).split(".")
+        at = net
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, nn.Module())
+            at = at._modules[part]
+        at.add_module(name + (f"_{len(at._modules)}" if name in at._modules else ""), module)
+    return net
