@@ -48,20 +48,25 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
 `python autopsy YOUR_SCRIPT.py` needs no change of the script. This folder changes no weights. Copy
 the folder, or the one file that `bash run.sh pack` makes of it (autopsy.pyz). It needs only torch.
 
-The rooms. The examination, which a loop of your own may import; each imports only rooms above it:
+The rooms. Each asks one thing, and its first lines say what it may not touch. It imports only rooms
+above it. The examination, which a loop of your own may import:
 
     tensors      what does a tensor hold?               frames       which line of the script?
-    advice       what to write instead                  report       what is said
-    operations   what is known of an aten operation     samples      which samples of the batch?
-    step         a step's state, kept and put back      modes        other ways to run a step
-    locator      who made the bad number?               rerun        the recorded step once more
-    cures        what helps?                            verdict      which of the nine is it?
+    sources      where was the number before?           advice       what to write instead
+    report       what is said                           operations   what is known of an operation
+    labels       which label is out of range?           samples      which samples of the batch?
+    step         a step's state, kept and put back      places       in which module is the step?
+    modes        other ways to run a step               locator      who made the bad number?
+    rerun        the recorded step once more            cures        what helps?
+    verdict      which of the nine is it?
 
 The watch, which runs somebody's script. It imports the examination, never the other way round:
 
-    hooks        what is put around torch's functions   tape         what the script has computed
-    replay       the step on the tape once more         ledger       numbers that wait on the device
-    findings     what is bad, what is said of it        watch        what the script does
+    hooks        what is put around torch's functions   names        what the script calls a weight
+    tape         what the script has computed           replay       that step once more, examined
+    ledger       numbers that wait on the device        scaling      does the loss scale explain it?
+    course       how does the training go?              findings     what made it, what is said
+    judges       which number is bad?                   watch        what the script does
     script       from its first line to the exit code
 """
 

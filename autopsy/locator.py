@@ -63,18 +63,22 @@ class Locator(TorchDispatchMode):
 
     def __init__(self, net: nn.Module | None = None, batch: Any = (), named: Iterable = ()):
         super().__init__()
-        self.net, self.paused = net, False
+        self.net = net
+        self.paused = False
         self.functions = Functions(self._check_index)
-        self.places, self.samples, self.labels = Places(), Samples(), Labels()
+        self.places = Places()
+        self.samples = Samples()
+        self.labels = Labels()
         self.failed = None  # the operation that raised
         self.half = None  # the first half type that an operation has computed in
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
         self._clock = count()
-        # Of a storage, while it lives: its name if it was ready-made; what made it bad (a number in
-        # time and the birth).
-        self.known, self.causes = WeakKeyDictionary(), WeakKeyDictionary()
+        # Of a storage, while it lives: its name, if it was ready-made
+        self.known = WeakKeyDictionary()
+        # and what made it bad: a number in time, and the birth.
+        self.causes = WeakKeyDictionary()
         for name, t in named:  # ready-made, and of no module
             self.known[storage_of(t)] = name
         self.take(batch)
@@ -208,13 +212,7 @@ class Locator(TorchDispatchMode):
         wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
         number, birth = self._earliest(spans, func)
         if number < LAWFUL:
-            samples = self.samples.of(t)
-            # Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else
-            # all rows count: a step in time, say, may show some of them only.
-            spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
-            if not spreads and 0 < len(samples) < (len(birth.samples) or self.samples.size):
-                birth = replace(birth, samples=samples, batch_size=self.samples.size)
-            return number, birth
+            return number, self._in_fewer_samples(birth, t, span)
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
         spoilt = not is_mask(span) and not rule.takes_masks
@@ -239,6 +237,15 @@ class Locator(TorchDispatchMode):
             birth = replace(birth, samples=())
         self.births[birth.line] = birth.weak
         return next(self._clock), replace(birth, widened=in_wider_types(*operation))
+
+    def _in_fewer_samples(self, birth, t, span):
+        """Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
+        rows count: a step in time, say, may show some of them only."""
+        spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
+        samples, size = self.samples.of(t), self.samples.size
+        if not spreads and 0 < len(samples) < (len(birth.samples) or size):
+            return replace(birth, samples=samples, batch_size=size)
+        return birth
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
@@ -267,6 +274,7 @@ class Locator(TorchDispatchMode):
         return self.causes.setdefault(storage, (number, birth))
 
     def _birth(self, func, spans, out=None):
+        """What is known where a bad number is born, or a ready-made one is used first."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"
