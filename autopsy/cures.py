@@ -2,7 +2,8 @@
 Cures: what helps?
 
 Each cure is a way to run the recorded step; those that fit the verdict are tried in turn, up to the
-first with which the step is finite. Only what was tried is said to help.
+first with which the step is finite. Only what was tried is said to help. It doubts no verdict, and
+leaves the weights as they were.
 """
 
 from __future__ import annotations

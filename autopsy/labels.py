@@ -1,7 +1,8 @@
 """
 Labels: which label or index is out of range, and which labels does a loss leave out?
 
-It looks at whole numbers only. Which arguments of an operation are indices, operations.py says.
+It looks at whole numbers, and raises nothing. Which arguments of an operation are indices,
+operations.py says.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 Rerun: the recorded step once more.
 
 As it was, in fp32, or with every operation watched. Each run begins from the same buffers and
-random numbers, and says what was bad first. What that means, the verdict says.
+random numbers, and says what was bad first. It concludes nothing: what that means, the verdict
+says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """`python autopsy SCRIPT`: the same figures as without it, and each planted fault is named."""
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from helpers import run_ranks
 
 from autopsy import script as tool
+from autopsy.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = """
@@ -1102,3 +1104,12 @@ def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path)
     assert done.returncode != 0 and "guilty: rank 1 of 2" in done.stderr, done.stderr
     assert f"script.py:{line_of(RANKS, 'rank')} " in done.stderr
     assert done.stderr.count("first bad op") == 1
+
+
+def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
+    ledger, judged, bad = Ledger(), [], torch.tensor([math.nan])
+    losses = ledger.entries([bad], lambda t, norm: judged.append("loss"))
+    ledger.wrote(bad, "a write", lambda p, writes, t, norm: judged.append("written"))
+    ledger.note([bad, bad + 1], lambda t, norm: judged.append("noted"))
+    assert ledger.transfer([torch.tensor(2.0)], losses) == [2.0]
+    assert judged == ["noted", "noted", "written", "loss"] and not ledger.transfer()
