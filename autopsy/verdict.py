@@ -104,35 +104,49 @@ def _bad_state(rerun, state):
 
 def _judge(rerun, report, state):
     """The verdict on a step that is bad again."""
-    where = rerun.locator
+    half = rerun.locator.half
     exact = re.fullmatch(EXACT, report.precision.lower())
-    if exact and where.half:  # a forward may enter autocast by itself
+    if exact and half:  # a forward may enter autocast by itself
         exact = False
-        report = replace(report, precision=str(where.half).removeprefix("torch."))
-    if origin := report.origin:
-        table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
-        held = bad_rows(table) if origin == "weights" else f" holds {report.made}"
-        holds = report.source + held
-        names = [holds] if report.source != WRITTEN else []
-        if origin == "weights":
-            others = _bad_state(rerun, state)
-            names += [name for name in others if not name.startswith(report.source)]
-        entries = where.holders(rerun.record.batches[report.micro_batch])
-        entries = ((name or report.source, made, samples) for name, made, samples in entries)
-        for name, made, samples in dict.fromkeys(entries):
-            if samples and (name, samples) != (report.source, report.samples):
-                names.append(f"{name} holds {made} in samples {few(samples)}")
-        return replace(report, verdict=origin, names=tuple(names))
+        report = replace(report, precision=str(half).removeprefix("torch."))
+    if report.origin:
+        return _ready_made(rerun, report, state)
     if report.op and not report.made:  # the step raised, and not because of a bad number
-        fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
-        report = replace(report, fix=fix)
-        if fix in (WRONG_INDEX, WRONG_LABEL):
-            return replace(report, verdict="data")
-        overflow = "without overflow" in report.symptom and not exact
-        mended = overflow and not rerun(fp32=True)
-        return replace(report, verdict="precision" if mended else "error")
+        return _raised(rerun, report, exact)
+    return _well_known(rerun, report) or _by_precision(rerun, report, exact)
+
+
+def _ready_made(rerun, report, state):
+    """The number was bad before an operation used it: data or weights, and what else is bad."""
+    table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
+    held = bad_rows(table) if report.origin == "weights" else f" holds {report.made}"
+    names = [report.source + held] if report.source != WRITTEN else []
+    if report.origin == "weights":
+        others = _bad_state(rerun, state)
+        names += [name for name in others if not name.startswith(report.source)]
+    holders = rerun.locator.holders(rerun.record.batches[report.micro_batch])
+    holders = ((name or report.source, made, samples) for name, made, samples in holders)
+    for name, made, samples in dict.fromkeys(holders):
+        if samples and (name, samples) != (report.source, report.samples):
+            names.append(f"{name} holds {made} in samples {few(samples)}")
+    return replace(report, verdict=report.origin, names=tuple(names))
+
+
+def _raised(rerun, report, exact):
+    """An exception: a label, a number that half cannot hold, or the code."""
+    fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
+    report = replace(report, fix=fix)
+    if fix in (WRONG_INDEX, WRONG_LABEL):
+        return replace(report, verdict="data")
+    overflow = "without overflow" in report.symptom and not exact
+    mended = overflow and not rerun(fp32=True)
+    return replace(report, verdict="precision" if mended else "error")
+
+
+def _well_known(rerun, report):
+    """What the operation and its arguments say without another run, or None."""
+    ignored = rerun.locator.labels.all_are
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
-    ignored = where.labels.all_are
     no_label = f"every label is ignored ({ignored}): their mean is 0/0"
     roots = ("batch_norm", "sqrt", "rsqrt", "pow")
     negative = [
@@ -147,6 +161,11 @@ def _judge(rerun, report, state):
     ):
         if fits:
             return replace(report, verdict=verdict, names=(name,), fix=WEAK[weak][0])
+    return None
+
+
+def _by_precision(rerun, report, exact):
+    """The step in fp32, and at loss scale 1."""
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5:
