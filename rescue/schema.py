@@ -147,6 +147,7 @@ def refuse_unsound(state: dict) -> None:
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"]),
         "healing.trend": not trend["first"] or all(map(math.isfinite, learnt)),
         "healing.trend.lowest": trend["lowest"] > -math.inf,
+        "healing.signs": all(len(steps_of) == 3 for steps_of in healing["signs"].values()),
         "best": math.isfinite(state["best"] or 0),
         "schedule.factor": 0 < float(schedule["factor"]) <= 1,
         "optimizers or ema": all(t.is_floating_point() for t in moments.values()),

@@ -145,6 +145,7 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
 def unreliable(run: Run, step: int, rank: int, symptom: str, action: str = "passed over"
                ) -> heal.Cure:
     """The fifth time the run ends."""
+    run.healing.examined_until = run.step  # a step that is under way shows the same once more
     report = autopsy.Report(verdict="not reproducible", step=step, rank=rank,
                             precision=run.policy.name, symptom=symptom, advice="flags")
     return heal.respond(run, report)._replace(action=action)
