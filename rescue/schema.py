@@ -87,7 +87,7 @@ class State(TypedDict):
 
 
 def differences(value: Any, kind: Any, name: str) -> Iterator[str]:
-    """Where `value` is not as the type `kind` says: a sentence each. No int is below 0."""
+    """Where `value` is not as the type `kind` says: a sentence each. No int is below -1."""
     parts = get_args(kind)
     is_record = hasattr(kind, "__annotations__") and kind is not Tensor
     wanted = dict if is_record else get_origin(kind) or kind
@@ -99,7 +99,7 @@ def differences(value: Any, kind: Any, name: str) -> Iterator[str]:
     elif wanted is float:
         fits = type(value) in (float, int)
     else:
-        fits = type(value) is wanted and not (wanted is int and value < 0)
+        fits = type(value) is wanted and not (wanted is int and value < -1)
     if not fits:
         yield f"{name} is {str(value)[:40]!r}"
     elif is_record:
@@ -142,6 +142,7 @@ def refuse_unsound(state: dict) -> None:
         "identity.total_steps": 0 < about["total_steps"] < 10**7,
         "policy": state["policy"] in POLICIES,
         "accum": 0 < state["accum"] <= about["batch_size"],
+        "guard": all(0 <= state["guard"][key] for key in ("steps", "skipped", "skipped_in_a_row")),
         "quarantine": {*state["quarantine"]} < {*range(about["images"])},  # one image stays
         "updates": state["updates"] in steps and int(schedule["updates"]) in steps,
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"]),
