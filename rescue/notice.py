@@ -142,7 +142,8 @@ def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> No
         gradients.append(largest.float())
     before = healing.sample
     numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()
-    healing.sample = numbers[: -len(named)].nan_to_num(0, 0, 0)
+    # It goes into the checkpoint, which takes no bad number.
+    healing.sample = numbers[: -len(named)].nan_to_num(0, 0, 0).clamp(-1e18, 1e18)
     if before is None or len(before) != len(healing.sample):
         before = healing.sample
     changes = (healing.sample - before).split([len(sample) for sample in samples])
