@@ -19,7 +19,7 @@ from autopsy import Locator, StepRecord, examine
 from autopsy.modes import InDtype
 from autopsy.tensors import NARROW
 from bench import diagnosis
-from bench.diagnosis_cases import CASES
+from bench.diagnosis import CASES
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
