@@ -1018,6 +1018,27 @@ for step in range(3):
 """
 
 
+OWN = PREAMBLE + """
+net = nn.Linear(4, 3)
+with torch.no_grad():
+    net(torch.full((2, 4), torch.nan))  # a count of operations, say: nobody reads it
+if fault == "range":
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    (-net(x).log_softmax(-1).gather(-1, y[:, None]).mean()).backward()  # range
+if fault == "asked" and torch.isnan(net(torch.full((2, 4), torch.nan))).any():
+    raise ValueError("a NaN")
+raise ValueError("lr0=1e30 is not valid")
+"""
+
+
+def test_an_exception_that_no_bad_number_leads_to_is_the_scripts_own(run):
+    done = run(OWN)
+    assert done.returncode == 1 and "->" not in done.stderr, done.stderr
+    named(run(OWN, "range"), OWN, "range", "data")
+    asked = run(OWN, "asked")
+    assert asked.returncode == 3 and "ValueError: a NaN at step 0" in asked.stderr, asked.stderr
+
+
 def test_what_is_written_past_a_parameter_is_not_blamed_on_the_last_initialiser(run):
     assert run(WRITTEN).returncode == 0
     named(run(WRITTEN, "item"), WRITTEN, "item", "weights")

@@ -25,7 +25,7 @@ def rows():
 
 def test_the_page_says_what_the_raw_file_holds():
     assert wild.page(RESULTS) == wild.PAGE.read_text()
-    assert {str(row) for row in wild.table()} == RESULTS["missed"].keys()
+    assert RESULTS["missed"].keys() <= {str(row) for row in wild.table()}
 
 
 @pytest.mark.parametrize("row", rows())
