@@ -249,7 +249,7 @@ def answer(run, findings, record=None):
             end = End("diverged", 3, reason)
         elif kind == "no memory":
             end = retake(run, step) or end
-        elif kind in ("rejected", "mismatch") and step <= run.healing.examined_until:
+        elif kind == "rejected" and step <= run.healing.examined_until:
             continue  # it ran before the cure of another finding
         elif goes_on(end):
             if kind == "mismatch":

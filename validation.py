@@ -112,7 +112,7 @@ def read_back(run: Run) -> None:
             with schema.reading(files.best):
                 shapes = {name: t.shape for name, t in best.items()}
             with schema.reading(about):
-                known = json.loads(about.read_text()) if about.is_file() else {}
+                known = json.loads(about.read_text("utf-8")) if about.is_file() else {}
                 known |= {"evaluated": 0}  # it may be older
             files.compare()
             wanted = json.loads(json.dumps(describe(run)))

@@ -139,13 +139,11 @@ def run_ours(dataset, flags):
     """One run of train.py: [epochs, seconds of training, plain, tta] for every evaluation."""
     rows, validate, end_of_step = [], train.validation.validate, train.end_of_step
 
-    def read_clock(run, end):
+    def read_clock(run, end, began):
         """The host may be a step ahead of the device: until the last kernel it is our time."""
-        began = time.perf_counter()
         if run.step % run.epoch_steps == 0 or run.step >= run.total_steps:
             record.wait(run.device)
-        run.speed.seconds += time.perf_counter() - began
-        return end_of_step(run, end)
+        return end_of_step(run, end, began)
 
     def listen(run):
         warning = validate(run)

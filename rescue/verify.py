@@ -113,6 +113,9 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     """Find out who is right, and count. Every rank calls this, at the same step."""
     if unsure := int(verdict.carried["unsure_rank"]):
         return unreliable(run, verdict.step, unsure - 1, "the same pass gave two gradients")
+    if verdict.step <= run.healing.examined_until:  # it ran before the replicas were repaired
+        return heal.Cure(autopsy.Report(step=verdict.step), "")
+    run.healing.examined_until = run.step
     tensors = replica(run)
     mine = checksums(tensors.values())
     every = [torch.empty_like(mine) for _ in range(run.world_size)]
@@ -145,7 +148,6 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
 def unreliable(run: Run, step: int, rank: int, symptom: str, action: str = "passed over"
                ) -> heal.Cure:
     """The fifth time the run ends."""
-    run.healing.examined_until = run.step  # a step that is under way shows the same once more
     report = autopsy.Report(verdict="not reproducible", step=step, rank=rank,
                             precision=run.policy.name, symptom=symptom, advice="flags")
     return heal.respond(run, report)._replace(action=action)

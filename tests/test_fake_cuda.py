@@ -358,7 +358,7 @@ PATHS = {  # what is run -> the lines that may ask the device, all of them and n
     },
     run_twice: {"verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}"},
     evaluate: {
-        "validation.py: total += rows.double().cpu().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
+        "validation.py: total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
     },
 }  # fmt: skip
 NAMES = ["a step", "the average", "a look", "a look with probes", "a pass twice", "validation"]
