@@ -3,6 +3,7 @@ judged."""
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -266,8 +267,26 @@ def test_what_msprobe_reports_is_read_as_it_stands():
     assert (read.op, read.module) == ("BatchNorm1d", "bn")
 
 
+PAGE = (ROOT / "bench" / "diagnosis" / "README.md").read_text()
+
+
+def test_the_tool_and_the_case_of_the_page_are_as_short_as_it_says_and_run(tmp_path):
+    adapter, shown = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert len(adapter.splitlines()) <= 30 and len(shown.splitlines()) <= 20
+    source = (ROOT / "bench" / "diagnosis" / "cases" / "backward.py").read_text()
+    assert shown in source
+    entry = SimpleNamespace()
+    exec(adapter, vars(entry))
+    right = judge.trial(entry, CASES["overflow_that_soils_batch_norm"])
+    wrong = judge.trial(entry, CASES["t5_feed_forward"])  # the first parameter is innocent
+    assert entry.RUN in PAGE
+    assert right["right"]["module"] is True and wrong["right"]["module"] is False
+
+
 def test_the_table_of_the_page_is_that_of_the_raw_file():
-    page = (ROOT / "bench" / "diagnosis" / "README.md").read_text()
+    page = PAGE
+    for entry in __main__.tools_here().values():
+        assert f"| {entry.NAME} | {entry.RUN} |" in page
     for bench in ("diagnosis", "diagnosis_fresh"):
         raw = json.loads((ROOT / "bench" / "results" / f"{bench}-cpu.json").read_text())
         assert __main__.table(raw["totals"]) in page, bench
