@@ -83,7 +83,8 @@ def prepare():
     halves = (images[:200], labels[:200]), (images[200:], labels[200:])
     preparation.load = lambda *_, **__: Dataset("cifar10", *halves, names)
     train.report.draw_curves = lambda path: None
-    dist.destroy_process_group = lambda: None
+    end = dist.destroy_process_group  # all groups but the one that every cell uses
+    dist.destroy_process_group = lambda group=None: end(group) if group else None
 
 
 def run_cell(where, kind, precision, folder, rank=None):
