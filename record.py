@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from extras.graphs import StepGraph
 from guards import Guard
 from optim import Schedule
 from report import MetricsFile
-from rescue.inject import Injector
 
 
 class End(NamedTuple):
@@ -102,7 +101,7 @@ class Run:
     clip: float | None = None  # largest gradient norm
     accum: int = 1  # micro-batches an update
     ema: EMA | None = None
-    injector: Injector | None = None
+    injector: Any = None  # rescue/inject.py's Injector
     graph: StepGraph | None = None  # the step as one CUDA graph
     # What it leaves behind
     identity: dict = field(default_factory=dict)  # by which a resumed run knows itself again

@@ -332,7 +332,7 @@ def conclude(run):
     """How did the run end? validate() and save() come just before, so that the validation is sound
     and a finite state is on disk. Here: most steps were accepted, each tensor has learnt, and
     nothing is suspicious."""
-    validation.read_back(run)  # raises where it is not on disk
+    resume.read_back(run)  # raises where it is not on disk
     if reasons := notice.evidence_of_loss(run):
         return End("diverged", 3, "; ".join(reasons))
     return End("done", 0)

@@ -33,9 +33,8 @@ from data import batches
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
 from guards import LIMIT
-from ranks import agreed, out_of_memory, share_buffers, together
+from ranks import out_of_memory, share_buffers, together
 from record import Run
-from rescue import schema
 
 SAMPLE = 500  # images that are compared in both precisions, and evaluated before a good save
 INDEPENDENT = "val_input_ignored"  # 1.0: the outputs do not depend on the input
@@ -96,38 +95,6 @@ def describe(run: Run) -> dict:
         "precision": "fp32",
         "evaluated": {"step": run.step, "ema": run.args.ema, **run.scores},
     }
-
-
-def read_back(run: Run) -> None:
-    """What "done" says of the disk: last.pt is this step and best.pt this network, both finite and
-    as they were saved, and model.json describes them. CheckpointError on every rank otherwise."""
-    reason = ""
-    files = run.checkpoints
-    about = run.folder / "model.json"
-    if run.rank == 0:
-        try:
-            files.wait()  # raises where the last save failed
-            step = schema.load(files.last)["step"]
-            best = checkpoint.load(files.best)
-            with schema.reading(files.best):
-                shapes = {name: t.shape for name, t in best.items()}
-            with schema.reading(about):
-                known = json.loads(about.read_text("utf-8")) if about.is_file() else {}
-                known |= {"evaluated": 0}  # it may be older
-            files.compare()
-            wanted = json.loads(json.dumps(describe(run)))
-            if step != run.step:
-                reason = f"{files.last} is of step {step}, not of {run.step}"
-            elif shapes != {name: t.shape for name, t in run.net.state_dict().items()}:
-                reason = f"{files.best} does not hold the weights of this network"
-            elif bad := checkpoint.non_finite(best):
-                reason = f"{files.best} is not finite in {bad[0]}"
-            elif known != wanted | {"evaluated": 0}:
-                reason = f"{about} does not describe best.pt"
-        except (checkpoint.CheckpointError, OSError) as error:
-            reason = str(error)
-    if reason := agreed(reason):
-        raise checkpoint.CheckpointError(f"not done: {reason}")
 
 
 def unsound(run: Run, scores: dict[str, float]) -> str:

@@ -11,6 +11,7 @@ This file is wiring.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from datetime import datetime
@@ -25,6 +26,7 @@ import amp_policy
 import checkpoint
 import optim
 import report
+import validation
 from data import fingerprint
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
@@ -121,6 +123,38 @@ def save(run: Run, good: bool) -> list[str]:
     if run.rank == 0:
         bad = run.checkpoints.save(whole_state(run, rng), run.step, good=good)
     return agreed(bad)
+
+
+def read_back(run: Run) -> None:
+    """What "done" says of the disk: last.pt is this step and best.pt this network, both finite and
+    as they were saved, and model.json describes them. CheckpointError on every rank otherwise."""
+    reason = ""
+    files = run.checkpoints
+    about = run.folder / "model.json"
+    if run.rank == 0:
+        try:
+            files.wait()  # raises where the last save failed
+            step = schema.load(files.last)["step"]
+            best = checkpoint.load(files.best)
+            with schema.reading(files.best):
+                shapes = {name: t.shape for name, t in best.items()}
+            with schema.reading(about):
+                known = json.loads(about.read_text("utf-8")) if about.is_file() else {}
+                known |= {"evaluated": 0}  # it may be older
+            files.compare()
+            wanted = json.loads(json.dumps(validation.describe(run)))
+            if step != run.step:
+                reason = f"{files.last} is of step {step}, not of {run.step}"
+            elif shapes != {name: t.shape for name, t in run.net.state_dict().items()}:
+                reason = f"{files.best} does not hold the weights of this network"
+            elif bad := checkpoint.non_finite(best):
+                reason = f"{files.best} is not finite in {bad[0]}"
+            elif known != wanted | {"evaluated": 0}:
+                reason = f"{about} does not describe best.pt"
+        except (checkpoint.CheckpointError, OSError) as error:
+            reason = str(error)
+    if reason := agreed(reason):
+        raise checkpoint.CheckpointError(f"not done: {reason}")
 
 
 def whole_state(run: Run, rng: list[dict]) -> dict:
