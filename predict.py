@@ -15,7 +15,7 @@ their shapes and dtypes, and all are finite. What does not hold is one sentence 
 image that cannot be read, or whose outputs are not finite, is named on standard error. The other
 images are answered, and the exit code is 2.
 
-README.md has ten lines that do it without our files, for a model that torchvision has.
+docs/train.md has ten lines that do it without our files, for a model that torchvision has.
 """
 
 from __future__ import annotations
