@@ -45,14 +45,15 @@ FRAMEWORKS = {
     "torchao": ("torchao_train",),
     "torch": ("ranks", "spawned"),
 }
-HEAD = """# Beside other frameworks
+HEAD = """# Programs of other frameworks
 
-The training programs of other frameworks' documentation, in `tests/wild/`, with a tiny model made
-from a config and made-up data, on a CPU. What each run must show was written down before the first
-try, in `tests/wild/table.txt`. A clean run: the same figures and exit code as without the command,
-no new warning. A fault: the verdict, the operation, the line of the script (where the operation is
-in a package, the script's line that called it), the samples. Made by `python tests/wild/run.py`;
-raw file: `bench/results/frameworks-cpu.json`.
+We ran the training programs of other frameworks' documentation under `python autopsy`
+(`tests/wild/`: a tiny model made from a config, made-up data, a CPU). Before the first run we wrote
+into `tests/wild/table.txt` what each run must show. A clean run must print the same figures and
+exit with the same code as without autopsy, and print no new warning. A fault must be reported with
+its verdict, its operation, the line of the script (if the operation is in a package, the line that
+called it) and its samples. `python tests/wild/run.py` makes this page and its raw file,
+`bench/results/frameworks-cpu.json`.
 """
 INNER = r"_forward_module|_orig_mod|_fsdp_wrapped\w*|\bmodule\.[a-z]\w+"
 
