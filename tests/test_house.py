@@ -50,6 +50,12 @@ def test_a_copied_file_imports_nothing_of_ours_and_data_adds_torchvision():
         assert not strangers(path, {"torch", "autopsy", "."}), path
 
 
+def test_the_page_of_the_files_names_each_of_them():
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "files.md").read_text())
+    unnamed = {path.relative_to(ROOT).as_posix() for path in OURS}.difference(named)
+    assert unnamed == {"extras/__init__.py", "rescue/__init__.py"}  # a docstring each
+
+
 def test_nobody_imports_what_is_only_run():
     for path in OURS:
         run_alone = {"train", "bench", "failures", "tests"}
