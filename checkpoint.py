@@ -225,7 +225,7 @@ def write(
             _fsync(path.parent)
     except OSError as error:
         why = error.strerror or error
-        raise CheckpointError(f"{path} was not saved ({why}); the files before it stand") from error
+        raise CheckpointError(f"{path} was not saved ({why}); earlier files are intact") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return zlib.crc32(content)
@@ -255,7 +255,7 @@ def load(path: str | Path) -> Any:
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for its writer
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
             # torch takes a record with the bit of a folder for one, and leaves its tensor
@@ -276,7 +276,7 @@ def load(path: str | Path) -> Any:
         why = f"{path} is refused: it asks for {code[0]}, which was not run"
         raise CheckpointError(why) from error
     except Exception as error:  # zipfile and torch.load raise many kinds for a senseless header
-        raise CheckpointError(f"{path} is damaged or truncated, or of another program") from error
+        raise CheckpointError(f"{path} is damaged, truncated or of another program") from error
 
 
 def load_run(path: str | Path) -> dict[str, Any]:
@@ -286,13 +286,13 @@ def load_run(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a run")
     check_step(state.get("step"), path)
     if bad := non_finite(state):
-        raise CheckpointError(f"{path} is not finite in {', '.join(bad[:3])}")
+        raise CheckpointError(f"{path} is non-finite in {', '.join(bad[:3])}")
     return state
 
 
 def check_step(step: Any, path: Path | str) -> None:
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path} is of step {step}, which cannot be: a step is 0, 1, 2, ...")
+        raise CheckpointError(f"{path} claims step {step}: a step is 0, 1, 2, ...")
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -353,7 +353,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         host, ready = snapshot(state)  # first, because it refuses what non_finite cannot look at
         if bad := non_finite(state):
             names = f"{', '.join(bad[:3])} ({len(bad)} in all)"
-            warnings.warn(f"{path} is left alone: not finite in {names}", stacklevel=3)
+            warnings.warn(f"{path} is kept: the new state is non-finite in {names}", stacklevel=3)
             return bad
         self._pending[path] = self._writer.submit(
             lambda: write(path, packed(host, ready), *links)
@@ -377,7 +377,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """CheckpointError where a file is not what was saved here last. Call wait() before."""
         for path, checksum in self._written.items():
             if zlib.crc32(path.read_bytes()) != checksum:
-                raise CheckpointError(f"{path} is not what was saved: something else wrote it")
+                raise CheckpointError(f"{path} is not what this run saved: something else wrote it")
 
     def newest(
         self, load: Callable[[Path], dict[str, Any]] = load_run

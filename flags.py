@@ -72,14 +72,14 @@ TABLE = {
         ("--num-classes", count, None, "default: the data's; anything else is refused"),
         ("--data-dir", folder, None, "folder of CIFAR-10, or train/<class>/* and val/<class>/*"),
         ("--image-size", count, None, "default: the data's own, or 224 where sizes differ"),
-        ("--workers", from_0, 0, "stream with N processes instead of caching"),
+        ("--workers", from_0, 0, "load images with N processes, without the cache"),
         ("--cutout", from_0, 0, "cut squares out of images"),
-        ("--max-bad-share", at_least_0, 0.01, "unreadable files to put up with"),
-        ("--val-share", number(float, 0, above=True, below=1), None, "of a folder of <class>/* "
-         "without train/ and val/: what validates"),
+        ("--max-bad-share", at_least_0, 0.01, "largest share of unreadable files to accept"),
+        ("--val-share", number(float, 0, above=True, below=1), None, "share of the images "
+         "for validation, in a folder of <class>/* without train/ and val/"),
     ],
     "optimizer (defaults: the model's recipe)": [
-        ("--lr", positive, None, "peak learning rate, as it is; default: the recipe's, scaled to "
+        ("--lr", positive, None, "peak learning rate, not scaled; default: the recipe's, scaled to "
          "--batch-size by the recipe's rule"),
         ("--warmup-updates", from_0, None, "default: the recipe's share of the run"),
         ("--weight-decay", at_least_0, None, ""),
@@ -94,14 +94,14 @@ TABLE = {
     ],
     "guards": [
         ("--on-nonfinite", ["heal", "skip", "stop"], "heal", ""),
-        ("--max-skips", count, 25, "rejected steps in a row before giving up"),
-        ("--max-cures", count, 8, "healings before giving up"),
-        ("--probe-every", count, None, "warn of activations near the limit"),
-        ("--verify-every", from_0, None, "look for hardware that lies with finite numbers, every N "
-         "steps; default: once an epoch; 0: never"),
+        ("--max-skips", count, 25, "skipped steps in a row before the run gives up"),
+        ("--max-cures", count, 8, "cures before the run gives up"),
+        ("--probe-every", count, None, "warn of activations near overflow, every N steps"),
+        ("--verify-every", from_0, None, "look for hardware that returns wrong finite "
+         "numbers, every N steps; default: once an epoch; 0: never"),
         ("--detect-anomaly", bool, False, "autograd's own anomaly mode; slow"),
         ("--inject", str, "", "plant a fault: nan:grad:head.weight@step=5"),
-        ("--replay", Path, None, "examine a recorded bad step again and leave"),
+        ("--replay", Path, None, "examine a recorded bad step again, then exit"),
     ],
     "run": [
         ("--out-dir", folder, None, "default: runs/MODEL-DATASET-PRECISION-TIME"),
@@ -109,7 +109,7 @@ TABLE = {
         ("--resume", str, "none", "auto, none, or the path of a checkpoint"),
         ("--seed", number(int, 0, below=2**32), 0, ""),
         ("--deterministic", bool, False, "bit-identical reruns on CUDA too"),
-        ("--cuda-graph", bool, True, "the step as one CUDA graph where it runs on one GPU"),
+        ("--cuda-graph", bool, True, "run the step as one CUDA graph, on one GPU"),
         ("--device", ["auto", "cpu", "cuda", "mps"], "auto", ""),
         ("--log-every", count, 10, "steps between two lines of metrics.jsonl"),
         ("--tensorboard", bool, False, "the same numbers for TensorBoard, if it is installed"),
@@ -154,9 +154,9 @@ def parse(
     add("--betas", nargs=2, type=share, default=(0.9, 0.99))
     add("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
     add("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
-    add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; no name: none")
+    add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; without a pattern: none")
     add("--compile", nargs="?", const="on", default="auto", choices=["auto", "on", "off"],
-        help="torch.compile; auto: on one GPU, where the run is long enough for it to pay")
+        help="torch.compile; auto: on one GPU, if the run is long enough to gain from it")
     add("--no-compile", dest="compile", action="store_const", const="off")
     for title, rows in TABLE.items():
         group = parser.add_argument_group(title)

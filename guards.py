@@ -205,8 +205,8 @@ class Guard:
         that step's verdict was read (with lag it costs two steps, else one): a warning names it.
         """
         if self.state == "open":
-            warnings.warn("the last step was opened and not ended by guard.step() or close(): its "
-                          "buffers go back", stacklevel=2)
+            warnings.warn("guard.step() or close() has not ended the last step: the guard restores "
+                          "its buffers", stacklevel=2)
             self._put_back()
         self._begin(step)
         if self.skipped_in_a_row:  # perhaps for that
@@ -230,9 +230,9 @@ class Guard:
                 if magnitude(b) <= LIMIT:  # else it never was finite
                     bad.append(name)
         if bad:
-            warnings.warn(f"not finite before step {self.number}, and not by a step: "
-                          f"{', '.join(bad)} (an evaluation in training mode?). The numbers of "
-                          "the last accepted step are back", stacklevel=3)
+            warnings.warn(f"non-finite before step {self.number}, and no step did it: "
+                          f"{', '.join(bad)} (an evaluation in training mode?). The guard has "
+                          "restored the values of the last accepted step", stacklevel=3)
 
     def _begin(self, step=None):
         self._send()  # nobody has asked for the last verdict; it still counts
@@ -393,7 +393,7 @@ class Guard:
         if not params:
             raise ValueError("no parameter has a gradient: call backward() before guard.step()")
         if clip and not clip > 0:
-            raise ValueError(f"clip={clip}: a limit is above 0 (0 or None: no limit)")
+            raise ValueError(f"clip={clip}: give a limit above 0 (0 or None: none)")
         on_device = all(map(skips_on_device, optimizers))
         scaled = scaler and scaler.is_enabled()
         scale = None
@@ -441,19 +441,19 @@ class Guard:
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
             optimizer.register_step_pre_hook(self._beside)
         if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
-            warnings.warn("the optimizer steps no parameter of the guard's network: make it "
-                          "Guard(net) of the network that is trained", stacklevel=3)
+            warnings.warn("the optimizer holds no parameter of the guard's network: call "
+                          "Guard(net) with the network that you train", stacklevel=3)
         if scaler is None and any(
             issubclass(type(x), GradScaler) and getattr(x, "_scale", None) is not None
             for x in gc.get_objects()
         ):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
-                          "scale: make it guard.step(optimizer, scaler)", stacklevel=3)
+                          "scale: call guard.step(optimizer, scaler)", stacklevel=3)
 
     def _beside(self, *_):
         if not Guard._stepping:
-            warnings.warn("optimizer.step() beside guard.step() takes each update twice: delete "
-                          "optimizer.step()", stacklevel=4)
+            warnings.warn("guard.step() and optimizer.step() together take each update twice: "
+                          "delete optimizer.step()", stacklevel=4)
 
     def verdict(self) -> Verdict | None:
         """Once after each step() or close(): the oldest that was not read; None: too young (lag).
@@ -509,7 +509,7 @@ class Guard:
         if due and not self._is_read:
             why = ", ".join(reasons) or "found_inf"
             warnings.warn(f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "
-                          f"{why}. guard.verdict() tells of each", stacklevel=6)
+                          f"{why}. guard.verdict() reports each", stacklevel=6)
         return Verdict(
             step,
             not rejected,

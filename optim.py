@@ -307,7 +307,7 @@ class ClippedAdamW(AdamW):
             found_inf = too_large if alone else too_large.maximum(found_inf)
             if self.clip:
                 if not self.clip > 0:
-                    raise ValueError(f"clip={self.clip}: a limit is above 0 (0 or None: no limit)")
+                    raise ValueError(f"clip={self.clip}: give a limit above 0 (0 or None: none)")
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
         steps = [step for *_, steps in work for step in steps]
         torch._foreach_add_(steps, [1 - found_inf] * len(steps))
@@ -357,7 +357,7 @@ class ClippedAdamW(AdamW):
         if level > self._warned:
             self._warned = level
             warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
-                          "a gradient is not finite", stacklevel=5)
+                          "a gradient is non-finite", stacklevel=5)
 
     def __getstate__(self):
         """For copy and pickle: everything but hooks, as in torch."""

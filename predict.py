@@ -45,12 +45,12 @@ def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         known = read_description(facts)
         name, side = known.get("model"), known["image_size"]
         if name not in [*MODELS]:
-            raise ValueError(f"model is {name}: `python train.py --help` lists all models")
+            raise ValueError(f"unknown model {name}: `python train.py --help` lists all models")
         if known["channels"] != 3:
-            raise ValueError(f"images of {known['channels']} channels: image files have 3")
+            raise ValueError(f"it takes {known['channels']} channels, and image files have 3")
         net = build(name, known["classes"], side, channels=3).eval()
         if hasattr(net, "judged_by"):
-            raise ValueError(f"{name} does not name the class of an image")
+            raise ValueError(f"{name} does not classify images")
         with torch.no_grad():
             net(torch.zeros(1, 3, side, side))  # what the sizes do not allow fails here
     except (ValueError, RuntimeError, MemoryError) as error:
@@ -60,7 +60,7 @@ def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise CheckpointError(f"{file} does not hold the {name} of {facts}: {', '.join(odd[:3])} "
                      f"({len(odd)} in all) differ in name, shape or dtype")
     if bad := non_finite(weights):
-        raise CheckpointError(f"{file} is not finite in {', '.join(bad[:3])}")
+        raise CheckpointError(f"{file} is non-finite in {', '.join(bad[:3])}")
     net.load_state_dict(weights)
     return net.to(memory_format=torch.channels_last), known
 
@@ -77,7 +77,7 @@ def predict(net: nn.Module, known: dict[str, Any], path: str) -> dict[str, float
     with fp32_eval(net):
         numbers = net(normalize(image[None]))[0]
     if not numbers.isfinite().all():
-        raise FloatingPointError("the outputs of the model are not finite")
+        raise FloatingPointError("the model's outputs are non-finite")
     if not known["regression"]:
         numbers = numbers.softmax(0)
     return dict(zip(known["classes"], numbers.tolist(), strict=True))
@@ -90,7 +90,7 @@ def say(text: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A trained model on your own images.")
-    parser.add_argument("folder", type=Path, help="of a run: it holds best.pt and model.json")
+    parser.add_argument("folder", type=Path, help="folder of a run, with best.pt and model.json")
     parser.add_argument("images", nargs="+")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that does not know a character
@@ -112,7 +112,7 @@ def main() -> int:
             answer = {best: answer[best]}
         numbers = ", ".join(f"{name} {number:.4g}" for name, number in answer.items())
         if not print_line(imagefolder.printable(f"{path}: {numbers}")):
-            say("standard output was closed: the other images have no answer")
+            say("standard output is closed: the other images get no answer")
             return 2
     return code
 

@@ -177,7 +177,7 @@ def network(run: Run) -> None:
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
-                refuse(2, f"{flag} {pattern} names no parameter of {args.model}")
+                refuse(2, f"{flag} {pattern} matches no parameter of {args.model}")
     micro_batch = args.batch_size // run.world_size // run.accum
     try:
         if hasattr(net, "init_from_data"):

@@ -119,7 +119,7 @@ def from_torchrun(name: str, alone: int = 0) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the environment variable {name} is {text!r}, no number") from None
+        raise ValueError(f"the environment variable {name} is {text!r}, not a number") from None
 
 
 def is_main_process() -> bool:
@@ -167,7 +167,7 @@ def must_agree(facts: Mapping[str, Any]) -> None:
               for key in first if facts[key] != first[key]]
     with refusing(ValueError):
         if others:
-            raise ValueError(f"rank {dist.get_rank()} is not like rank 0: {'; '.join(others)}")
+            raise ValueError(f"rank {dist.get_rank()} differs from rank 0: {'; '.join(others)}")
 
 
 @contextlib.contextmanager

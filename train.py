@@ -324,7 +324,7 @@ def save(run, good):
     if not bad:
         return None
     run.log.write(event="save refused", step=run.step, tensors=bad)
-    reason = f"not finite at a save: {', '.join(bad[:3])}"
+    reason = f"non-finite at a save: {', '.join(bad[:3])}"
     return answer(run, [Finding("diverged", run.step, None, reason)])
 
 

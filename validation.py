@@ -102,7 +102,7 @@ def unsound(run: Run, scores: dict[str, float]) -> str:
     first = run.healing.trend.first[:1]
     loss = scores["val_loss"]
     if not all(abs(x) <= LIMIT for x in scores.values()):
-        return f"the validation is not finite: {scores}"
+        return f"the validation is non-finite: {scores}"
     if scores.get(INDEPENDENT):
         return "the outputs no longer depend on the input"
     if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far

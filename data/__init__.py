@@ -153,7 +153,7 @@ def read_description(path: Path) -> dict[str, Any]:
 def regular(path: Path) -> Path:
     """`path` itself. A pipe would wait for its writer, and /dev/zero never ends."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return path
 
 
@@ -226,7 +226,7 @@ def load(
     except FileNotFoundError:
         if name or folder:
             raise
-        say("CIFAR-10 is neither here nor reachable: training on the embedded synthetic images\n"
+        say("CIFAR-10 is neither on disk nor reachable: training on synthetic images\n"
             "  (--data-dir DIR names a folder that has it; .cache is looked at too)")
         return Dataset("synthetic", *synthetic.load())
 

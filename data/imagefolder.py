@@ -467,7 +467,7 @@ def list_files(
 ) -> list[tuple[str, int]]:
     """(path, label) of every image file, in order. Each folder is read once."""
     if len(classes) == 1:
-        raise ValueError(f"{where} holds one class: there is nothing to tell apart")
+        raise ValueError(f"{where} holds one class: a classifier needs two or more")
     files, passed_over, others = [], {}, Counter()
     for label, top in enumerate(classes.values()):
         for folder, folders, names in os.walk(top, onerror=give_up, followlinks=True):
@@ -485,7 +485,7 @@ def list_files(
              f"upwards, into a class, or to what has been read{listed(passed_over)}")
     if others:
         counted = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(5))
-        say(f"{where}: files that are no images for this reader: {printable(counted)}")
+        say(f"{where}: files that this reader does not take for images: {printable(counted)}")
     if not files:
         raise ValueError(
             f"{where} holds no images: it should look like {where}/<class>/<image>.jpg"
@@ -536,7 +536,7 @@ def own_side(paths: list[str]) -> int | None:
 def image_file(path: str) -> Image.Image:
     """Open a regular file. A pipe would wait for its writer, a device may give bytes for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("this is no regular file")
+        raise ValueError("this is not a regular file")
     return Image.open(path)
 
 
@@ -547,7 +547,7 @@ def decode(path: str, crop: Crop) -> tuple[bytes, str]:
     """
     with image_file(path) as image:
         if image.format == "EPS":
-            raise ValueError("PostScript is a program: it is not run")
+            raise ValueError("PostScript is a program, and this reader runs none")
         if crop.only and image.size != (crop.side, crop.side):
             width, height = image.size
             raise OtherSize(
@@ -561,7 +561,7 @@ def decode(path: str, crop: Crop) -> tuple[bytes, str]:
         if image.mode.startswith(("1", "L", "I")) and image.mode != "LAB":
             unusual = "gray"
         if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] >= 2**16):
-            raise ValueError("pixels of 32 bits: what is white is not known, save 8 or 16 bits")
+            raise ValueError("pixels of 32 bits, whose range is unknown: save 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits: a conversion to RGB alone would clip at 255
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         if image.mode != "RGB":

@@ -66,7 +66,7 @@ def compile_if_it_pays(
     construct that cannot be compiled), `net` goes on as it is.
     """
     if steps < PAYS_AFTER:
-        return net, f"not compiled: that pays from {PAYS_AFTER:,} steps a shape on"
+        return net, f"not compiled: it pays from {PAYS_AFTER:,} steps a shape on"
     compiled = torch.compile(net, dynamic=False)
     try:
         trial(compiled)
@@ -134,6 +134,6 @@ class StepGraph:
         except torch.OutOfMemoryError:  # a RuntimeError too; its cure is a smaller micro-batch
             raise
         except RuntimeError as error:
-            why = "the step asks the device a question, so it cannot be a CUDA graph"
+            why = "the step reads from the device, so it cannot be a CUDA graph"
             raise NoGraph(f"{why}: {error}") from error
         self.graph = graph

@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)  # the constructor, too, adds its groups by this
         for p in param_group["params"]:
             if hasattr(p, "device_mesh"):
-                raise ValueError("a sharded matrix (DTensor) cannot be turned: leave it to AdamW")
+                raise ValueError("Muon does not take a sharded matrix (DTensor): leave it to AdamW")
             if p.ndim < 2 or not p.any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
             if p.dtype in HALF and self.makes_masters is None:

@@ -69,7 +69,7 @@ def replay(path: Path, rerun: Callable) -> int:
     found = checkpoint.load(path)
     with schema.reading(path):
         for sentence in schema.differences(found, Capsule, "its content"):
-            raise ValueError(f"this is no capsule of a bad step: {sentence}")
+            raise ValueError(f"this is not a capsule of a bad step: {sentence}")
         schema.refuse_unsound(found["state"])
         content = Capsule(**found)
         state = content.state
@@ -78,7 +78,7 @@ def replay(path: Path, rerun: Callable) -> int:
             raise ValueError(f"the model {about['model']} is not here")
         for images, labels in content.record["batches"]:
             if images.dim() != 4 or len(images) != len(labels):
-                raise ValueError("its batches are no images with labels")
+                raise ValueError("its batches are not images with labels")
         channels, side = images.shape[1:3]
     net = build(about["model"], content.class_names, side, channels)
     set_drop_path(net, about["drop_path"])

@@ -132,8 +132,8 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     if report.rank == run.rank and not any(run.folder.glob("bad_step_*")):
         capsule.save(run.folder / f"bad_step_{step}_rank{run.rank}.pt", run, kept, report)
     if report.verdict in ("divergence", "not reproducible") and not recorded:
-        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, this "
-                            "is acted on")
+        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, the "
+                            "run acts")
     cure = respond(run, report)
     if report.verdict != "data":  # steps before the cure would show the same again
         run.healing.examined_until = run.step
@@ -147,7 +147,7 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
     cures.append(verdict)
     end = None
     if verdict in LASTING and sum(cure in LASTING for cure in cures) > run.args.max_cures:
-        action = f"given up after {run.args.max_cures} cures"
+        action = f"gave up after {run.args.max_cures} cures"
         end = End("diverged", 3, report.symptom)
     elif verdict == "data":
         if cures.count(verdict) > max(3, 0.01 * report.step):
@@ -236,7 +236,7 @@ def out_of_memory(run: Run) -> None:
     """This rank's memory ended while DDP averaged: no rank uses this average, and all retake the
     step."""
     if 2 * run.accum > run.args.batch_size // run.world_size:
-        raise torch.OutOfMemoryError("not even one image a micro-batch fits into memory")
+        raise torch.OutOfMemoryError("one image a micro-batch does not fit into memory")
     run.guard.carry("veto", run.rank + 1)
     run.guard.carry("micro_batches", 2 * run.accum)
 

@@ -36,8 +36,8 @@ from rescue import probes, verify
 
 FIRST = 10  # losses from which the start is known
 HIGH = "the loss has been far above its past"
-UNLEARNT = "what was learnt is lost: the loss has been near its start"
-DEAD = "the gradient has been dead"
+UNLEARNT = "the model has lost what it learnt: the loss has been near its start"
+DEAD = "the gradient norm has been below 1e-12"
 # Steps in a row. A rate ten times too high brings a loss back to its start, and it recovers.
 PATIENCE = {HIGH: 20, UNLEARNT: 50, DEAD: 20}
 # Between two looks. A bias of 0 moves by 1e-29 at a rate of 1e-30: that is no movement.
@@ -230,7 +230,7 @@ def doubts(run: Run) -> list[str]:
         said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
                     f"{trend.mean:.4g} in training")
     if forgotten := validation.at_chance(run, scores, kept=0.5):
-        said.append(f"what was learnt is lost: {forgotten}")
+        said.append(f"the model has lost what it learnt: {forgotten}")
     return said
 
 
@@ -268,6 +268,7 @@ def ended_high(run: Run) -> str:
     suspected = any(steps >= 3 for steps in trend.suspicions.values())
     learnt = trend.start - min(trend.lowest, trend.start)
     if suspected and val_loss > trend.start - 0.2 * learnt:
-        return (f"what was learnt is lost: the last validation has a loss of {val_loss:.4g}, "
-                f"training had {trend.start:.4g} at the start and {trend.lowest:.4g} at best")
+        return (f"the model has lost what it learnt: the last validation has a loss of "
+                f"{val_loss:.4g}, training had {trend.start:.4g} at the start and "
+                f"{trend.lowest:.4g} at best")
     return ""

@@ -148,7 +148,7 @@ def read_back(run: Run) -> None:
             elif shapes != {name: t.shape for name, t in run.net.state_dict().items()}:
                 reason = f"{files.best} does not hold the weights of this network"
             elif bad := checkpoint.non_finite(best):
-                reason = f"{files.best} is not finite in {bad[0]}"
+                reason = f"{files.best} is non-finite in {bad[0]}"
             elif known != wanted | {"evaluated": 0}:
                 reason = f"{about} does not describe best.pt"
         except (checkpoint.CheckpointError, OSError) as error:
@@ -219,7 +219,7 @@ def take_over(run: Run, state: dict) -> None:
     if pending := state["guard"]["pending"]:
         _, row, names = pending
         if len(row) != len(run.guard.names) + 32 or not {"loss", "grad_norm"} <= {*names}:
-            raise ValueError("its verdict under way cannot be read")
+            raise ValueError("its pending verdict cannot be read")
     run.step = state["step"]
     if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):
         run.scores = state["scores"]  # else it is validated again
@@ -235,8 +235,8 @@ def restore(run: Run, state: dict) -> None:
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         groups = optimizer.state_dict()["param_groups"]  # decay, betas and eps are the flags'
         if [g["params"] for g in groups] != [g["params"] for g in saved["param_groups"]]:
-            raise ValueError("the checkpoint's optimizer groups its parameters otherwise: "
-                             "--weight-decay 0 cannot come or go within a run")
+            raise ValueError("the checkpoint's optimizer groups its parameters differently: a "
+                             "run cannot switch to or from --weight-decay 0")
         schema.refuse_moments(optimizer, saved)
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
         optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})

@@ -157,7 +157,7 @@ def test_a_file_that_is_not_what_was_saved_is_seen(folder):
     wrote(checkpoints, toy(3.0), 3)
     checkpoints.compare()
     save(folder / "last.pt", {**toy(4.0), "step": 3})
-    with pytest.raises(CheckpointError, match=r"last\.pt is not what was saved"):
+    with pytest.raises(CheckpointError, match=r"last\.pt is not what this run saved"):
         checkpoints.compare()
 
 
@@ -182,7 +182,7 @@ def test_code_in_a_file_with_a_right_checksum_is_not_run(tmp_path):
 @pytest.mark.parametrize(("state", "why"), [
     ([1], "holds a list"), ({"model": 1}, "step None"),
     ({"step": -5}, "step -5"), ({"step": 2.0}, "step 2.0"),
-    ({"step": 2, "exp_avg": torch.tensor([NAN])}, "not finite in exp_avg"),
+    ({"step": 2, "exp_avg": torch.tensor([NAN])}, "non-finite in exp_avg"),
 ])
 def test_a_file_that_no_run_can_go_on_from_is_refused(tmp_path, state, why):
     save(tmp_path / "last.pt", state)
@@ -439,10 +439,10 @@ def test_a_state_with_one_bad_number_is_refused_and_the_files_stay_byte_for_byte
     checkpoints.wait()
     before = contents(folder)
     dict(checkpoint.named_tensors(state))[place].view(-1)[-1] = NAN
-    why = rf"last\.pt is left alone: not finite in {place} \(1 in all\)"
+    why = rf"last\.pt is kept: the new state is non-finite in {place} \(1 in all\)"
     with pytest.warns(UserWarning, match=why):
         assert checkpoints.save(state, 3, good=True) == [place]
-    with pytest.warns(UserWarning, match=r"best\.pt is left alone"):
+    with pytest.warns(UserWarning, match=r"best\.pt is kept"):
         assert checkpoints.save_best({"w": torch.tensor([1.0, INF])}) == ["w"]
     checkpoints.wait()
     assert contents(folder) == before

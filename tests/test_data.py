@@ -305,7 +305,7 @@ def test_without_data_and_network_what_was_asked_for_is_refused_and_the_default_
     monkeypatch.chdir(tmp_path / "empty")
     line = "--model cifarnet-tiny --max-steps 2 --batch-size 40 --device cpu"
     assert train.main(line.split()) == 0
-    assert "training on the embedded synthetic images" in capsys.readouterr().out
+    assert "training on synthetic images" in capsys.readouterr().out
 
 
 def test_a_name_look_up_that_hangs_does_not_hold_the_run(monkeypatch):

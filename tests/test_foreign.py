@@ -275,7 +275,7 @@ def test_a_second_step_beside_the_guards_is_told():
 
 def test_a_guard_of_another_network_is_told():
     net, optimizer = small()
-    with pytest.warns(UserWarning, match="of the network that is trained"):
+    with pytest.warns(UserWarning, match="with the network that you train"):
         one_step(net, lambda: Guard(small()[0]).step(optimizer))
 
 
@@ -289,7 +289,7 @@ def test_a_scaler_that_is_left_out_is_told_before_the_update_unless_it_is_disabl
         before = net.weight.detach().clone()
         optimizer.zero_grad()
         scaler.scale(net(torch.ones(4, 3)).sum()).backward()
-        with pytest.raises(UserWarning, match=r"make it guard.step\(optimizer, scaler\)"):
+        with pytest.raises(UserWarning, match=r"call guard.step\(optimizer, scaler\)"):
             Guard(net).step(optimizer)
         assert torch.equal(net.weight, before)
         Guard(net).step(optimizer, scaler)

@@ -82,7 +82,7 @@ raise SystemExit(train.main(sys.argv[1:]))
 """)
     flags = ["--model=asks", "--dataset=synthetic", "--max-steps=12", "--cuda-graph"]
     code, _, err = run_script([asks, *flags], tmp_path)
-    assert code == 1 and "asks the device a question" in err and "--no-cuda-graph" in err
+    assert code == 1 and "reads from the device" in err and "--no-cuda-graph" in err
 
 
 class Growing(nn.Module):
@@ -172,7 +172,7 @@ def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic: ("compiled", net, dynamic))
     choose = graphs.compile_if_it_pays
     few = graphs.PAYS_AFTER - 1
-    assert choose(net, few, tried.append) == (net, "not compiled: that pays from 12,000 steps a "
+    assert choose(net, few, tried.append) == (net, "not compiled: it pays from 12,000 steps a "
                                                    "shape on") and not tried
     assert choose(net, few + 1, tried.append) == (("compiled", net, False), "compiled")
     assert tried == [("compiled", net, False)]

@@ -130,7 +130,7 @@ FAULTS = {
     "letters as classes": (facts(classes="abc"), "list of names"),
     "another model": (facts(model="resnet18"), "does not hold the resnet18"),
     "no such model": (facts(model="\x1b[31m"), "--help"),
-    "a model that draws": (facts(model="dit-test"), "does not name the class"),
+    "a model that draws": (facts(model="dit-test"), "does not classify images"),
     "six channels": (facts(channels=6, mean=[9.0] * 6, std=[9.0] * 6), "image files have 3"),
     "sizes exchanged": (facts(image_size=36, resize=32), "at least image_size"),
     "a size beyond memory": (facts(image_size=10**6, resize=10**6), "4096"),
@@ -141,13 +141,13 @@ FAULTS = {
     "a list": (text("[]"), "describes no model"),
     "nested": (text("[" * 10**5), "damaged"),
     "long": (text(" " * 2**25), "too long"),
-    **{f"{name} {kind}": (instead(name, make), "no regular file")
+    **{f"{name} {kind}": (instead(name, make), "not a regular file")
        for name in ("model.json", "best.pt")
        for kind, make in (("pipe", os.mkfifo), ("endless", to_zero))},
     "no weights": (("best.pt", Path.unlink), "No such file"),
     "half the weights": (("best.pt", lambda path: os.truncate(path, 9000)), "damaged"),
-    "nan": (weights(with_nan), "not finite in groups.0.norm1.running_var"),
-    "outputs of nan": (weights(of_each(lambda t: t * 10**18)), "outputs of the model"),
+    "nan": (weights(with_nan), "non-finite in groups.0.norm1.running_var"),
+    "outputs of nan": (weights(of_each(lambda t: t * 10**18)), "outputs are non-finite"),
     "complex": (weights(of_each(lambda t: t * (1 + 0j))), "dtype"),
     "a list of weights": (weights(lambda state: [*state.values()]), "does not hold"),
     "one more": (weights(lambda state: state | {7: 3}), "7"),
@@ -212,4 +212,4 @@ def test_a_regression_says_all_its_numbers_and_a_closed_output_ends_it(folder, s
     monkeypatch.setattr(predict, "print_line", lambda line: False)
     code, _, err = said(folder, folder / "red.png", folder / "red.png")
     assert code == 2
-    assert "standard output was closed" in err[0]
+    assert "standard output is closed" in err[0]

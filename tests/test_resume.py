@@ -70,7 +70,7 @@ def test_a_run_killed_again_and_again_ends_bit_for_bit_like_the_one_never_killed
     jobs.append(Job(few_images, killed, *FLAGS))
     assert jobs[-1].end() == [0], jobs[-1].err()
     assert ["resumed from" in job.out() for job in jobs] == [False, True, True, True]
-    assert "last.pt is damaged or truncated" in jobs[1].err()
+    assert "last.pt is damaged, truncated" in jobs[1].err()
     assert "last-1.pt after step" in jobs[1].out()
     assert differences(result(whole), result(killed)) == []
     lines = result(killed)["lines"]
@@ -227,7 +227,7 @@ train.main([*sys.argv[1:], "--seed", os.environ["RANK"]])
     first, second = run_ranks([other_seed, "--model", "cifarnet-tiny", "--data-dir", few_images,
                                "--out-dir", tmp_path / "run"], few_images.parent)
     assert first[0] == second[0] == 2 and first[2] == ""
-    assert "rank 1 is not like rank 0: seed 0 there, 1 here" in second[2]
+    assert "rank 1 differs from rank 0: seed 0 there, 1 here" in second[2]
     assert not (tmp_path / "run").exists()
 
 

@@ -204,7 +204,7 @@ REFUSED = [
         torch.cuda.is_available(), reason="this machine has a GPU: asking is right")),
     ("--precision O3", ["eps=1e-08 is exactly 0 in torch.float16"]),
     ("--keep-fp32 nothing.like.it", ["nothing.like.it"]),
-    ("--no-decay ü", ["names no parameter"]),
+    ("--no-decay ü", ["matches no parameter"]),
     ("--cutout 64", ["--cutout 64"]),
     ("--model vit-test --dataset imagefolder --image-size 30", ["not of 30"]),
     ("--model swin-t", ["swin-t takes images of 224, 448 or other multiples of 224", "not of 32"]),

@@ -292,7 +292,7 @@ def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_pa
 
 def test_a_script_that_is_not_there_is_named_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["autopsy", "nowhere.py"])
-    with pytest.raises(SystemExit, match=r"autopsy: nowhere\.py is no file"):
+    with pytest.raises(SystemExit, match=r"autopsy: nowhere\.py is not a file"):
         tool.main()
 
 
