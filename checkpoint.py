@@ -94,7 +94,7 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class CheckpointError(RuntimeError):
-    """A file cannot be read or written, or a state must not be written: name and cause."""
+    """A file cannot be read or written, or a state must not be written. Names file and cause."""
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -113,9 +113,9 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def non_finite(state: Any) -> list[str]:
     """Names of the tensors with NaN, inf or a magnitude above LIMIT. One host sync.
 
-    A mask may hold -inf: a tensor is a mask when every element is 0 or below -LIMIT, and its name
-    is not that of a weight, a running statistic or optimizer state. Other masks are refused:
-    register them with persistent=False.
+    A mask may hold -inf: a tensor is a mask if every element is 0 or below -LIMIT, and its name is
+    not that of a weight, a running statistic or optimizer state. It lists other masks too: register
+    them with persistent=False.
     """
     tensors, extremes = [], []
     for name, t in named_tensors(state):
@@ -144,9 +144,8 @@ def _is_mask(t: Tensor) -> bool:
 def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     """A copy of `state` in host memory, complete once the returned events have passed.
 
-    Training may go on at once: CUDA tensors are copied to pinned memory on the current stream, in
-    its order; everything else is copied when this returns. CheckpointError names what cannot be
-    saved.
+    You may go on training at once: this copies CUDA tensors to pinned memory on the current stream,
+    in its order, and everything else before it returns. CheckpointError names what cannot be saved.
     """
     devices = set()
 
@@ -249,9 +248,9 @@ def _fsync(path: Path) -> None:  # a file or a folder (on Windows: a file)
 
 
 def load(path: str | Path) -> Any:
-    """What was saved, on the CPU; no code in the file is run.
+    """Load a saved file, on the CPU. It runs no code in the file.
 
-    CheckpointError for a file missing, damaged or foreign, and for what is no regular file.
+    Raises CheckpointError for a missing, damaged or foreign file, and for any non-regular file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for its writer
@@ -280,7 +279,7 @@ def load(path: str | Path) -> Any:
 
 
 def load_run(path: str | Path) -> dict[str, Any]:
-    """A state that `save` wrote, finite."""
+    """Load a state that `save` wrote, and check that it is finite."""
     state = load(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a run")
@@ -330,8 +329,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     def save(self, state: Mapping[str, Any], step: int, good: bool = False) -> list[str]:
         """Write {**state, "step": step} to last.pt; if `good`, link last_good.pt to it.
 
-        A stop by signal is no reason to call a state good: the run that goes on would turn back to
-        another state than the run that was never stopped.
+        Do not call a state good because a signal stops the run: the resumed run would go back to
+        another state than a run that was never stopped.
 
         Returns the names of the non-finite tensors. If there is one, nothing is written. Raises
         CheckpointError.
@@ -361,7 +360,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return []
 
     def poll(self, *wanted: Path) -> None:
-        """Raise the error of a save that has failed since. Waits only for the files named."""
+        """Raise the error of a save that has failed since. Waits only for the named files."""
         for path, future in [*self._pending.items()]:
             if future.done() or path in wanted:
                 del self._pending[path]
@@ -374,7 +373,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     __exit__ = wait
 
     def compare(self) -> None:
-        """CheckpointError where a file is not what was saved here last. Call wait() before."""
+        """Raise CheckpointError if a file is not what was saved here last. Call wait() before."""
         for path, checksum in self._written.items():
             if zlib.crc32(path.read_bytes()) != checksum:
                 raise CheckpointError(f"{path} is not what this run saved: something else wrote it")
@@ -384,8 +383,9 @@ class Checkpoints(contextlib.AbstractContextManager):
     ) -> tuple[Path, dict[str, Any]] | None:
         """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt.
 
-        None if there is no file. CheckpointError if there are files and none is whole: a fresh
-        start would overwrite what may be rescued. load: may refuse a file by that error too.
+        None if there is no file. Raises CheckpointError if there are files and none is whole: a
+        fresh start would overwrite what you may rescue. load: may refuse a file with that error
+        too.
         """
         self.wait()
         files = [path for path in (self.last, self.previous, self.last_good) if path.exists()]
@@ -408,7 +408,7 @@ def rng_state(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
-    """Put back what `rng_state` returned; CUDA's if `state` has one and `device` is CUDA."""
+    """Restore what `rng_state` returned; CUDA's if `state` has one and `device` is CUDA."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":

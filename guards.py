@@ -2,15 +2,15 @@
 """
 Guards: see a non-finite number on the device, and keep it out of the weights.
 
-A check of the gradients is not enough. One forward that overflows writes inf into BatchNorm's
+A check of the gradients is not enough. If one forward overflows, it writes inf into BatchNorm's
 running variance: the optimizer skips the step, the training loss looks fine, and every evaluation
 from then on is NaN. A label of 1000 for a 10-way head is a device assert on CUDA: the process dies
 before anything can be saved. A check on one rank alone makes one replica skip while the others
-step. So each step is decided once, for all ranks, for any optimizer. A skipped step leaves weights,
-optimizer state and buffers as they were, bit for bit.
+step. So a Guard decides once a step, for all ranks and for any optimizer. A skipped step leaves
+weights, optimizer state and buffers as they were, bit for bit.
 
-The short way: one line before the loop, and guard.step(optimizer) in place of optimizer.step().
-It watches the gradients and the buffers on all ranks, and a warning tells of skipped steps.
+The short way: one line before the loop, and guard.step(optimizer) in place of optimizer.step(). The
+guard watches the gradients and the buffers on all ranks, and warns of skipped steps.
 
 Paste::
 
@@ -35,10 +35,10 @@ The long way sees the batch and the loss too, and says which of them was bad:
     guard.step(optimizer)
     verdict = guard.verdict()                   # one step late, so that the device never waits
 
-Without open() a step begins where the last one ended: a rejected step puts the buffers back to
-that. Call open() where something else wrote to the buffers, a checkpoint that was loaded, say, or
-where a forward exchanges buffers for others. One that changes its shape (a cache that grows), or is
-made in a step, stays as that step left it.
+Without open() a step begins where the last one ended, and a rejected step restores the buffers to
+that point. Call open() if something else has written to the buffers (you loaded a checkpoint), or
+if a forward replaces buffers. A buffer that changes its shape (a cache that grows), or that a step
+creates, stays as that step left it.
 
 Three rules. (1) Ranks exchange flags, never values: an all-reduce MAX can lose a NaN. (2) A skipped
 step is a select (`where`), never a product: 0 * NaN is NaN. (3) A comparison must fail for NaN:
@@ -48,10 +48,11 @@ magnitude above 1.8e19 (see LIMIT).
 Two kinds of optimizer skip without a host sync: torch's own fused ones, and any class that declares
 `skips_on_device = True`. Such a class reads torch's two attributes `found_inf` (1.0: change
 nothing) and `grad_scale` (divide the gradients by it; None: as they are) in its step(). For any
-other optimizer the verdict is read once a step, and a rejected step is not called.
+other optimizer the guard reads the verdict on the host, once a step, and does not call step() if
+the step is rejected.
 
-This file does not find the operation that made the number (autopsy/ does) and does not cure. Copy
-it alone: it needs torch.
+This file does not find the operation that made the number (autopsy/ does), and does not fix it.
+Copy it alone: it needs torch.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """2-norm of x, 0-dim, summed in fp32 at least: no number is larger, NaN stays NaN. No sync."""
+    """2-norm of x, 0-dim, summed in fp32 or wider. No element is larger, NaN stays NaN. No sync."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x.detach(), dtype=wide)
 
@@ -91,11 +92,11 @@ def with_gradient(optimizer):
 
 
 def skips_on_device(optimizer):
-    """Whether its step() changes nothing where its attribute found_inf is 1: known by its class.
+    """Whether step() changes nothing if the attribute found_inf is 1. The class decides.
 
-    torch's fused SGD leaves uninitialised momentum when its first step is skipped, so torch's own
-    need state first. Shards (DTensor) do not go with a plain found_inf. MPS's kernels ignored it
-    (pytorch #186360).
+    torch's fused SGD leaves uninitialised momentum if its first step is skipped, so torch's own
+    optimizers need state first. Shards (DTensor) do not accept a plain found_inf. MPS's kernels
+    ignored it (pytorch #186360).
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return getattr(optimizer, "skips_on_device", False)
@@ -154,9 +155,9 @@ class Guard:
         self.watch(net)
 
     def watch(self, net):
-        """Take the buffers of `net` into care. A step does it again when one was exchanged.
+        """Watch the buffers of `net`. A step does this again after a buffer was replaced.
 
-        What is not finite from the start is a mask, unless it is a running statistic.
+        A buffer that is non-finite from the start is a mask, unless it is a running statistic.
         """
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
         self._owners = [
@@ -197,12 +198,12 @@ class Guard:
                     self._left[b] = pair
 
     def open(self, step=None):
-        """Begin a step (attempted, not update) exactly here. `step`: its number; None: count.
+        """Begin an attempted step exactly here. step: its number; None: count on.
 
-        Without it a step begins where the last one ended: its buffers go back to that. A step that
-        was opened and not ended (an exception, a `continue`) never was: its buffers go back, too.
-        A buffer that was not finite here goes back to what the last accepted step left, as soon as
-        that step's verdict was read (with lag it costs two steps, else one): a warning names it.
+        Without it a step begins where the last one ended. If the last step was opened and not ended
+        (an exception, a `continue`), the guard restores its buffers and warns. A buffer that is
+        non-finite here gets the value that the last accepted step left, as soon as that step's
+        verdict is read (with lag this costs two steps, else one); a warning names the buffer.
         """
         if self.state == "open":
             warnings.warn("guard.step() or close() has not ended the last step: the guard restores "
@@ -221,7 +222,7 @@ class Guard:
             torch._foreach_copy_(live, before)
 
     def _mend(self):
-        """What was written between two steps and is not finite goes back, buffer by buffer."""
+        """Restore each buffer that something made non-finite between two steps."""
         bad = []
         for name, b in self.net.named_buffers():
             if b in self._left and not magnitude(b) <= LIMIT:
@@ -247,7 +248,8 @@ class Guard:
         self.state = "open"
 
     def _adopt(self):
-        """A tensor was assigned to a buffer: the one that was there takes its numbers and place."""
+        """Where the script assigned a tensor to a buffer, copy it into the old one and put that
+        back."""
         for owner, name, b in self._owners:
             new = owner.get(name)
             if new is b or new is None:
@@ -262,12 +264,14 @@ class Guard:
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
-        """One micro-batch. Returns labels that are safe to run with; see_batch(batch) a batch.
+        """Check one micro-batch. Returns labels that are safe to run with (see_batch(batch): a
+        batch).
 
-        Tensors, or nests of dicts, lists and tuples; other objects pass unseen. Floats must be
-        finite (a mask must be bool). Class labels are the integers in `labels`, in a mapping those
-        under LABELS. One out of range rejects the step, which must run: on CUDA a bad label is a
-        device assert. The caller's own batch stays raw. It is read by decide().
+        It takes tensors, or nests of dicts, lists and tuples; it passes over other objects. Floats
+        must be finite (a mask must be bool). Class labels are the integers in `labels`, in a
+        mapping those under LABELS. A label out of range rejects the step. The step still runs, so
+        the labels returned are safe: on CUDA a bad label is a device assert. Your own batch stays
+        unchanged. decide() reads it.
         """
         batch = dict(images) if isinstance(images, Mapping) else images  # a tokenizer's is no dict
         if labels is ...:
@@ -292,7 +296,7 @@ class Guard:
         return x
 
     def see_loss(self, loss: Tensor):
-        """The loss of one micro-batch, one number, before the loss scale."""
+        """Check the loss of one micro-batch: one number, before you scale it."""
         # No buffer is touched here: a backward may still need what it holds.
         self._unread += (("loss", loss.detach().float().reshape(())),)
 
@@ -317,10 +321,11 @@ class Guard:
 
     @torch.no_grad()
     def decide(self, gradients=()):
-        """After the last backward, on every rank: 0-dim fp32, 1.0 if a flag is up on any rank.
+        """After the last backward, on every rank. Returns 0-dim fp32: 1.0 = a flag is up on some
+        rank.
 
-        All that was seen is read here, and these gradients: one launch for each dtype. Sparse,
-        complex and sharded gradients (DTensor) count too.
+        It reads all that the guard has seen, and these gradients: one launch for each dtype.
+        Sparse, complex and sharded gradients (DTensor) count too.
         """
         if self.state != "open":
             self._begin()
@@ -356,7 +361,8 @@ class Guard:
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
-        """End the step; decide, if nobody has. found_inf: 1.0 = rejected. stats: 0-dim, at most 31.
+        """End the step; decide unless you have. found_inf: 1.0 = rejected. stats: 0-dim, at most
+        31.
 
         From open() to here all stays on the device, so that a CUDA graph can hold it.
         """
@@ -380,13 +386,14 @@ class Guard:
         clip: float | None = None,
         **stats: Tensor,
     ):
-        """Measure the gradients, decide once for all ranks, clip and step or do not, put the
-        buffers back. Returns the verdict, 0-dim fp32 on the device, 1.0 = rejected.
+        """Measure the gradients and decide once for all ranks; then clip and step, or restore the
+        buffers. Returns the verdict, 0-dim fp32 on the device: 1.0 = rejected.
 
-        In place of optimizer.step() and scaler.step(optimizer). zero_grad() and scaler.update()
-        stay the caller's. optimizers: one, or a list for one verdict. scaler: GradScaler or
-        LossScaler; that of every rank hears the verdict of all ranks. clip: largest gradient norm;
-        no clip_grad_norm_() before, which makes a norm of inf a step of zeros. stats: see close().
+        Call it in place of optimizer.step() and scaler.step(optimizer); you still call zero_grad()
+        and scaler.update(). optimizers: one, or a list for one verdict. scaler: GradScaler or
+        LossScaler; each rank's scaler gets the verdict of all ranks. clip: largest gradient norm.
+        Do not call clip_grad_norm_() before: it turns a norm of inf into a step of zeros. stats:
+        see close().
         """
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         params = [p for o in optimizers for p in with_gradient(o)]
@@ -436,7 +443,7 @@ class Guard:
         return bad
 
     def _check_use(self, optimizer, scaler):
-        """At the first step of an optimizer, on the host: mistakes that nothing else would show."""
+        """At the first step of an optimizer, warn of mistakes that nothing else would show."""
         self._known.add(optimizer)
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
             optimizer.register_step_pre_hook(self._beside)
@@ -456,9 +463,9 @@ class Guard:
                           "delete optimizer.step()", stacklevel=4)
 
     def verdict(self) -> Verdict | None:
-        """Once after each step() or close(): the oldest that was not read; None: too young (lag).
+        """Once after each step() or close(). Returns the oldest unread one; None: too early (lag).
 
-        Without calls of it, the first skipped step and ten in a row are told by a warning.
+        If you never call it, the guard warns of the first skipped step and of ten in a row.
         """
         self._is_read = True
         if self.state == "open":  # a CUDA graph has replayed the rest of the step
@@ -476,12 +483,12 @@ class Guard:
         return last if self.lag else self._read()
 
     def flush(self):
-        """Wait for everything under way; the last verdict, or None."""
+        """Wait for every pending verdict. Returns the last one, or None."""
         last = self._send()
         return self._read() or last
 
     def set_lag(self, lag):
-        """From now on with or without lag. Returns what was under way, see flush()."""
+        """Switch lag on or off. Returns the pending verdict, see flush()."""
         last = None if lag == self.lag else self.flush()
         self.lag = lag
         return last
@@ -520,8 +527,8 @@ class Guard:
         )
 
     def state_dict(self):
-        """Counters and the verdict under way: a run that goes on from here reads it at its next
-        step. Plain numbers. Waits for the device. Read verdict() before: it is None afterwards."""
+        """Counters and the pending verdict, as plain numbers; a resumed run reads that verdict at
+        its next step. Waits for the device. Call verdict() before: it returns None afterwards."""
         self._send()
         pending = None
         if self._pending:

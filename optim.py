@@ -31,8 +31,8 @@ one all-reduce of one number, so all ranks skip together; the kernel gets the lo
 the parameters in fp32, let MixedPrecisionPolicy cast them, and save with
 torch.distributed.checkpoint. (It leaves out masters, which start from the half weights then.)
 
-Any torch optimizer can stand in its place. What a training loop may ask of an optimizer has four
-members. The first three are torch's own, written for GradScaler (_step_supports_amp_scaling):
+Any torch optimizer can take its place. The training loop uses four members of an optimizer. The
+first three are torch's own, written for GradScaler (_step_supports_amp_scaling):
 
     step()        updates, or leaves every bit as it was
     found_inf     set before step(): 0-dim fp32 on the device, 1.0 = reject
@@ -84,7 +84,7 @@ class StepResult(NamedTuple):
 def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Iterable[str] = (),
                  lr_scale: dict[str, float] | None = None,
                  skip: Iterable[Tensor] = ()) -> list[dict[str, Any]]:
-    """Trainable parameters of net, grouped by weight decay and learning-rate multiplier.
+    """Group the trainable parameters of net by weight decay and learning-rate multiplier.
 
     No weight decay for: tensors of fewer than two dimensions (biases, norm scales), everything
     directly in an embedding or in a module with "Norm" in its class name, names that match a
@@ -134,8 +134,8 @@ class Schedule:
 
         lr * lr_scale * multipliers[updates] * factor      the group's lr and lr_scale at the start
 
-    The last multiplier goes on. Call update() after each step. Load a checkpoint after the
-    optimizers'. Optimizers that are not fused ask the device for the rate at each step; torch's
+    The last multiplier stays. Call update() after each step. Load its checkpoint after those of the
+    optimizers. Optimizers that are not fused read the rate from the device at each step; torch's
     Adam and AdamW refuse such a rate with foreach=True.
     """
 
@@ -183,7 +183,7 @@ class Schedule:
 
 
 def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
-    """Why AdamW must not keep its state in dtype with this eps and beta2; "": it may."""
+    """Why AdamW must not keep its state in dtype with this eps and beta2; "" if it may."""
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}: AdamW divides 0 by 0 where a gradient is 0"
     # Distance from 1 to the next number; rounding moves by half of it at most. v = 1 + unit is the
@@ -209,7 +209,7 @@ def layout(t: Tensor) -> tuple:
 
 
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
-    """2-norm of all, 0-dim, summed in fp32. Of shards too: the same number on each rank."""
+    """2-norm of all tensors, 0-dim, summed in fp32; of shards too: the same number on each rank."""
     groups = {}
     for grad in grads:
         shards = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
@@ -227,7 +227,7 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
 
 
 class ClippedAdamW(AdamW):
-    """AdamW (arXiv 1711.05101) that clips the global gradient norm and rejects what is not finite.
+    """AdamW (arXiv 1711.05101) that clips the global gradient norm and rejects non-finite steps.
 
     Args:
         args, kwargs: those of torch.optim.AdamW: params, lr, betas, eps, weight_decay, amsgrad
@@ -237,7 +237,7 @@ class ClippedAdamW(AdamW):
         masters: True: fp32 masters of half parameters, copied here: load weights before.
             None: refuse half parameters. False: half state, an experiment.
 
-    On a device that is neither CUDA nor a CPU the verdict is read on the host, once a step.
+    On a device that is neither CUDA nor a CPU the host reads the verdict, once a step.
     """
 
     skips_on_device = True
@@ -280,7 +280,7 @@ class ClippedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale: Tensor | None = None) -> StepResult | Any:
-        """Remove the loss scale, clip and update, or reject; decided on the device, without a sync.
+        """Remove the loss scale, clip and update, or reject. The device decides, without a sync.
 
         grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: the attribute
         grad_scale, if GradScaler or a guard has set it. The attribute found_inf = 1 rejects the
@@ -348,7 +348,7 @@ class ClippedAdamW(AdamW):
         return g, targets, grads, *columns
 
     def _warn(self, found_inf):
-        """Without a guard: say the first skipped step, and ten in a row."""
+        """Without a guard, warn of the first skipped step, and of ten in a row."""
         self._skipped += found_inf
         self._skipped[1] *= found_inf
         self._skipped_on_host.copy_(self._skipped, non_blocking=self._skipped.is_cuda)
@@ -364,13 +364,14 @@ class ClippedAdamW(AdamW):
         return {key: value for key, value in vars(self).items() if "hook" not in key}
 
     def state_dict(self):
-        """torch.optim.AdamW's, which loads it, with masters beside it. The tensors are live."""
+        """The state_dict of torch.optim.AdamW, which can load it, plus masters. The tensors are
+        live."""
         return super().state_dict() | {"masters": list(self.masters.values())}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over copies of a state_dict(), or of torch.optim.AdamW's; then masters start from
-        the parameters. Load the weights first. As in torch, the checkpoint's groups count.
+        """Copy a state_dict(), or that of torch.optim.AdamW; then masters start from the
+        parameters. Load the weights first. As in torch, the checkpoint's groups count.
         """
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the moments to half
         # Torch numbers parameters; torch.distributed.checkpoint names them.

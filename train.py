@@ -51,11 +51,11 @@ CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewe
 # --- The step
 
 def train_step(run, images, labels, inspect=None, eager=False):
-    """All of a step that happens on the device. No host sync, no branch on a value: a CUDA graph
-    can hold it. Call run.guard.open(step) before it, and run.guard.verdict() after it.
+    """The part of a step that runs on the device. It has no host sync and no branch on a value, so
+    a CUDA graph can hold it. Call run.guard.open(step) before it, and run.guard.verdict() after it.
 
-    inspect: called between the last backward and the decision. eager: run the model without its
-    compiled code, which ignores the hooks of this step. Returns found_inf: 1. = rejected.
+    inspect: a function to call between the last backward and the decision. eager: run the model
+    without compiled code, which ignores the hooks of this step. Returns found_inf: 1. = rejected.
     """
     guard, scaler = run.guard, run.scaler
     forward = run.model  # one process and no compiler
@@ -142,7 +142,7 @@ def attempt(run, step, images, labels, signal=0, eager=False):
 # --- The loop
 
 class Finding(NamedTuple):
-    """What the host has learnt about a step and has to answer."""
+    """What the host has learnt about a step and must answer."""
 
     kind: str  # signal, rejected, no memory, mismatch, diverged, too many
     step: int
@@ -196,8 +196,8 @@ def train(run, stop):
 
 
 def digest(run, verdict):
-    """The host's side of a step: count it and log it. Returns what has to be answered. The same
-    on every rank."""
+    """The host's side of a step: count it and log it. Returns what the run must answer, the same on
+    every rank."""
     if verdict is None:
         return []
     findings = []
@@ -234,7 +234,7 @@ def digest(run, verdict):
 
 
 def goes_on(end):
-    """Whether there is no end yet, or a stop by a signal: it waits for what is not answered yet."""
+    """Whether the run has no end yet, or only a signal stops it, which waits for open findings."""
     return end is None or end.code > 128
 
 
@@ -264,7 +264,7 @@ def answer(run, findings, record=None):
 
 
 def retake(run, step):
-    """A step that did not fit into memory on some rank, once more: in smaller micro-batches."""
+    """Repeat a step that did not fit into memory on some rank, in smaller micro-batches."""
     attempts = run.args.batch_size.bit_length()  # each time they are halved
     findings = []
     for _ in range(attempts):
@@ -278,7 +278,7 @@ def retake(run, step):
 
 
 def end_of_step(run, end, began):
-    """Validate where an epoch ends, save where it is time. Returns the end of the run, or None."""
+    """Validate at the end of an epoch; save when due. Returns the end of the run, or None."""
     last = run.step >= run.total_steps
     validates = last or run.step % run.epoch_steps == 0
     saves = validates or run.step % (run.args.ckpt_every or run.epoch_steps) == 0
@@ -298,7 +298,7 @@ def end_of_step(run, end, began):
 
 
 def validate(run):
-    """Validate, log, and turn back where the validation says that the model is lost."""
+    """Validate and log. Go back if the validation says that the model is lost."""
     if warning := validation.validate(run):
         run.log.warn(run.step, warning)
     trend = run.healing.trend
@@ -316,7 +316,7 @@ def validate(run):
 
 
 def save(run, good):
-    """A state that holds a non-finite number is not written: the run turns back. `good`: this may
+    """Save, unless the state holds a non-finite number: then the run goes back. good: the state may
     become last_good, if nothing is suspicious."""
     ranks.share_buffers(run.net)
     good = good and not notice.is_suspicious(run) and validation.sample_is_sound(run)
@@ -329,9 +329,9 @@ def save(run, good):
 
 
 def conclude(run):
-    """How did the run end? validate() and save() come just before, so that the validation is sound
-    and a finite state is on disk. Here: most steps were accepted, each tensor has learnt, and
-    nothing is suspicious."""
+    """How did the run end? validate() and save() come just before: they prove a sound validation
+    and a finite state on disk. This function checks that most steps were accepted, each tensor has
+    learnt, and nothing is suspicious."""
     resume.read_back(run)  # raises where it is not on disk
     if reasons := notice.evidence_of_loss(run):
         return End("diverged", 3, "; ".join(reasons))
@@ -339,7 +339,7 @@ def conclude(run):
 
 
 def explain(error):
-    """On standard error: a sentence where it is known what to do, else the traceback of a bug."""
+    """Print a sentence on standard error if we know what to do, else the traceback of a bug."""
     advice = {
         torch.OutOfMemoryError:
             "try: the same command with twice the --accum-steps, and --resume auto",
@@ -355,7 +355,7 @@ def explain(error):
 
 
 def finish(run, end):
-    """The summary, on standard output as the last line, however the run has ended."""
+    """Print the summary as the last line of standard output, however the run ended."""
     args = run.args
     summary = {
         "status": end.status, "reason": end.reason, "model": args.model,
