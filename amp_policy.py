@@ -41,7 +41,7 @@ What popular snippets get wrong:
 Half precision is not always faster: a CPU that multiplies bf16 without AMX may take twice fp32's
 time. So "auto" times what is safe, and takes half precision where it saves 10 % or more.
 
-To copy this file: it needs torch, nothing else. It never repairs a number.
+Copy this file alone: it needs torch. It never repairs a number.
 
 Paste::
 
@@ -87,7 +87,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Policy:
-    """One level, bound to a device type. `str(policy)` is its name and why it was chosen."""
+    """One level, bound to a device type. `str(policy)` gives its name and the reason."""
 
     name: str
     dtype: torch.dtype  # matmuls and convolutions
@@ -138,7 +138,7 @@ class Policy:
 
 
 def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Half and fp32 tensors become what the weights are; integers and fp64 stay."""
+    """Cast half and fp32 tensors to the dtype of the weights; leave integers and fp64."""
     if hasattr(module, "fp32_island"):
         return None
     # Read at each call: an evaluation in fp32 lends fp32 weights.
@@ -176,7 +176,7 @@ SPELLINGS = {
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the choice depends on and nothing else, so that a test can fake any machine."""
+    """All that the choice depends on, so that a test can fake any machine."""
 
     device: str  # "cuda" (ROCm too), "cpu", "mps", ...
     name: str = ""  # the driver's; on ROCm the gfx architecture, on a CPU the machine type
@@ -196,7 +196,7 @@ class Capabilities:
 
 
 def capabilities(device: str | torch.device) -> Capabilities:
-    """Read the machine; only `device` is touched, so a CPU run never wakes CUDA."""
+    """Read the machine. It touches only `device`, so a CPU run never initializes CUDA."""
     kind = torch.device(device).type
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -228,7 +228,7 @@ def _gradients(device: str, dtype: torch.dtype, layers: list[Tensor]) -> tuple[T
 
 
 def self_test(device: str, dtype: torch.dtype) -> str:
-    """Gradients of a convolution and a matrix product in `dtype` beside fp32: "", or the fault.
+    """Compare a convolution's and a matrix product's gradients with fp32: "", or the fault.
 
     A GTX 16xx says 7.5 like a T4, and returns NaN from fp16 convolutions (pytorch #58123).
     """
@@ -242,7 +242,7 @@ def self_test(device: str, dtype: torch.dtype) -> str:
 
 
 def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]:
-    """Seconds of a convolution and a matrix product, forward and backward, in each dtype.
+    """Time a convolution and a matrix product, forward and backward, in each dtype, in seconds.
 
     The least of six rounds, in which the dtypes take turns. The first round loads kernels.
     """
@@ -261,7 +261,7 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]
 def seconds_of_pass(
     model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype
 ) -> float:
-    """Of loss, _ = model(images, labels) and its backward, under autocast to `dtype`.
+    """Time loss, _ = model(images, labels) and its backward, under autocast to `dtype`.
 
     Parameters, buffers, what modules carry from call to call, and torch's random numbers stay.
     """
@@ -288,14 +288,14 @@ def choose_policy(
     trial: Callable[..., str] | None = self_test,
     stopwatch: Callable[..., tuple[float, ...]] | None = stopwatch,
 ) -> Policy:
-    """The policy called `name`, or for "auto" the fastest safe one, with the reason.
+    """Return the policy `name`, or for "auto" the fastest safe one, with the reason.
 
     caps: of the device to use; None for the GPU if there is one, else the CPU. Safe is bf16 where
     the chip multiplies it natively, and fp16 on CUDA chips from capability 7.0 on. It has to pass
-    `trial`, and to save 10 % of fp32's time by `stopwatch`: pass one that times your own step.
-    A half precision that was asked for is tried and timed too: see `policy.warnings`. None for
-    either leaves it out. Two ranks may measure two things, so let rank 0 choose for all.
-    ValueError on an unknown name.
+    `trial`, and to save 10 % of fp32's time by `stopwatch`: pass one that times your own step. It
+    tries and times a half precision that you ask for too: see `policy.warnings`. None for either
+    skips it. Two ranks may measure different times, so let rank 0 choose for all. Raises ValueError
+    for an unknown name.
     """
     name = SPELLINGS.get(name, name)
     if name not in ("auto", *POLICIES):
@@ -384,7 +384,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor:
-        """The scale, 0-dim fp32 on the device: the same tensor all along, 1.0 when disabled."""
+        """The scale, 0-dim fp32 on the device: always the same tensor, 1.0 if disabled."""
         if not self.is_enabled():
             return self._one
         if self._scale is None:
@@ -411,7 +411,7 @@ class LossScaler(torch.amp.GradScaler):
         scale.clamp_(self.floor, self.ceiling)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load, or start afresh with a warning where nothing fits (a resume at another level)."""
+        """Load, or start afresh with a warning if nothing fits (a resume at another level)."""
         scale = state.get("scale", math.nan)
         if self.floor <= scale <= self.ceiling:
             super().load_state_dict(state)

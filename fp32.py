@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
-fp32 on request: a module in fp32, an evaluation in fp32, and where half precision parts from it.
+fp32 on request: a module in fp32, an evaluation in fp32, and where half precision differs.
 
 Half precision fails where a number leaves its format. The largest fp16 number is 65504, so a sum of
 squares over 300 values of 15 is inf. bf16 reaches 3.4e38 and keeps 8 bits, so 257 is stored as 256.
@@ -13,10 +13,10 @@ Three tools answer this:
 
 `autocast(enabled=False)` alone is not fp32. Half weights stay half, cuDNN uses TF32 (10-bit
 mantissas) by default, and an inner `autocast(enabled=True)` wins. `fp32_eval` lends fp32 weights,
-turns TF32 off, and raises RuntimeError where the network computes in half precision all the same.
-The error names the module.
+turns TF32 off, and raises RuntimeError if the network computes in half precision all the same. The
+error names the module.
 
-No parameter and no state_dict key changes. To copy this file: it needs torch, nothing else.
+No parameter and no state_dict key changes. Copy this file alone: it needs torch.
 
 Paste::
 
@@ -106,7 +106,7 @@ def _matches(module: nn.Module, name: str, pattern: str | type) -> bool:
 
 
 def pinned(net: nn.Module, keep_output: bool = False) -> list[str]:
-    """The names pinned so far, or only those that keep their output.
+    """The names of the pinned modules, or only those that keep their output.
 
     For the checkpoint, and for `keep_fp32` on a resume: all names first, then those that keep
     their output.
@@ -161,7 +161,7 @@ def _island_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def fp32_eval(net: nn.Module, masters: Mapping | None = None) -> Iterator[None]:
-    """Inside, `net` computes in fp32 and nothing else; afterwards, all is as it was.
+    """Inside, `net` computes only in fp32; afterwards everything is as before.
 
     Autocast and TF32 are off. Half parameters and buffers are replaced by fp32 copies, parameters
     by `masters[p]` (fp32, same shape) where given; the parameters themselves are never written.
@@ -191,7 +191,7 @@ def fp32_eval(net: nn.Module, masters: Mapping | None = None) -> Iterator[None]:
 
 
 class _OnlyFp32(TorchFunctionMode):
-    """Raises where torch is called under autocast, or where a module of `net` returns half."""
+    """Raise if torch is called under autocast, or if a module of `net` returns half precision."""
 
     def __init__(self, net: nn.Module, device: str) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ TF32_SWITCHES = (
 
 @contextlib.contextmanager
 def _tf32_off() -> Iterator[None]:
-    """TF32 off inside; outside, every switch as it was, whichever interface had set it."""
+    """Turn TF32 off inside; then restore every switch, whichever interface had set it."""
     newer = [switch.fp32_precision for switch in TF32_SWITCHES]
     try:
         older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -260,7 +260,7 @@ TOLERANCE = 0.05  # as a share of predictions, of the loss (at least of 1), of a
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One batch in the training precision beside fp32. Shares are of rows, losses are means."""
+    """One batch in the training precision and in fp32. Shares count rows, losses are means."""
 
     nonfinite: float  # share of rows whose loss is NaN or inf in the training precision
     nonfinite_fp32: float

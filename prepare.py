@@ -1,5 +1,5 @@
 """
-Prepare: everything that is decided before the first step, each decision with its reason.
+Prepare: every decision before the first step, each with its reason.
 
 train.py calls setup(), which calls the functions of this file in their order. Each takes the record
 of the run and fills in its part of it. Two rules:
@@ -51,7 +51,7 @@ CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
 
 
 def setup(run: Run, train_step: Callable) -> None:
-    """Make `run` ready for its first step, and say what was decided."""
+    """Prepare `run` for its first step, and print each decision."""
     args = run.args
     spent = {"torch": time.process_time()}  # seconds: its import, before anything of ours
 
@@ -95,7 +95,7 @@ def setup(run: Run, train_step: Callable) -> None:
 
 
 def process(run: Run) -> int:
-    """Device, ranks, seeds and torch's own switches. Returns this process's rank on its machine."""
+    """Set device, ranks, seeds and torch's switches. Returns this process's rank on its machine."""
     args = run.args
     with refusing(ValueError):
         run.device, run.rank, local_rank, run.world_size = join(args.device)
@@ -110,9 +110,9 @@ def process(run: Run) -> int:
 
 
 def data(run: Run, local_rank: int) -> list[str]:
-    """Data and the stream of batches. Returns a sentence for each file that could not be read.
+    """Load the data and make the stream of batches. Returns a sentence for each unreadable file.
 
-    Here alone is decided what data's errors mean: a wrong argument leaves with 2, bad data with 4.
+    Only this function maps errors of data to exit codes: 2 for a wrong argument, 4 for bad data.
     """
     args = run.args
     left_out = []
@@ -166,7 +166,7 @@ def data(run: Run, local_rank: int) -> list[str]:
 
 
 def network(run: Run) -> None:
-    """The network, bare and with its loss, on the device."""
+    """Build the network, bare and with its loss, on the device."""
     args = run.args
     recipe = MODELS[args.model][1]
     with refusing(DoesNotFit):
@@ -192,16 +192,16 @@ def network(run: Run) -> None:
 
 
 def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
-    """Of a forward and backward on `count` images."""
+    """Time a forward and backward pass on `count` images."""
     images, labels = run.stream.at(0)
     batch = images[:count], torch.zeros_like(labels[:count])
     return amp_policy.seconds_of_pass(run.model if model is None else model, *batch, dtype)
 
 
 def precision(run: Run, saved: dict | None) -> float | None:
-    """The precision. Returns the seconds of a step; None where nothing had to be timed.
+    """Choose the precision. Returns the seconds of a step, or None if it timed nothing.
 
-    Two ranks may measure two things, so rank 0 decides.
+    Two ranks may measure different times, so rank 0 decides.
     """
     args = run.args
     wanted = args.precision
@@ -247,9 +247,9 @@ def precision(run: Run, saved: dict | None) -> float | None:
 
 
 def length(run: Run, saved: dict | None, seconds: float | None) -> str:
-    """The number of steps, and what is a share of it. Returns a sentence about it.
+    """Set the number of steps, and what is a share of it. Returns a sentence about it.
 
-    A GPU gets the whole recipe, a CPU as much of it as two minutes hold.
+    A GPU gets the whole recipe, a CPU as many steps as take two minutes.
     """
     args, recipe = run.args, MODELS[run.args.model][1]
     run.epoch_steps = run.stream.steps_per_epoch
@@ -279,7 +279,7 @@ def length(run: Run, saved: dict | None, seconds: float | None) -> str:
 
 
 def training(run: Run) -> None:
-    """Optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
+    """Make optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
     args, recipe = run.args, MODELS[run.args.model][1]
     masters = run.policy.masters
     matrices = muon.matrices(run.net, args.muon)
@@ -311,9 +311,9 @@ def training(run: Run) -> None:
 
 
 def compilation(run: Run) -> str:
-    """Compile the network, where that is asked for or pays. Returns a sentence about it.
+    """Compile the network if you asked for it or if it pays. Returns a sentence about it.
 
-    What is planted needs eager mode. Without a CUDA graph the host, not the network, takes the time
+    Planted faults need eager mode. Without a CUDA graph the host, not the network, takes the time
     of a step.
     """
     args = run.args
@@ -329,7 +329,7 @@ def compilation(run: Run) -> str:
 
 
 def folder(run: Run, saved: dict | None) -> str:
-    """Go on from the checkpoint; the folder and its files. Returns what to say about a resume."""
+    """Resume from the checkpoint; make the folder and its files. Returns a note on the resume."""
     args = run.args
     run.identity = resume.identity(run)
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):

@@ -1,9 +1,9 @@
 """
 Record: what a run is, and all that changes in it. Typed data, no methods.
 
-Each fact stands here once, and whoever changes it changes it here. No field carries a message
-from one function to another: what a function finds, it returns. All wiring may import this file
-(train, prepare, validation, rescue/heal, rescue/verify).
+This file holds each fact once. No field carries a message from one function to another: a function
+returns what it finds. All wiring may import this file (train, prepare, validation, rescue/heal,
+rescue/verify).
 """
 
 import argparse
@@ -38,7 +38,7 @@ class End(NamedTuple):
 
 @dataclass
 class Trend:
-    """The loss of the accepted steps: what a run has learnt, and whether it has lost it."""
+    """The loss of the accepted steps: what a run has learnt, and whether it still has it."""
 
     first: list[float] = field(default_factory=list)  # the first ten losses
     start: float = math.inf  # the loss before anything was learnt
@@ -51,7 +51,7 @@ class Trend:
 
 @dataclass
 class Healing:
-    """What healing has done and what it watches. All of it is in the checkpoint."""
+    """What healing has done and what it watches. The checkpoint holds all of it."""
 
     healed: list[str] = field(default_factory=list)  # modules now in fp32, precisions gone to
     cures: list[str] = field(default_factory=list)  # the verdict of each

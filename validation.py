@@ -1,13 +1,13 @@
 """
-Validation: in fp32 whatever the training precision, and beside it what low precision says.
+Validation: always in fp32, and beside it what half precision says.
 
 A model may train well and evaluate to NaN: VMamba's loss fell for epochs while every evaluation
-under fp16 autocast overflowed, because one module's precision depended on train() and eval(). So
-the two numerics are checked separately: the figures come from fp32 weights with autocast off, and a
-few images are evaluated both ways and compared.
+under fp16 autocast overflowed, because one module's precision depended on train() and eval(). So a
+run checks both: it computes the metrics with fp32 weights and autocast off, then evaluates a few
+images both ways and compares.
 
-Every image is counted once on any number of ranks: ranks' shares differ in size, so sums are added
-up, never means. This file is wiring: train.py calls it.
+Every image counts once on any number of ranks: the ranks' shares differ in size, so they add up
+sums, never means. This file is wiring: train.py calls it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ INDEPENDENT = "val_input_ignored"  # 1.0: the outputs do not depend on the input
 
 @contextmanager
 def evaluated_weights(run: Run) -> Iterator[None]:
-    """Inside, run.model computes with what is evaluated: the average where there is one, in fp32
-    unless --eval-precision same. run.net.state_dict() is then of the same weights."""
+    """Inside, run.model computes with the weights to evaluate: the average if there is one, in fp32
+    unless --eval-precision same. run.net.state_dict() then holds the same weights."""
     masters = optim.master_params(run.optimizers)
     forced = run.args.eval_precision == "fp32"
     weights = masters.values() if forced else masters.keys()
@@ -57,8 +57,8 @@ def evaluated_weights(run: Run) -> Iterator[None]:
 def validate(run: Run) -> str:
     """Set run.scores, keep the best weights. Returns a warning or "".
 
-    Buffers become rank 0's on every rank. Rank 0 alone compares the precisions, shows what the
-    model makes, and writes.
+    Every rank takes rank 0's buffers. Only rank 0 compares the precisions, shows what the model
+    makes, and writes.
     """
     share_buffers(run.net)
     with evaluated_weights(run):
@@ -111,7 +111,8 @@ def unsound(run: Run, scores: dict[str, float]) -> str:
 
 
 def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
-    """Accuracy that was clearly above chance, and keeps less than this share of that; or ""."""
+    """Says if the accuracy was clearly above chance and keeps less than the share `kept` of that;
+    or ""."""
     if "val_acc1" not in scores or run.best is None:
         return ""
     accuracy = scores["val_acc1"]
@@ -125,8 +126,8 @@ def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
 
 
 def sample_is_sound(run: Run) -> bool:
-    """Whether a few images are evaluated as well as what was learnt promises: a checkpoint becomes
-    last_good by validation, not by silence. Rank 0 looks for all; no random number is drawn."""
+    """Whether a few images score as well as the run's loss promises: a checkpoint becomes last_good
+    by validation, not by silence. Rank 0 decides for all; it draws no random number."""
     if run.rank or not run.step:
         return True
     with torch.random.fork_rng(devices=[]), evaluated_weights(run):
@@ -201,9 +202,9 @@ def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
 
 
 def both_ways(run: Run) -> Any:
-    """What changes in low precision: amp_changed, the share of predictions that differ from fp32's,
-    and amp_nonfinite, the share of images whose loss is NaN or inf, go to run.scores. Returns the
-    Disagreement that is largest."""
+    """Compare half precision with fp32. Sets amp_changed, the share of predictions that differ from
+    fp32's, and amp_nonfinite, the share of images whose loss is NaN or inf, in run.scores. Returns
+    the largest Disagreement."""
     masters = optim.master_params(run.optimizers)
 
     def compare(x: Tensor, y: Tensor) -> Any:

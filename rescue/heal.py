@@ -3,7 +3,7 @@ Heal: what to do about a bad step that keeps coming back. A ladder of responses,
 
 A guard that only skips is a guard that stalls: when one module overflows in fp16 at every step,
 every step is skipped, the loss scale falls to its floor, and the run stands still without an error.
-So every rejected step is examined (autopsy/). What is done depends on the verdict:
+So autopsy/ examines every rejected step, and heal.py responds to its verdict:
 
     precision          finite in fp32           that module runs in fp32 from now on. If there is no
                                                 such module, or it is in fp32 already, the run goes
@@ -18,14 +18,13 @@ So every rejected step is examined (autopsy/). What is done depends on the verdi
     not reproducible   finite the second time   passed over; the fifth time: exit 5, suspect the
                                                 hardware
 
-The host learns of a rejection one step late. The step is then put together again from its number
-(batches are a pure function of the step) and examined with the weights of one update later: enough
-for data, weights and precision. The next 50 steps are recorded before they run, so that a fault
-that comes back is examined exactly as it was: only then are "divergence" and "not reproducible"
-believed.
+The host learns of a rejection one step late. It then rebuilds the step from its number (batches are
+a pure function of the step) and examines it with the weights of one update later: enough for data,
+weights and precision. It records the next 50 steps before they run, so that it can examine a fault
+that comes back exactly as it was. Only then does it believe "divergence" and "not reproducible".
 
-A turn back makes the run longer by the steps that it took back: the schedule goes back with the
-weights, and ends where it should. The number of cures is bounded (--max-cures).
+A run that goes back becomes longer by the steps that it takes back: the schedule goes back with the
+weights, and ends where it should. --max-cures bounds the number of cures.
 
 Every rank holds the same report (autopsy.agree) and takes the same turn. This file is wiring:
 train.py calls it. notice.py notices a run that is lost with finite numbers, capsule.py takes a
@@ -52,7 +51,7 @@ LASTING = ("precision", "weights", "divergence", "compiler")  # verdicts that ch
 
 
 class Cure(NamedTuple):
-    """What was found about a step, what was done, and whether the run ends here."""
+    """What autopsy found about a step, what the run did, and whether it ends here."""
 
     report: autopsy.Report
     action: str  # a sentence; "": nothing was done, the loss scale is finding its place
@@ -62,7 +61,7 @@ class Cure(NamedTuple):
 # --- The step once more
 
 def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.StepRecord:
-    """What examine() will need of a step: RNG and buffers as they are now, and its batches."""
+    """Record what examine() needs of a step: RNG and buffers as they are now, and its batches."""
     kept = autopsy.StepRecord(step, run.net, rank=run.rank)
     batch = images, labels, run.stream.indices(step - 1)
     for x, y, indices in zip(*(t.chunk(run.accum) for t in batch), strict=True):
@@ -71,7 +70,7 @@ def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.
 
 
 def batch_again(run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step that is over, with the faults that were planted in it."""
+    """The batch of a past step, with the faults that were planted in it."""
     run.injector.begin(step)  # not those of weights: these are as they are
     return run.injector.batch(*run.stream.at(step - 1))
 
@@ -113,8 +112,8 @@ def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Modul
 # --- The turn
 
 def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
-    """Examine a rejected step and do what helps. `kept`: its record, made before the step. The
-    first time, the guilty rank writes a capsule."""
+    """Examine a rejected step and respond. kept: its record, made before the step. The first time,
+    the guilty rank writes a capsule."""
     recorded = kept is not None
     kept = kept or record_step(run, step, *batch_again(run, step))
     compiled = None
@@ -141,7 +140,7 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
 
 
 def respond(run: Run, report: autopsy.Report) -> Cure:
-    """One rung of the ladder."""
+    """Do what the verdict asks for: one rung of the ladder."""
     verdict = report.verdict
     cures = run.healing.cures
     cures.append(verdict)
@@ -172,7 +171,7 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
 
 
 def more_precise(run: Run, report: autopsy.Report) -> str:
-    """fp32 for the module to blame; else fp16 -> bf16 where the chip has it -> fp32."""
+    """Put the guilty module into fp32; else go fp16 -> bf16 (if the chip has it) -> fp32."""
     kind, name = report.cure
     keep_output = "result" in kind
     before = pinned(run.net, keep_output=keep_output)
@@ -191,7 +190,7 @@ def more_precise(run: Run, report: autopsy.Report) -> str:
 
 
 def rewind(run: Run, slower: bool = False) -> str:
-    """Weights, moments and average of last_good. The data goes on where it is."""
+    """Restore weights, moments and average of last_good. The data goes on where it is."""
     run.checkpoints.wait()
     ranks.agreed(None)  # no rank reads the file before rank 0 has written it
     state = schema.load(run.checkpoints.last_good)
@@ -208,7 +207,7 @@ def rewind(run: Run, slower: bool = False) -> str:
 
 
 def diverged(run: Run, symptom: str) -> Cure:
-    """The response to a run that is lost with finite numbers, or whose state is not finite."""
+    """Respond to a run that is lost with finite numbers, or whose state is non-finite."""
     report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank,
                             precision=run.policy.name, symptom=symptom)
     run.healing.trend.suspicions = {}
@@ -218,8 +217,7 @@ def diverged(run: Run, symptom: str) -> Cure:
 
 
 def publish(run: Run, cure: Cure) -> None:
-    """What healing found and did, in the log and on the screen. A loss scale that finds its place
-    is no news."""
+    """Log and print what healing found and did. A loss scale that finds its place is no news."""
     if run.graph:
         run.graph.drop()  # a cure may have exchanged what the graph holds
     if cure.action:

@@ -2,8 +2,8 @@
 Notice: a run can be lost with finite numbers only. What it has learnt is the measure.
 
 A loss of 2.3 says nothing by itself: for ten classes it is chance, for a thousand it is a fine
-network. So a loss is compared with what this run has learnt, from `start` (before anything was
-learnt) to `lowest` (the best moving mean). What is sure turns the run back, or ends it "diverged":
+network. So this file compares a loss with what the run has learnt, from `start` (before it learnt
+anything) to `lowest` (the best moving mean). Certain signs send the run back, or end it "diverged":
 
     the loss       above twice its start, or four times what was usual, for 20 steps in a row;
                    or back within a tenth of its start, for 50
@@ -14,12 +14,11 @@ learnt) to `lowest` (the best moving mean). What is sure turns the run back, or 
     validation     not finite; 20 times worse than before anything was learnt; at chance at the end
                    after it was better (see validation.py)
 
-A spike that recovers is left alone. While a suspicion is open, last_good does not move, and a run
-that ends does not end "done".
+A spike that recovers does nothing. While a suspicion is open, last_good does not move, and no run
+ends "done".
 
-A task may be too hard, and a backbone may be frozen by intent. What cannot be told from that stops
-nothing: it stands in `warnings` of the last line (`doubts`). This file is wiring: train.py calls
-it.
+A task may be too hard, and you may freeze a backbone on purpose. A sign that fits these too stops
+nothing: the last line lists it in `warnings` (`doubts`). This file is wiring: train.py calls it.
 """
 
 from __future__ import annotations
@@ -84,19 +83,19 @@ def is_suspicious(run: Run) -> bool:
 
 
 def between_looks(run: Run) -> int:
-    """Steps. At least ten looks a run: what stops in the middle of a short one is seen too."""
+    """Steps between two looks. A run has at least ten, so a short one shows what stops midway."""
     return max(1, min(100, run.total_steps // 10))
 
 
 def is_look(run: Run, step: int) -> bool:
-    """Whether all weights and moments are looked at: a read of 12 bytes each."""
+    """Whether this step reads all weights and moments: 12 bytes each."""
     return step % between_looks(run) == 0 or step in (1, run.total_steps)
 
 
 def inspect_step(run: Run, step: int, sampler: probes.Probes | None
                 ) -> probes.TensorFigures:
-    """Between the last backward and the decision: what is too dear for every step. It may ask the
-    device. Returns the figures of all tensors."""
+    """Between the last backward and the decision, check what costs too much for every step. It may
+    wait for the device. Returns the figures of all tensors."""
     moments = [optimizer.state for optimizer in run.optimizers]
     named = dict(run.net.named_parameters())
     run.guard.see_state(param=named, optstate=moments)
@@ -129,7 +128,7 @@ def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
 
 @torch.no_grad()
 def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
-    """Of each tensor the last look at which it had moved, had a gradient, had a learning rate."""
+    """Note when each tensor last had moved, had a gradient, had a learning rate."""
     healing = run.healing
     named, rates = learning(run)
     samples = []
@@ -162,8 +161,7 @@ def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> N
 
 
 def evidence_of_loss(run: Run) -> list[str]:
-    """Why this run, at its last step, did not end well: sentences, [] if it did. What it doubts
-    goes to the warnings."""
+    """Say why this run did not end well: sentences, [] if it did. Doubts go to the warnings."""
     reasons = [has_not_learnt(run), ended_high(run)]
     if run.guard.skipped > 0.5 * run.guard.steps:
         reasons.append(f"{run.guard.skipped} of {run.guard.steps} steps were rejected")
@@ -205,7 +203,7 @@ def shortened(names: list[str]) -> str:
 
 
 def doubts(run: Run) -> list[str]:
-    """What a lost run shows, and a hard task or a part frozen by intent shows too: sentences."""
+    """Signs of a lost run that a hard task or a frozen part shows too: sentences."""
     trend = run.healing.trend
     scores = run.scores
     val_loss = scores["val_loss"]
@@ -256,7 +254,7 @@ def lifeless(run: Run) -> list[str]:
 
 
 def ended_high(run: Run) -> str:
-    """A loss that is high in the last steps, where the validation agrees: a spike is none."""
+    """Says if the loss is high in the last steps and validation agrees: a spike is no sign."""
     trend = run.healing.trend
     val_loss = run.scores["val_loss"]
     if not trend.first:

@@ -5,7 +5,7 @@ A run that stops may have been healed: modules pinned to fp32, a lower precision
 left out, a learning rate halved, a verdict not answered yet. A checkpoint without these repeats the
 failure that they answer. And a state may be of another level than the run: O2 keeps half weights
 with fp32 masters, fp32 keeps fp32 weights. So a checkpoint holds the masters in place of the half
-weights: a master, rounded, is its half weight to the bit. What a file has to hold says schema.py.
+weights: a master, rounded, is its half weight to the bit. schema.py says what a file must hold.
 This file is wiring.
 """
 
@@ -58,7 +58,7 @@ def identity(run: Run) -> dict:
 
 
 def read_checkpoint(run: Run) -> dict | None:
-    """The checkpoint to go on from, and its "path"; None: a new run."""
+    """Return the checkpoint to resume from, with its "path"; None: a new run."""
     args = run.args
     if args.resume == "none":
         return None
@@ -116,8 +116,8 @@ def make_folder(run: Run, new: bool) -> Path:
 
 
 def save(run: Run, good: bool) -> list[str]:
-    """Every rank brings its random numbers; rank 0 writes. Returns the names of the tensors that
-    are not finite: then nothing is written."""
+    """Every rank brings its random state; rank 0 writes. Returns the names of non-finite tensors:
+    then it has written nothing."""
     bad = []
     rng = all_values(checkpoint.rng_state(run.device))
     if run.rank == 0:
@@ -158,7 +158,7 @@ def read_back(run: Run) -> None:
 
 
 def whole_state(run: Run, rng: list[dict]) -> dict:
-    """All that a run needs to go on, and what is not answered yet."""
+    """All that a run needs to go on, open findings included."""
     names = {p: name for name, p in run.net.named_parameters()}
     masters = {names[p]: master for p, master in optim.master_params(run.optimizers).items()}
     return {
@@ -192,7 +192,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def load_whole_state(run: Run, state: dict) -> str:
-    """Go on where a whole_state() ends. Returns where, and what is different now."""
+    """Resume where a whole_state() ends. Returns where, and what differs now."""
     changes = schema.describe_changes(state["identity"], run.identity)
     with schema.reading(state["path"]):
         take_over(run, state)
