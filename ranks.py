@@ -12,7 +12,7 @@ depends on the rank that evaluates. So buffers are made equal when they are used
 torchrun restarts all ranks but keeps the store where they met, and the new ranks find the
 addresses of the dead ones there (pytorch issue 135712). So every start meets under its own name.
 
-Copy this file alone: it needs torch and nothing else. `torchrun --nproc_per_node=2 THIS.py`:
+Copy this file alone: it needs torch. `torchrun --nproc_per_node=2 THIS.py`:
 
 Paste::
 
@@ -66,7 +66,7 @@ class Ranks(NamedTuple):
 def join(kind: str = "auto") -> Ranks:
     """Choose this rank's device; join the process group (nccl on CUDA, else gloo).
 
-    ValueError for an absent device, and for variables that cannot be.
+    Raises ValueError for an absent device, and for impossible variables.
     """
     rank = from_torchrun("RANK")
     local_rank = from_torchrun("LOCAL_RANK")
@@ -109,12 +109,12 @@ def join(kind: str = "auto") -> Ranks:
 
 
 def together() -> bool:
-    """Whether this process is one of a group. (Some builds of torch have no groups.)"""
+    """Whether this process belongs to a group. (Some builds of torch have no groups.)"""
     return dist.is_available() and dist.is_initialized()
 
 
 def from_torchrun(name: str, alone: int = 0) -> int:
-    """RANK, LOCAL_RANK or WORLD_SIZE. ValueError for what is no number."""
+    """RANK, LOCAL_RANK or WORLD_SIZE. Raises ValueError if it is not a number."""
     text = os.environ.get(name, alone)
     try:
         return int(text)
@@ -123,12 +123,12 @@ def from_torchrun(name: str, alone: int = 0) -> int:
 
 
 def is_main_process() -> bool:
-    """Rank 0 alone prints."""
+    """Whether this is rank 0, which alone prints."""
     return from_torchrun("RANK") == 0
 
 
 def hides_progress() -> bool:
-    """Progress bars are shown on rank 0's terminal only, and not in a log file."""
+    """Whether to hide progress bars: on all ranks but rank 0, and in a log file."""
     return not (is_main_process() and sys.stderr and sys.stderr.isatty())
 
 
@@ -141,10 +141,10 @@ def refuse(code: int, sentence: object) -> NoReturn:
 
 @contextlib.contextmanager
 def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Iterator[None]:
-    """Around what reads a user's input, and nothing else: one of `errors` ends the run.
+    """Wrap code that reads a user's input, and nothing else: one of `errors` ends the run.
 
-    Every rank has to come here: where one of them meets an error, all leave with its `code`. The
-    sentence is the error's text and `advice`, once for all ranks that have the same to say.
+    Every rank must enter it: if one of them meets an error, all leave with its `code`. The sentence
+    is the error's text and `advice`, printed once for all ranks with the same sentence.
     """
     mine = None
     try:
@@ -161,7 +161,7 @@ def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Itera
 
 
 def must_agree(facts: Mapping[str, Any]) -> None:
-    """Leave with code 2 where a rank's facts are not those of rank 0. That rank says why."""
+    """Leave with code 2 if a rank's facts differ from rank 0's. That rank says why."""
     first = agreed(facts)
     others = [f"{key} {first[key]} there, {facts[key]} here"
               for key in first if facts[key] != first[key]]
@@ -188,8 +188,8 @@ def first_on_each_machine(local_rank: int) -> Iterator[None]:
 
 
 def name_missing(position: Callable[[], int]) -> None:
-    """From now on a thread names the ranks for which this one waits, on standard error, when a
-    tenth of TIMEOUT is left: NCCL's time-out ends the process without a name.
+    """Start a thread that names on standard error the ranks that this one waits for, when a tenth
+    of TIMEOUT is left: NCCL's time-out ends the process without a name.
 
     position: the number of the step that this rank has begun. Missing is who has not begun it, and
     whose thread is silent, because its process has stopped or its machine is gone.
@@ -227,10 +227,10 @@ def _watch(store: dist.Store, keys: list[str], own: int, position: Callable[[], 
 
 
 def leave() -> None:
-    """Give up the group, when rank 0 has printed: torchrun ends all processes when one leaves.
+    """Leave the group after rank 0 has printed: torchrun ends all processes when one leaves.
 
-    Forget your DDP before (`ddp = None`). Where it is the last to hold the group, its end waits for
-    a thread of gloo, and that thread may wait for the interpreter: a hang after the last line.
+    Drop your DDP before (`ddp = None`). If it is the last to hold the group, its end waits for a
+    thread of gloo, which may wait for the interpreter: a hang after the last line.
     """
     dist.barrier()
     gc.collect()  # a DDP that is forgotten may stand in a circle
@@ -266,17 +266,17 @@ def parallel(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ended: torch's own error, or one of cuBLAS, NCCL, the driver or the host."""
+    """Whether memory ran out: torch's own error, or one of cuBLAS, NCCL, the driver or the host."""
     known = isinstance(error, torch.OutOfMemoryError)
     return known or any(words in str(error) for words in NO_MEMORY)
 
 
 def backward(loss: Tensor, ddp: nn.Module, veto: Callable[[], None]) -> None:
-    """loss.backward(). Where memory ends on this rank after DDP's average began, it is finished.
+    """Call loss.backward(). If memory runs out after DDP's average began, finish the average.
 
-    The other ranks wait for this rank's share of the gradients. It gives zeros for what it has
-    not computed, calls veto(), which has to see to it that no rank uses the average, and returns.
-    Anywhere else the error goes to the caller, and no collective has begun.
+    The other ranks wait for this rank's share of the gradients. It gives zeros for what it has not
+    computed, calls veto(), which must make sure that no rank uses the average, and returns.
+    Otherwise the error goes to the caller, and no collective has begun.
     """
     if not getattr(ddp, "require_backward_grad_sync", False):  # no DDP, or inside no_sync()
         loss.backward()
@@ -305,7 +305,7 @@ def _versions(parameters: list[Tensor]) -> list[tuple[int, int] | None]:
 
 
 def share_buffers(net: nn.Module) -> None:
-    """Copy rank 0's buffers to every rank: BatchNorm's differ, and one set is evaluated."""
+    """Copy rank 0's buffers to every rank: BatchNorm's differ, and validation needs one set."""
     if together():
         for buffer in net.buffers():
             dist.broadcast(buffer, 0)

@@ -2,13 +2,13 @@
 """
 Report: what a run leaves behind for people and for programs: metrics.jsonl, and curves.png of it.
 
-A run that dies at night is judged by what it wrote. So every line is on the disk the moment it is
+You judge a run that died at night by what it wrote. So every line is on the disk the moment it is
 logged. NaN and inf are written as the strings "nan" and "inf": JSON has no word for them, and to
 leave them out would hide what a reader looks for. A resumed run cuts away the lines after its
-checkpoint: the file reads as if the run had never died. A line that a kill cut in two, or that
-something else spoilt, is left out. Who reads the output may leave (`| head -2`), and its disk may
-be full: the run goes on. A file is written as a new one and renamed: no link that lies in the
-folder leads a write elsewhere.
+checkpoint: the file reads as if the run had never died. Readers skip a line that a kill cut in two,
+or that something else spoilt. The reader of the output may leave (`| head -2`), or its disk may be
+full: the run goes on. It writes a new file and renames it: no link in the folder leads a write
+elsewhere.
 
     {"args": {...}, "model": "cifarnet", "precision": "bf16", "hardware": "...", ...}     first line
     {"step": 10, "loss": 1.93, "acc1": 31.2, "grad_norm": 0.41, "lr": 1e-3, "scale": 1.0, ...}
@@ -57,8 +57,8 @@ lost = []  # not empty: standard output cannot be written any more
 class MetricsFile:
     """metrics.jsonl: at step 0 a new file that begins with `header`, else cut back to `step`.
 
-    Create it on every rank; the one that `writes` does so. print_with: tqdm.write, say, which
-    leaves its bars whole.
+    Create it on every rank; only the one with `writes` writes. print_with: for example tqdm.write,
+    which leaves its bars whole.
     """
 
     def __init__(self, folder: str | Path, header: dict[str, Any], step: int = 0,
@@ -91,12 +91,12 @@ class MetricsFile:
                 self.board.add_scalar(name, float(fields[name]), fields["step"])
 
     def say(self, text: str) -> None:
-        """A line for people. Where it cannot be printed, metrics.jsonl says so."""
+        """Print a line for people. If it cannot be printed, metrics.jsonl says so."""
         if self.writes and not print_line(text, self.print_with):
             self.write(event="warning", text="standard output is closed or full: the run goes on")
 
     def warn(self, step: int, text: str) -> None:
-        """On the screen, in the file and in the list of warnings."""
+        """Print, log and keep a warning."""
         self.warnings.append(text)
         self.write(event="warning", step=step, text=text)
         self.say(f"step {step}: {text}")
@@ -123,8 +123,8 @@ def strict_json(value: Any) -> str:
 
 
 def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
-    """Print and flush. False: nobody reads any more, or the disk is full; from now on it goes
-    nowhere."""
+    """Print and flush. Returns False if nobody reads any more, or the disk is full; then later
+    lines go nowhere."""
     if sys.stdout is None:  # >&-
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         lost.append(text)
@@ -144,7 +144,7 @@ def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
 
 
 def print_last(summary: dict[str, Any]) -> None:
-    """One line of JSON, on standard error where standard output is lost."""
+    """Print one line of JSON, on standard error if standard output is lost."""
     line = strict_json(summary)
     print_line(line)
     if lost:
@@ -153,7 +153,7 @@ def print_last(summary: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are whole; none where there is no such file."""
+    """The whole lines of metrics.jsonl; none if there is no such file."""
     lines = []
     for text in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):

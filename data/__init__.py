@@ -1,9 +1,9 @@
 """
 Data: what a run trains on, as one `Dataset`, from one function `load`.
 
-A file data/NAME.py with a function `load(folder, image_size) -> Dataset` is the dataset NAME: no
-list has to be changed. The three files that are here return less than a Dataset, because each can
-be copied alone; `load` below adds the rest.
+A file data/NAME.py with a function `load(folder, image_size) -> Dataset` is the dataset NAME: you
+change no list. The three files here return less than a Dataset, because you can copy each alone;
+`load` below adds the rest.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ LARGEST = 4096  # pixels a side of what read_description accepts: more would fil
 
 
 class WrongArgument(ValueError):
-    """The data may be good: what was asked for is not. A sentence that names the flag."""
+    """An argument is wrong, whatever the data. A sentence that names the flag."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Dataset:
         labels: int64 (N,), or for a regression float (N,) or (N, T).
     classes: a name for each output of the network: the classes in order, or what the numbers of a
         float target are called.
-    mean, std: of each channel, in 0..255. Default: those of the training images.
-    scale: areas of the random resized crop. None: images are padded and shifted.
-    val_share: where a folder without a split was split, the share of the validation.
+    mean, std: of each channel, in 0..255. Default: those of the training images. scale: areas of
+    the random resized crop. None: images are padded and shifted. val_share: the share of validation
+    images, if load() split the folder.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Dataset:
             raise ValueError(f"{self.name}: {sentence}")
 
     def place(self, device: torch.device) -> None:
-        """The images on the device, where they fit."""
+        """Move the images to the device, if they fit."""
         images, labels = self.train
         self.train = batches.place(images, device), labels
         images, labels = self.val
@@ -100,9 +100,9 @@ class Dataset:
         return self.val[0].shape[-1]
 
     def describe(self) -> dict:
-        """What a trained network has to know of its images, and of its outputs.
+        """What a trained network must know of its images and outputs.
 
-        It goes to model.json. `read_description` reads it.
+        A run writes it to model.json; `read_description` reads it.
         """
         return {
             "dataset": self.name,
@@ -158,7 +158,7 @@ def regular(path: Path) -> Path:
 
 
 def wrong_statistics(mean: Any, std: Any, channels: int) -> str:
-    """What is wrong with the mean and deviation of each channel, or ""."""
+    """Say what is wrong with the mean and standard deviation of each channel, or ""."""
     for name, numbers, low in (("mean", mean, 0), ("std", std, 1)):
         good = isinstance(numbers, list) and len(numbers) == channels
         # NaN fails the comparison
@@ -181,10 +181,9 @@ def load(
     """The dataset of that name.
 
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
-    image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32.
-    cache_dir None: imagefolder streams, without cache.
-    val_share: for imagefolder, where the folder has no split.
-    Raises WrongArgument and FileNotFoundError where an argument is wrong, imagefolder.DiskFull, and
+    image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32. cache_dir None:
+    imagefolder streams, without cache. val_share: for imagefolder, where the folder has no split.
+    Raises WrongArgument and FileNotFoundError for a wrong argument, imagefolder.DiskFull, and
     OSError and ValueError for bad data: each a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
@@ -232,7 +231,7 @@ def load(
 
 
 def writable(folder: str | Path, otherwise: str) -> str | Path:
-    """`folder`, made if need be, or `otherwise` where nothing can be written."""
+    """Return `folder`, made if needed, or `otherwise` if nothing can be written there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -243,8 +242,8 @@ def writable(folder: str | Path, otherwise: str) -> str | Path:
 def fingerprint(images: batches.Images, labels: Tensor) -> dict[str, int | str]:
     """Hashes by which a resumed run recognises its data: of the images in order, of their labels.
 
-    Together they bind every image to its label and its place. Of a very large set only every n-th
-    image is read (256 MB); all labels are. The bytes are hashed, so no version of torch matters.
+    Together they bind every image to its label and its place. They read only every n-th image of a
+    very large set (256 MB), and all labels. They hash bytes, so no version of torch matters.
     """
     some = images[:: 1 + math.prod(images.shape) // 2**28]
     pixels = hashlib.blake2b(digest_size=8)

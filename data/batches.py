@@ -19,7 +19,7 @@ processes decode them when needed. In all three cases the batches are the same t
 
 Images have any number of channels. Labels are int64 classes (N,), or float targets (N,) or (N, T).
 
-Copy this file alone: it needs torch and nothing else.
+Copy this file alone: it needs torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Images = Tensor | Dataset
 
 
 def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
-    """The images on the device, channels last, if they take at most `share` of its free memory.
+    """Move the images to the device, channels last, if they take at most `share` of its free
+    memory.
 
     Else they stay where they are.
     """
@@ -200,17 +201,17 @@ class TrainBatches:
         images, labels: uint8 (N, C, H, W), see `place`; int64 (N,), or float (N,) or (N, T).
         batch_size: images per update over all ranks. An epoch has N // batch_size steps and leaves
             out the remaining images, which differ from epoch to epoch.
-        device: where the batches are wanted; default: where the labels are.
-        normalize: default: by the statistics of `images`.
-        pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
-        scale, size: where images are larger than size x size, crop a random box with this range of
+        device: of the batches; default: that of the labels. normalize: default: by the statistics
+        of `images`. pad: pixels of reflected border for the random crop; default: a sixteenth of
+        the side. scale, size: where images are larger than size x size, crop a random box with this
+        range of
             areas and resize it.
         augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for
             models that draw.
         cutout: side of the square that is cut out of each image, in pixels; 0: none.
         workers: processes that decode, if the images are not decoded yet.
 
-    Raises ValueError for what cannot work.
+    Raises ValueError for arguments that cannot work.
     """
 
     def __init__(
@@ -276,8 +277,8 @@ class TrainBatches:
     def start_small(self, steps: int) -> None:
         """The first `steps` batches hold the inner 7/8 of each side, 28x28 of 32x32.
 
-        A convnet takes 3/4 of the time for them. It is a call, because how many steps a run has is
-        known only after a batch has been timed.
+        A convnet takes 3/4 of the time for them. It is a call, because a run knows its number of
+        steps only after it has timed a batch.
         """
         inner = self.size - 2 * (self.size // 16)
         if steps and self.cutout >= inner:
@@ -308,7 +309,7 @@ class TrainBatches:
         return torch.tensor([self.stand_in(i) for i in drawn.tolist()])
 
     def stand_in(self, index: int) -> int:
-        """The image itself; for one in quarantine the next one in the data set that is not."""
+        """The image itself; for one in quarantine the next one that is not."""
         while index in self.quarantine:
             index = (index + 1) % len(self.labels)
         return index

@@ -25,19 +25,20 @@ result has at least twice the wanted size: then photographs have a PSNR of 42 to
 full decode; at once the wanted size it is 36 to 39. torch resizes: within 2 of 255 of Pillow's
 bilinear filter, 2.3 times as fast.
 
-A folder without a split is split by a hash of each file's name within its class. So the split is
-the same on every machine, and a new photo moves no other one.
+A hash of each file's name within its class splits a folder without a split. So every machine makes
+the same split, and a new photo moves no other one.
 
 Pillow converts unusual files to RGB: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the
 first frame of an animation. Alpha is dropped, as in torchvision. EXIF's rotation is applied;
 torchvision ignores it. Hidden files and other extensions are ignored. An image above 179 megapixels
-(Pillow's limit, 0.7 GB a process) counts as unreadable. So does what is no regular file (to open a
-pipe is to wait for its writer), pixels of 32 bits (their range is not known), and PostScript, which
-is a program. Class names that differ only in case or Unicode form are refused, and so is a class
-without a readable training image.
+(Pillow's limit, 0.7 GB a process) counts as unreadable. So do files that are not regular (to open a
+pipe is to wait for its writer), pixels of 32 bits (their range is unknown), and PostScript, which
+is a program. It refuses class names that differ only in case or Unicode form, and a class without a
+readable training image.
 
-A link to a folder is followed once. A link that leads upwards, or into a class, is not: it would
-give images a second label, or show validation images to the training. Such a link is named.
+It follows a link to a folder once. It does not follow a link that leads upwards, or into a class,
+which would give images a second label, or show validation images to the training. It names such a
+link.
 
 Without a cache (if the disk has no room), the same images are decoded at each access. `Files`
 replaces the tensor, and a DataLoader reads ahead. Here too every file is decoded once before the

@@ -7,7 +7,7 @@ launch takes 10, and the guards of a step are dozens of such kernels: they cost 
 network that is bound by its launches. A CUDA graph records the kernels of a step once. From then on
 it launches all of them together.
 
-The graph can hold the whole step because no line of the step asks the device a question: verdict,
+The graph can hold the whole step because no line of the step reads from the device: verdict,
 clipping, skip, loss scale and schedule are decided on the device (guards.py, optim.py). The graph
 asks for three things in return:
 
@@ -20,9 +20,9 @@ asks for three things in return:
                        its own. Memory that ends in a recording ends the process (see NoGraph). So
                        there is no recording where both would leave less than a tenth of it free.
 
-What is recorded may be compiled: compile_if_it_pays() says so from the number of steps.
+You may compile the recorded step: compile_if_it_pays() decides by the number of steps.
 
-Copy this file alone: it needs torch and nothing else.
+Copy this file alone: it needs torch.
 
 Paste::
 
@@ -96,7 +96,7 @@ class StepGraph:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the record: the next calls warm up and record again."""
+        """Drop the graph: the next calls warm up and record again."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
@@ -114,8 +114,8 @@ class StepGraph:
         self.graph.replay()
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Kernels are recorded, not run. Other threads (one that writes a checkpoint) may use CUDA
-        meanwhile. Without room there is no graph."""
+        """Record the kernels without running them. Other threads (one that writes a checkpoint) may
+        use CUDA meanwhile. Without room there is no graph."""
         gc.collect()  # a cycle may hold the autograd graph of a step: it would spoil the recording
         torch.cuda.empty_cache()  # a graph has its own memory and cannot use this
         free, total = torch.cuda.mem_get_info()

@@ -135,8 +135,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update, or leave every bit where the attribute found_inf is 1. The gradients are divided
-        by the attribute grad_scale. No host sync. Returns what `closure` returns, the loss."""
+        """Update, or leave every bit if the attribute found_inf is 1. Divides the gradients by the
+        attribute grad_scale. No host sync. Returns the loss that `closure` returns."""
         with torch.enable_grad():
             loss = closure and closure()
         for g in self.param_groups:
@@ -211,7 +211,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over copies of a state_dict(). Load the weights first."""
+        """Copy a state_dict(). Load the weights first."""
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
         # Torch numbers parameters; torch.distributed.checkpoint names them.
         keys = [key for g in state_dict["param_groups"] for key in g["params"]]

@@ -1,11 +1,10 @@
 """
 Capsule: a bad step in one file, to be examined again on any machine.
 
-A step that was bad on the GPU of a night is gone in the morning. So the first time that a step is
-examined, the guilty rank writes it down: weights, moments, buffers, random numbers, micro-batches,
-and the verdict. `python train.py --replay FILE` puts the step together again, on a CPU too,
-examines it, and prints both verdicts. No code in the file is run. This file is wiring: heal.py
-calls it.
+A step that went bad on a GPU at night is gone in the morning. So the first time that a run examines
+a step, the guilty rank writes it down: weights, moments, buffers, random numbers, micro-batches,
+and the verdict. `python train.py --replay FILE` rebuilds the step, on a CPU too, examines it, and
+prints both verdicts. It runs no code in the file. This file is wiring: heal.py calls it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Recorded(TypedDict):
 
 
 class Capsule(NamedTuple):
-    """What the file holds: the state of the run, the step, and what was found."""
+    """What the file holds: the state of the run, the step, and the verdict."""
 
     state: schema.State
     record: Recorded
@@ -48,7 +47,7 @@ class Capsule(NamedTuple):
 
 
 def save(path: Path, run: Run, kept: autopsy.StepRecord, report: autopsy.Report) -> None:
-    """The step on disk, whole or not at all."""
+    """Write the step to disk, whole or not at all."""
     content = Capsule(
         state=resume.whole_state(run, rng=[]),
         record={name: getattr(kept, name) for name in Recorded.__annotations__},

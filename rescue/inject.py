@@ -12,11 +12,11 @@ parameter's gradient, before DDP reduces it), param, buffer, optstate, scale. A 
 element, in sample 0 of micro-batch 0. A step that is run again meets the same fault. Hooks plant
 it, so train.py neither compiles nor records a model with a fault.
 
-Two kinds are no bad numbers. "flip" is hardware that lies: one bit of the largest number changes,
-and the number stays finite. At act and grad a flip strikes one pass only: a step that is run again
-does not meet it. "oom" is memory that ends: the forward of a module (act) or the backward at a
+Two kinds are not bad numbers. "flip" imitates faulty hardware: one bit of the largest number
+changes, and the number stays finite. At act and grad a flip strikes one pass only: a repeated step
+does not meet it. "oom" imitates a full memory: the forward of a module (act) or the backward at a
 parameter (grad) raises torch.OutOfMemoryError for every micro-batch of more than half the images of
-the first one. Copy this file alone: it needs torch and nothing else.
+the first one. Copy this file alone: it needs torch.
 
 Paste::
 
@@ -114,7 +114,7 @@ def pick(fault: Fault, names: Iterable[str]) -> str:
 
 
 def spoil(tree: Any, kind: str) -> Any:
-    """The first element of the first tensor is replaced."""
+    """Replace the first element of the first tensor."""
     leaves, shape = tree_flatten(tree)
     i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     x = leaves[i]
@@ -138,7 +138,7 @@ class Injector:
 
     def __init__(self, net: nn.Module, spec: str = "", model: nn.Module | None = None,
                  rank: int = 0, scales: bool = True):
-        """ValueError for a spec that does not read, or a name that `net` does not have. scales:
+        """Raises ValueError for a spec that it cannot parse, or a name that `net` lacks. scales:
         whether there is a loss scale."""
         faults = parse_inject(spec)
         if not scales and any(f.where == "scale" for f in faults):
@@ -204,7 +204,7 @@ class Injector:
 
     def begin(self, step: int, optimizers: Iterable[Any] = (), scale: Tensor | None = None) -> None:
         """Arm the faults due in `step`; plant those of param, optstate and scale at once. Without
-        optimizers: a step that is run again, whose weights are as they are."""
+        optimizers: a repeated step, whose weights stay as they are."""
         self.step = step
         self.micro = 0
         self.repeats = False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
-Probes: what will go wrong, said before a number is non-finite.
+Probes: warn of what will go wrong, before a number is non-finite.
 
 guards.py sees a non-finite number when it is there. Three tools here see what comes before it:
 
@@ -10,8 +10,7 @@ guards.py sees a non-finite number when it is there. Three tools here see what c
     first_step_checks   after the first backward: a parameter without gradient, memory that nobody
                         initialised
 
-None of them rejects a step or changes a number. To copy this file: it needs torch, nothing else.
-Paste::
+None of them rejects a step or changes a number. Copy this file alone: it needs torch. Paste::
 
     import torch
     from torch import nn
@@ -38,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def first_step_checks(net: nn.Module) -> list[str]:
-    """Sentences about what will go wrong; [] = nothing. After the first backward, before
+    """Sentences about what will go wrong; [] = nothing. Call it after the first backward, before
     zero_grad. Syncs."""
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
@@ -85,7 +84,7 @@ class TensorFigures:
     def read(self) -> dict[str, dict[str, float]]:
         """{name: {"grad_norm": .., "weight_norm": .., "update_ratio": ..}}, {} without gradients.
 
-        weight_norm is of before the step, update_ratio = |update| / weight_norm.
+        weight_norm: before the step. update_ratio = |update| / weight_norm.
         """
         table = []
         for _, grad_norm, weight, old in self._rows:

@@ -1,12 +1,12 @@
 """
-Schema: what a checkpoint has to hold, so that a run can go on from it.
+Schema: what a checkpoint must hold, so that a run can go on from it.
 
 A file may come from anywhere: an older version, a bug, a stranger. The checksums say that it is
-whole, not that it is one of ours. Weights of another type are converted without a word; a counter
-that is a word is missed in the night in which a cure adds to it; a NaN in the trend silences all
-that is compared with it. So before anything is taken over, `State` says the names and types, and
-`refuse_unsound` the bounds. What has to suit the network shows when it is loaded: `reading` makes a
-sentence of it. This file is wiring.
+whole, not that it is ours. torch converts weights of another type without a word; a counter that is
+a string breaks the night in which a cure adds to it; a NaN in the trend silences every comparison
+with it. So before a run takes anything over, `State` checks names and types, and `refuse_unsound`
+the bounds. Whether a state fits the network shows when it is loaded: `reading` makes a sentence of
+the error. This file is wiring.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def differences(value: Any, kind: Any, name: str) -> Iterator[str]:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """A checkpoint that a run can go on from. CheckpointError."""
+    """Load a checkpoint that a run can go on from. Raises CheckpointError."""
     state = load_run(path)
     with reading(path):
         refuse_unsound(state)
@@ -128,7 +128,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def refuse_unsound(state: dict) -> None:
-    """ValueError and its like where no run can go on from this state."""
+    """Raise ValueError or its like if no run can go on from this state."""
     for sentence in differences(state, State, "its state"):
         raise ValueError(sentence)
     about, healing, schedule = state["identity"], state["healing"], state["schedule"]
@@ -163,7 +163,7 @@ def refuse_unsound(state: dict) -> None:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """What a strange file makes of our code, as a sentence. Only around what takes it over."""
+    """Turn the error that a strange file causes into a sentence. Wraps only code that reads it."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
@@ -181,7 +181,7 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """ValueError and its like where these are not the moments of its parameters."""
+    """Raise ValueError or its like if these are not the moments of its parameters."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for option, names in MOMENTS.items():
         for i, moments in saved["state"].items() if optimizer.defaults.get(option) else ():

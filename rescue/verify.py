@@ -1,10 +1,10 @@
 """
-Verify: hardware that lies with finite numbers.
+Verify: find hardware that returns wrong finite numbers.
 
-A NaN is seen at once. A chip that multiplies wrongly once an hour, or a bit that flips in memory,
-gives a number that looks like any other, and the run ends well with weights that nobody computed
-(Dixit et al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) two things are
-compared to the bit:
+A guard sees a NaN at once. A chip that multiplies wrongly once an hour, or a bit that flips in
+memory, gives a number that looks like any other, and the run ends well with wrong weights (Dixit et
+al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) this file compares two
+things to the bit:
 
     a pass run twice   Up to 32 images of the batch go forward and backward twice. The fifth time
                        that the gradients differ the run ends: exit 5, with the rank's name.
@@ -60,7 +60,7 @@ def replica(run: Run) -> dict[str, Tensor]:
 
 
 def carry_checksum(run: Run) -> None:
-    """The checksum of this rank's replica, into the guard's all-reduce: a MAX over all ranks, so
+    """Put the checksum of this rank's replica into the guard's all-reduce: a MAX over all ranks, so
     that the largest and (negated) the smallest of them arrive."""
     total = (checksums(replica(run).values()).sum() % PRIME).float()
     run.guard.carry("checksum", total)
@@ -104,13 +104,13 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def differs(carried: dict[str, float]) -> bool:
-    """As a verdict carries it: did a pass differ from itself, or a rank from the others?"""
+    """Whether a pass differed from itself, or a rank from the others, as the verdict carries it."""
     ranks_differ = carried["checksum"] != -carried["negative_checksum"]
     return carried["unsure_rank"] > 0 or ranks_differ
 
 
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
-    """Find out who is right, and count. Every rank calls this, at the same step."""
+    """Find out which rank is right, and count. Every rank calls this, at the same step."""
     if unsure := int(verdict.carried["unsure_rank"]):
         return unreliable(run, verdict.step, unsure - 1, "the same pass gave two gradients")
     if verdict.step <= run.healing.examined_until:  # it ran before the replicas were repaired
@@ -147,7 +147,7 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
 
 def unreliable(run: Run, step: int, rank: int, symptom: str, action: str = "passed over"
                ) -> heal.Cure:
-    """The fifth time the run ends."""
+    """Count a difference; the fifth ends the run."""
     report = autopsy.Report(verdict="not reproducible", step=step, rank=rank,
                             precision=run.policy.name, symptom=symptom, advice="flags")
     return heal.respond(run, report)._replace(action=action)

@@ -3,6 +3,7 @@ figure is that of the raw file it names."""
 
 import functools
 import hashlib
+import html
 import json
 import os
 import re
@@ -196,6 +197,12 @@ def test_the_transcript_of_the_doctor_is_what_it_prints(tmp_path):
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     shutil.copy(ROOT / "docs" / "my_train.py", tmp_path)
     assert "my_train.py:12 " in check_transcript(shown, tmp_path)
+    drawn = "\n".join(re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "autopsy.svg").read_text()))
+    _, said = html.unescape(drawn).replace("\n    ", " ").split("$ python autopsy")
+    recorded = "$ python autopsy" + said.partition("\n$")[0]
+    printed = check_transcript(recorded, tmp_path)
+    reports = [re.sub(r"^(step .*|\.\.\.)\n", "", text, flags=re.M) for text in (recorded, printed)]
+    assert reports[0].count("\n") == reports[1].strip().count("\n") + 1, "python docs/record.py"
 
 
 def test_each_block_of_the_story_runs_in_its_order(tmp_path):
