@@ -80,6 +80,7 @@ LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
 OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|\bstate\.\d+\.|exp_avg|momentum_buffer")
 NEVER_A_MASK = re.compile(OPTIMIZER_STATE.pattern + r"|\b(weight|bias|running_mean|running_var)$")
+State = Mapping[str, Any]  # of a run: names, and what is known by them
 # What torch.load(weights_only=True) reads back, besides tensors, dicts, lists and tuples.
 PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
@@ -128,17 +129,22 @@ def non_finite(state: Any) -> list[str]:
             # temporaries of t's size. In fp32, because LIMIT is inf in fp16.
             extremes.append(torch.stack(t.aminmax()).float())
             tensors.append((name, t))
+    if not tensors:
+        return []
     device = next((pair.device for pair in extremes if pair.is_cuda), "cpu")
-    bad = []
-    if tensors:
-        pairs = torch.stack([pair.to(device, non_blocking=device != "cpu") for pair in extremes])
-        good = (pairs.abs() <= LIMIT).all(dim=1).tolist()  # False for NaN
-        bad = [tensor for tensor, finite in zip(tensors, good, strict=True) if not finite]
+    pairs = torch.stack([pair.to(device, non_blocking=device != "cpu") for pair in extremes])
+    good = (pairs.abs() <= LIMIT).all(dim=1).tolist()  # False for NaN
+    bad = [tensor for tensor, finite in zip(tensors, good, strict=True) if not finite]
     return [name for name, t in bad if NEVER_A_MASK.search(name) or not _is_mask(t)]
 
 
 def _is_mask(t: Tensor) -> bool:
     return bool(((t == 0) | (t < -LIMIT)).all())
+
+
+def _is_dense(t: Tensor) -> bool:
+    """What is saved, and what is loaded again."""
+    return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
 
 
 def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
@@ -152,10 +158,11 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     def copy(node: Any, name: str) -> Any:  # name: ".optimizer.state.0.exp_avg"
         if isinstance(node, Tensor):
             plain = type(node) in (Tensor, torch.nn.Parameter)
-            if not plain or node.layout is not torch.strided or node.is_nested:
+            if not plain or not _is_dense(node):
                 raise CheckpointError(
-                    f"not saved: {name[1:]} is {type(node)}, {node.layout}, not a plain dense "
-                    "tensor (save sharded ones, DTensor, with torch.distributed.checkpoint)"
+                    f"not saved: {name[1:]} is {type(node)}, {node.dtype}, {node.layout}, on "
+                    f"{node.device}, and not a plain dense tensor (save sharded ones, DTensor, "
+                    "with torch.distributed.checkpoint)"
                 )
             narrow = node.is_floating_point() and node.itemsize < 4
             if narrow and OPTIMIZER_STATE.search(name):
@@ -264,8 +271,7 @@ def load(path: str | Path) -> Any:
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
         for _, t in named_tensors(state):  # as snapshot() makes them
-            dense = t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
-            if not dense or t.numel() * t.itemsize > t.untyped_storage().nbytes():
+            if not _is_dense(t) or t.numel() * t.itemsize > t.untyped_storage().nbytes():
                 raise ValueError
         return state
     except OSError as error:
@@ -278,7 +284,7 @@ def load(path: str | Path) -> Any:
         raise CheckpointError(f"{path} is damaged, truncated or of another program") from error
 
 
-def load_run(path: str | Path) -> dict[str, Any]:
+def load_run(path: str | Path) -> State:
     """Load a state that `save` wrote, and check that it is finite."""
     state = load(path)
     if not isinstance(state, dict):
@@ -326,7 +332,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 folder = self.last.parent
                 raise CheckpointError(f"{folder} is in use: another run writes to it") from error
 
-    def save(self, state: Mapping[str, Any], step: int, good: bool = False) -> list[str]:
+    def save(self, state: State, step: int, good: bool = False) -> list[str]:
         """Write {**state, "step": step} to last.pt; if `good`, link last_good.pt to it.
 
         Do not call a state good because a signal stops the run: the resumed run would go back to
@@ -339,7 +345,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         good_path = self.last_good if good else None
         return self._start(self.last, {**state, "step": step}, self.previous, good_path)
 
-    def save_best(self, weights: Mapping[str, Any]) -> list[str]:
+    def save_best(self, weights: State) -> list[str]:
         """Write a state_dict to best.pt, half precision widened to fp32 (exact). As `save`."""
         wide = {
             name: w.float() if getattr(w, "dtype", None) in HALF else w
@@ -378,9 +384,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             if zlib.crc32(path.read_bytes()) != checksum:
                 raise CheckpointError(f"{path} is not what this run saved: something else wrote it")
 
-    def newest(
-        self, load: Callable[[Path], dict[str, Any]] = load_run
-    ) -> tuple[Path, dict[str, Any]] | None:
+    def newest(self, load: Callable[[Path], State] = load_run) -> tuple[Path, State] | None:
         """(path, state) of the newest whole file: last.pt, else last-1.pt, else last_good.pt.
 
         None if there is no file. Raises CheckpointError if there are files and none is whole: a
@@ -399,7 +403,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         raise CheckpointError(f"no whole checkpoint is left among {', '.join(map(str, files))}")
 
 
-def rng_state(device: str | torch.device = "cpu") -> dict[str, Any]:
+def rng_state(device: str | torch.device = "cpu") -> State:
     """This process's generators: Python's, torch's on the CPU and on a CUDA device. (No numpy.)"""
     state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if torch.device(device).type == "cuda":
@@ -407,7 +411,7 @@ def rng_state(device: str | torch.device = "cpu") -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
+def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
     """Restore what `rng_state` returned; CUDA's if `state` has one and `device` is CUDA."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])

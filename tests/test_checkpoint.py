@@ -419,6 +419,8 @@ def sharded():
 @pytest.mark.parametrize(("name", "make", "why"), [
     ("model", sharded, r"DTensor.*torch\.distributed\.checkpoint"),
     ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
+    ("model", lambda: torch.ones(2, device="meta"), "on meta"),
+
     ("guard", lambda: signal.SIGTERM, "Signals"), ("guard", lambda: {1, 2}, "set"),
     ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),
     ("exp_avg_sq", lambda: torch.ones(2).bfloat16(), "it must be fp32")])

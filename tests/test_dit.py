@@ -32,7 +32,8 @@ def alpha_bar(t):
 
 @pytest.mark.parametrize("steps", [1, 25])
 def test_ddim_with_a_perfect_oracle_returns_the_image(steps):
-    net, want = awake(), batch()[0].clamp(-2.5, 2.5)
+    net = awake()
+    want = batch()[0].clamp(-2.5, 2.5)
 
     def oracle(x, t, labels, guidance):
         a = torch.tensor([[[[alpha_bar(i)]]] for i in t.tolist()], dtype=torch.float64)
@@ -46,16 +47,20 @@ def test_ddim_with_a_perfect_oracle_returns_the_image(steps):
 
 @torch.no_grad()
 def test_guidance_0_is_without_label_1_with_it_and_2_as_far_beyond():
-    net, (x, labels) = awake(), batch()
-    t, none = torch.full((6,), 300), torch.zeros(6, dtype=torch.bool)
-    given, without = net.predict(x, t, labels, none), net.predict(x, t, labels, ~none)
+    net = awake()
+    x, labels = batch()
+    t = torch.full((6,), 300)
+    none = torch.zeros(6, dtype=torch.bool)
+    given = net.predict(x, t, labels, none)
+    without = net.predict(x, t, labels, ~none)
     assert (given - without).abs().max() > 0.01
     for guidance, want in ((0.0, without), (1.0, given), (2.0, 2 * given - without)):
         torch.testing.assert_close(net.guided(x, t, labels, guidance), want)
 
 
 def test_show_draws_the_labels_alike_each_time_within_the_range_of_the_data_and_after_a_reload():
-    net, (images, labels) = awake(), batch()
+    net = awake()
+    images, labels = batch()
     net.init_from_data(images.clamp(-1.5, 1))
     other = build("dit-test", grid=8, num_classes=7)
     other.load_state_dict(net.state_dict())
@@ -64,14 +69,16 @@ def test_show_draws_the_labels_alike_each_time_within_the_range_of_the_data_and_
     assert torch.equal(other.show(images * 0, labels), first)
     assert not torch.equal(net.show(images, (labels + 1) % 7), first)
     assert torch.equal(torch.get_rng_state(), state)
-    assert first.min() == -1.5 and first.max() == 1.0  # a shaken net runs into both ends
+    assert first.min() == -1.5  # a shaken net runs into both ends
+    assert first.max() == 1.0
 
 
 # --- start, labels, held-out loss -----------------------------------------------------------------
 
 
 def test_the_first_prediction_is_exactly_0_and_the_timestep_mlp_begins_as_published():
-    net, (images, labels) = build("dit-test"), batch(64)
+    net = build("dit-test")
+    images, labels = batch(64)
     assert not net.predict(images, torch.arange(64), labels, torch.zeros(64).bool()).any()
     for linear in (net.time.mlp[0], net.time.mlp[2]):
         assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -80,12 +87,15 @@ def test_the_first_prediction_is_exactly_0_and_the_timestep_mlp_begins_as_publis
 
 
 def test_a_tenth_of_the_labels_is_dropped_in_training_and_none_in_evaluation():
-    net, dropped = awake(image_size=8, patch_size=4), []
+    net = awake(image_size=8, patch_size=4)
+    dropped = []
     net.label.register_forward_pre_hook(lambda module, args: dropped.append(args[1].float().mean()))
     images, labels = torch.zeros(2000, 3, 8, 8), torch.zeros(2000).long()
     net(images, labels)
     net.eval()(images, labels)
-    assert 0.07 < dropped[0] < 0.13 and dropped[1] == 0
+    training, evaluation = dropped
+    assert 0.07 < training < 0.13
+    assert evaluation == 0
 
 
 def test_a_label_that_is_no_class_is_an_error_and_not_the_null_class():
@@ -99,7 +109,8 @@ def test_a_label_that_is_no_class_is_an_error_and_not_the_null_class():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_held_out_timesteps_and_noise_levels_are_those_of_float64_in_every_precision(precision):
-    policy, seen = policy_for(precision), {}
+    policy = policy_for(precision)
+    seen = {}
     net = policy.prepare(awake()).eval()
     net.time.mlp.register_forward_pre_hook(lambda module, args: seen.update(features=args[0]))
     net.patch.register_forward_pre_hook(lambda _, args: seen.update(noisy=args[0]), prepend=True)
@@ -117,13 +128,15 @@ def test_held_out_timesteps_and_noise_levels_are_those_of_float64_in_every_preci
 
 
 def test_modulate_keeps_a_scale_that_bf16_would_lose():
-    one, scale = torch.ones(1, 1).bfloat16(), torch.full((1, 1), 2.0**-8).bfloat16()
+    one = torch.ones(1, 1).bfloat16()
+    scale = torch.full((1, 1), 2.0**-8).bfloat16()
     assert one + scale == 1
     assert dit.modulate(one[None], 0 * one, scale).item() == 1 + 2.0**-8
 
 
 def test_plain_attention_survives_products_beyond_fp16():
-    q, v = torch.full((1, 1, 2, 64), 40.0).half(), torch.randn(1, 1, 2, 64).half()
+    q = torch.full((1, 1, 2, 64), 40.0).half()
+    v = torch.randn(1, 1, 2, 64).half()
     assert not (q @ q.transpose(-2, -1)).isfinite().all()  # 102400, before the division by 8
     want = v.mean(2, keepdim=True).expand_as(v)
     torch.testing.assert_close(dit.attention(q, q, v), want, rtol=2e-3, atol=2e-3)
@@ -198,5 +211,6 @@ def test_good_fused_paths_are_accepted_without_a_warning(precision, device, fuse
         warnings.simplefilter("error", UserWarning)
         net.show(*(t.to(device) for t in batch(2)))
     chosen = net.blocks[0].fused.chosen
-    assert {key[0] for key in chosen} == set(fused) and dit.attention not in chosen.values()
+    assert {key[0] for key in chosen} == set(fused)
+    assert dit.attention not in chosen.values()
     assert torch.equal(torch.get_rng_state(), state)  # the check has a generator of its own

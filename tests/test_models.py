@@ -23,7 +23,8 @@ STREAMS = ("Block", "SwinBlock", "VSSBlock")
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precision):
     half_stream = name == "slat_vae-half" or (name.startswith("slat") and precision in ("O2", "O3"))
-    policy, streams = policy_for(precision), []
+    policy = policy_for(precision)
+    streams = []
     model = models.wrap(policy.prepare(shake(build(name), 0.02)))
     for module in model.modules():
         if type(module).__name__ in STREAMS:
@@ -31,7 +32,9 @@ def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precisio
     images, labels = pictures(8)
     with policy.autocast():
         loss, metrics = model(images, labels)
-    assert loss.dtype == torch.float32 and loss.shape == () and loss.isfinite()
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert loss.isfinite()
     assert {(value.dtype, value.shape) for value in metrics.values()} == {(torch.float32, (8,))}
     torch.testing.assert_close(metrics["loss"].mean(), loss.detach())
     assert model.judged_by.removeprefix("-") in metrics
@@ -39,7 +42,8 @@ def test_loss_stream_and_gradients_are_healthy_in_every_precision(name, precisio
     (loss * 1024).backward()
     for path, p in model.named_parameters():
         if p.requires_grad:
-            assert p.grad.isfinite().all() and p.grad.any(), path
+            assert p.grad.isfinite().all(), path
+            assert p.grad.any(), path
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "O2"])
@@ -57,7 +61,8 @@ def test_evaluation_repeats_and_is_close_to_fp32(name, precision):
 
 
 def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
-    logits, labels = torch.tensor([[300.0, -300.0, 0.0]]).half(), torch.tensor([0])
+    logits = torch.tensor([[300.0, -300.0, 0.0]]).half()
+    labels = torch.tensor([0])
     model = Classifier(torch.nn.Identity(), label_smoothing=0.2)
     want = torch.nn.functional.cross_entropy(logits.double(), labels, label_smoothing=0.2)
     assert model(logits, labels)[0].item() == pytest.approx(want.item(), rel=1e-6)
@@ -84,7 +89,8 @@ def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
 @needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
-    model, batch = models.wrap(build(name)).cuda(), [t.cuda() for t in pictures(8)]
+    model = models.wrap(build(name)).cuda()
+    batch = [t.cuda() for t in pictures(8)]
     model(*batch)[0].backward()  # the first step checks the fused paths
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_sync_debug_mode("error")
@@ -99,8 +105,12 @@ def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
 
 
 @pytest.mark.parametrize("name, steps, lr, share", [
-    ("cifarnet-tiny", 25, 1e-2, 0.4), ("vit-test", 40, 5e-3, 0.2), ("swin-test", 30, 1e-2, 0.2),
-    ("swin-v2-test", 40, 1e-2, 0.2), ("vmamba-test", 30, 2e-2, 0.2), ("dit-test", 60, 5e-3, 0.7),
+    ("cifarnet-tiny", 25, 1e-2, 0.4),
+    ("vit-test", 40, 5e-3, 0.2),
+    ("swin-test", 30, 1e-2, 0.2),
+    ("swin-v2-test", 40, 1e-2, 0.2),
+    ("vmamba-test", 30, 2e-2, 0.2),
+    ("dit-test", 60, 5e-3, 0.7),
     ("slat_vae-test", 60, 1e-2, 0.6),  # vlm: in its own file
 ])  # fmt: skip
 def test_the_loss_of_a_few_images_falls_to_a_share_of_what_it_was(name, steps, lr, share):
@@ -125,7 +135,8 @@ def test_a_compiled_model_has_the_same_gradients_and_one_graph_unless_it_scans(n
         loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
-    model, graphs = models.wrap(shake(build(name))), []
+    model = models.wrap(shake(build(name)))
+    graphs = []
     eager = step(model)
     model.zero_grad()
 
@@ -216,10 +227,13 @@ def test_images_of_another_size_are_refused(name):
 
 
 def test_the_last_stage_of_a_resnet_sees_more_than_one_pixel():
+    build_net, _ = models.MODELS["resnet18"]
     for size in (32, 64):
-        net, maps = models.MODELS["resnet18"][0](list("abc"), size, 1).eval(), []
+        net = build_net(list("abc"), size, 1).eval()
+        maps = []
         net.layer4.register_forward_hook(lambda _, args, out, maps=maps: maps.append(out.shape[2:]))
-        assert net(torch.randn(2, 1, size, size)).shape == (2, 3) and maps == [(2, 2)]
+        assert net(torch.randn(2, 1, size, size)).shape == (2, 3)
+        assert maps == [(2, 2)]
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -265,7 +279,8 @@ def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
     models.set_drop_path(net, 0.3)
     drops = [module for module in net.modules() if type(module).__name__ == "DropPath"]
     assert [drop.p for drop in drops] == pytest.approx(rising)
-    assert torch.equal(net.eval()(x), evaluated) and not torch.equal(net.train()(x), before)
+    assert torch.equal(net.eval()(x), evaluated)
+    assert not torch.equal(net.train()(x), before)
     out = drops[-1](torch.ones(4000, 2, 2, 1)).flatten(1)
     kinds, counts = out.unique(dim=0, return_counts=True)
     assert kinds.flatten().tolist() == pytest.approx([0] * 4 + [1 / 0.7] * 4)
@@ -279,7 +294,8 @@ def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
 
 
 def test_the_whitening_layer_makes_patches_uncorrelated_and_takes_no_gradient():
-    images, net = pictures(200)[0], build("cifarnet-tiny")
+    images, _ = pictures(200)
+    net = build("cifarnet-tiny")
     net.init_from_data(images, eps=0.0)
     out = net.whiten(images)
     assert not out.requires_grad
@@ -289,5 +305,6 @@ def test_the_whitening_layer_makes_patches_uncorrelated_and_takes_no_gradient():
 
 
 def test_a_group_passes_its_input_on_before_the_first_step():
-    conv, x = build("cifarnet-tiny").groups[1].conv2, torch.randn(2, 32, 8, 8)
+    conv = build("cifarnet-tiny").groups[1].conv2
+    x = torch.randn(2, 32, 8, 8)
     torch.testing.assert_close(conv(x), x)

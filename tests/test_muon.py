@@ -15,9 +15,9 @@ SHAPES = [(64, 32), (8, 12, 3, 3), (64, 32), (16, 48)]
 
 def build(dtype=torch.float32, **options):
     g = torch.Generator().manual_seed(0)
-    params = [torch.randn(s, generator=g).to(dtype) for s in SHAPES]
-    params[1] = params[1].to(memory_format=torch.channels_last)  # its gradients are not
-    params = [p.requires_grad_() for p in params]
+    weights = [torch.randn(s, generator=g).to(dtype) for s in SHAPES]
+    weights[1] = weights[1].to(memory_format=torch.channels_last)  # its gradients are not
+    params = [w.requires_grad_() for w in weights]
     return params, Muon(params, 1e-3, momentum=0.6, masters=True, **options)
 
 
@@ -42,7 +42,8 @@ def test_each_matrix_is_turned_towards_torchs_direction_and_keeps_its_norm():
         optimizer.step()
         torchs.step()
         for p, old, d, norm in zip(params, before, directions, norms, strict=True):
-            moved = old + 1e-2 * norm / math.sqrt(len(d)) * d.view(p.shape)
+            rate = 1e-2 * norm / math.sqrt(len(d))
+            moved = old + rate * d.view(p.shape)
             wanted = moved * norm / moved.norm()
             # A rounding of the direction to bf16 is up to 2e-4 of a weight, a turn about 2e-2.
             torch.testing.assert_close(p.detach(), wanted, rtol=1e-4, atol=5e-4)
@@ -83,11 +84,18 @@ class Listed(nn.Linear):
 
 
 def test_what_it_gets_and_what_it_refuses():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(4, 4),
-                        nn.LayerNorm((4, 4)), Listed(4, 4))
+    net = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        nn.Embedding(4, 4),
+        nn.LayerNorm((4, 4)),
+        Listed(4, 4),
+    )
     nn.init.zeros_(net[1].weight)
     net[2].requires_grad_(False)
-    assert matrices(net, ["[0-9].*"]) == [net[0].weight] and matrices(net, ["0"]) == []
+    assert matrices(net, ["[0-9].*"]) == [net[0].weight]
+    assert matrices(net, ["0"]) == []
     for p in (net[1].weight, net[0].bias):
         with pytest.raises(ValueError, match="leave it to AdamW"):
             Muon([nn.Parameter(torch.ones(2, 2))]).add_param_group({"params": [p]})

@@ -16,7 +16,8 @@ def make(**options):
 @pytest.fixture(scope="module")
 def learned():
     """A net that has learnt 20 images by heart, or has had 300 steps."""
-    net, batch = make(), pictures(20)
+    net = make()
+    batch = pictures(20)
     optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3, weight_decay=0.0)
     for step in range(300):
         optimizer.zero_grad()
@@ -35,7 +36,9 @@ def test_it_learns_by_heart_and_generates_what_its_exact_match_counts(learned):
     exact = learned(images, labels)[1]["exact_match"] == 100
     said = learned.generate(images)
     right = [text == NAMES[label] for text, label in zip(said, labels.tolist(), strict=True)]
-    assert right == exact.tolist() and exact[:20].all() and not exact.all()
+    assert right == exact.tolist()
+    assert exact[:20].all()
+    assert not exact.all()
     line = f"Q: What is it? A: {said[0]} (true: {NAMES[labels[0]]})"
     assert learned.show(images[:1], labels[:1]) == [line]
 
@@ -61,13 +64,17 @@ def test_fully_masked_rows_give_no_nan_forward_or_backward(dtype, device):
 
 
 def test_the_loss_counts_only_the_answer_and_each_image_once():
-    net, images, labels = make().eval(), pictures(3)[0], torch.tensor([1, 3, 9])
+    net = make().eval()
+    images, _ = pictures(3)
+    labels = torch.tensor([1, 3, 9])
     seen = []
     net.decoder.head.register_forward_hook(lambda module, args, out: seen.extend(out))
     loss, metrics = net(images, labels)
     answers = [torch.tensor([*NAMES[label].encode(), vlm.EOS]) for label in labels]
     rows = zip(seen, answers, strict=True)
-    want = torch.stack([F.cross_entropy(row[-len(said) :], said) for row, said in rows])
+    want = torch.stack([
+        F.cross_entropy(row[-len(answer) :], answer) for row, answer in rows
+    ])
     torch.testing.assert_close(metrics["loss"], want, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss, want.mean(), rtol=1e-5, atol=0)
 
@@ -78,14 +85,17 @@ def test_a_sequence_beyond_max_length_loses_its_answer_and_not_the_run(monkeypat
     monkeypatch.setattr(net, "choose", lambda labels: long_question + labels)
     loss, metrics = net(*pictures(4))
     loss.backward()
-    assert loss.item() == 0 and not metrics["exact_match"].any()
+    assert loss.item() == 0
+    assert not metrics["exact_match"].any()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
 def test_training_asks_every_question_and_every_answer_is_true():
-    net, labels = make(), torch.arange(len(NAMES)).repeat(60)
+    net = make()
+    labels = torch.arange(len(NAMES)).repeat(60)
+    rows = net.sequences[net.choose(labels)]
     asked = set()
-    for row, label in zip(net.sequences[net.choose(labels)].tolist(), labels.tolist(), strict=True):
+    for row, label in zip(rows.tolist(), labels.tolist(), strict=True):
         special = [t for t in row if t > 255 and t != vlm.PAD]
         assert special == [vlm.BOS, *[vlm.IMAGE] * net.image_length, vlm.EOS]
         text = bytes(t for t in row if t < 256).decode()
@@ -101,7 +111,8 @@ def test_training_asks_every_question_and_every_answer_is_true():
 @pytest.mark.parametrize("precision", ["bf16", "O2", "O3"])
 def test_positions_are_exact_where_half_precision_miscounts(precision):
     policy = policy_for(precision)
-    net, positions = policy.prepare(make()), torch.arange(250, 2100)
+    net = policy.prepare(make())
+    positions = torch.arange(250, 2100)
     with policy.autocast():
         angles = net.decoder.angles(positions[None])
     exact = positions.double()[:, None] * 10_000.0 ** -(torch.arange(4).double() / 4)
@@ -113,7 +124,8 @@ def test_positions_are_exact_where_half_precision_miscounts(precision):
 
 
 def test_generation_answers_a_long_question_says_no_when_there_is_no_room_and_writes_no_image():
-    net, images = make(max_length=1024).eval(), pictures(2)[0]
+    net = make(max_length=1024).eval()
+    images, _ = pictures(2)
     with torch.autocast("cpu", torch.bfloat16):
         assert len(net.generate(images, "x" * 600)) == 2
         with pytest.raises(ValueError, match="no room to answer"):
