@@ -1,5 +1,5 @@
 """
-Odd runs: 60 that look lost and are healthy, and 46 that are lost with finite numbers.
+Odd runs: 62 that look lost and are healthy, and 46 that are lost with finite numbers.
 
     python bench/odd_runs.py                       all of them, a few minutes on two cores
     python bench/odd_runs.py "one class" "rate 0"  these
