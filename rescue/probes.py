@@ -10,7 +10,9 @@ guards.py sees a non-finite number when it is there. Three tools here see what c
     first_step_checks   after the first backward: a parameter without gradient, memory that nobody
                         initialised
 
-None of them rejects a step or changes a number. Copy this file alone: it needs torch. Paste::
+None of them rejects a step or changes a number. Copy this file alone: it needs torch.
+
+Paste::
 
     import torch
     from torch import nn
