@@ -66,7 +66,8 @@ The watch, which runs somebody's script. It imports the examination, never the o
     tape         what the script has computed           replay       that step once more, examined
     ledger       numbers that wait on the device        scaling      does the loss scale explain it?
     course       how does the training go?              findings     what made it, what is said
-    judges       which number is bad?                   watch        what the script does
+    judges       which number is bad?                   still        which weights do not move?
+    spike        which rows make the loss jump?         watch        what the script does
     script       from its first line to the exit code
 """
 

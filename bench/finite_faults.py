@@ -1,7 +1,9 @@
 """Finite and wrong: what does `python autopsy SCRIPT.py` say of a run without a NaN?
 
 30 healthy scripts, of which nothing may be said, and 20 faulty ones, each with what the output has
-to hold (regular expressions, written down before the tool was run on any of them).
+to hold (regular expressions, written down before the tool was run on any of them). The first run is
+finite_faults-first-cpu.json: 29 and 17. Two faulty scripts were then corrected, because their loss
+did not jump at all (the row of padding had an easy label, the rate of 1.2 did no harm: 12 does).
 
     python bench/finite_faults.py [NAME...]      names alone: their output, and no file
 """
@@ -224,7 +226,8 @@ net = Net(); loop(net, torch.optim.SGD(net.head.parameters(), 0.1))
 """,
     "an image is trained, through a network": """
 net = mlp(); image = torch.randn(1, 8, requires_grad=True); opt = torch.optim.Adam([image], 0.05)
-for step in range(100): opt.zero_grad(); F.mse_loss(net(image), torch.ones(1, 3)).backward(); opt.step()
+for step in range(100):
+    opt.zero_grad(); F.mse_loss(net(image), torch.ones(1, 3)).backward(); opt.step()
 """,
     "a VAE, its KL from 0 on": """
 class Net(nn.Module):
@@ -275,7 +278,7 @@ net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
 rate = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
 loop(net, opt, 300, after=lambda step: rate.step())
 """),
-    "a head that was replaced too late": ([r"\b2\.weight", "not? in (any|no) optimizer|in no optimizer"], """
+    "a head that was replaced too late": ([r"\b2\.weight", "in (any|no) optimizer"], """
 net = mlp(10); opt = torch.optim.AdamW(net.parameters(), 1e-2); net[2] = nn.Linear(32, 3)
 loop(net, opt)
 """),
@@ -296,7 +299,8 @@ net = Net(); loop(net, torch.optim.AdamW(net.layers.parameters(), 1e-2))
     "layers in a Python list": ([r"layers\W*0.*weight", "in no optimizer"], """
 class Net(nn.Module):
     def __init__(self):
-        super().__init__(); self.layers = [nn.Linear(8, 8) for _ in range(2)]; self.out = nn.Linear(8, 3)
+        super().__init__(); self.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        self.out = nn.Linear(8, 3)
     def forward(self, x):
         for layer in self.layers: x = layer(x).relu()
         return self.out(x)
@@ -334,8 +338,9 @@ for step in range(60):
     "a dead ReLU": ([r"\b0\.weight", "0 at every|exactly 0"], """
 net = mlp(); nn.init.constant_(net[0].bias, -100.0); loop(net)
 """),
-    "the optimizer of another copy": (["no gradient|had a gradient", "other tensors|in no optimizer"], """
-net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2); net = copy.deepcopy(net); loop(net, opt)
+    "the optimizer of another copy": (["had a gradient", "other tensors|in no optimizer"], """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
+net = copy.deepcopy(net); loop(net, opt)
 """),
     "a spike of two inputs": ([r"step 120\b", r"\b3, 7\b", r"\bup to\b"], """
 def batch(step):
@@ -353,19 +358,22 @@ loop(mlp(), steps=250, batch=batch)
 """),
     "a spike of a row of padding": ([r"step 130\b", r"\b2\b", "padding|all 0|alike"], """
 class Net(nn.Module):
-    def __init__(self): super().__init__(); self.table, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
+    def __init__(self):
+        super().__init__(); self.table, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
     def forward(self, x):
         h = self.table(x); m = (x != 0)[..., None].float()
         return self.out((h * m + 0.01).sum(1) / (m.sum(1) + 1e-4))
 def batch(step):
     x = torch.randint(1, 50, (16, 12)); x[:, 9:] = 0
     if step == 130: x[2] = 0
-    return x, (x[:, :1] % 3)[:, 0]
+    return x, (x[:, 0] + 2) % 3
 net = Net(); loop(net, torch.optim.SGD(net.parameters(), 0.1), 250, batch, F.cross_entropy)
 """),
     "a spike of a long row": ([r"step 110\b", r"\b9\b", "long"], """
 class Net(nn.Module):
-    def __init__(self): super().__init__(); self.table, self.out = nn.Embedding(50, 8, padding_idx=0), nn.Linear(8, 1)
+    def __init__(self):
+        super().__init__(); self.table = nn.Embedding(50, 8, padding_idx=0)
+        self.out = nn.Linear(8, 1)
     def forward(self, x): return self.out(self.table(x).sum(1))[:, 0]
 def batch(step):
     x = torch.zeros(16, 200, dtype=torch.long); x[:, :6] = torch.randint(1, 50, (16, 6))
@@ -375,8 +383,8 @@ net = Net(); loop(net, torch.optim.AdamW(net.parameters(), 3e-2), 250, batch)
 """),
     "a rate that was mistyped": ([r"step 10[0-9]\b", "not come back|lr|learning rate"], """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.01)
-def after(step): opt.param_groups[0]["lr"] = 1.2 if step > 100 else 0.01
-loop(net, opt, 115, loss_of=F.l1_loss, batch=lambda s: [t * 3 for t in data(s)], after=after)
+def after(step): opt.param_groups[0]["lr"] = 12.0 if step == 101 else 0.01
+loop(net, opt, 140, loss_of=F.l1_loss, batch=lambda s: [t * 3 for t in data(s)], after=after)
 """),
 }
 
@@ -407,9 +415,10 @@ def main():
             right = code == 0 and all(re.search(words, said) for words in wanted)
         rows[name] = {"right": right, "code": code, "said": said}
         print(f"{'right' if right else 'WRONG'}  {name}\n    " + said.replace("\n", "\n    "))
-    healthy = [row["right"] for name, row in rows.items() if name in HEALTHY]
-    faulty = [row["right"] for name, row in rows.items() if name in FAULTY]
-    counts = {"silent": sum(healthy), "of": len(healthy), "named": sum(faulty), "faulty": len(faulty)}
+    counts = {}
+    for kind, names in (("healthy and silent", HEALTHY), ("faulty and named", FAULTY)):
+        right = [row["right"] for name, row in rows.items() if name in names]
+        counts[kind] = f"{sum(right)} of {len(right)}"
     if not (args.names or args.smoke):
         whole = header("finite_faults", args) | counts | {"rows": rows}
         path = args.results / "finite_faults-cpu.json"
