@@ -104,10 +104,11 @@ class Spike:
                     back = f"; it came back at step {spike['back']}"
                 yield f"{spike['what']}{back if last else ''}. {spike['rows']}"
             elif lost:
+                usual, most = median(spike["rates"]), max(spike["rates"])
                 yield (
                     f"{spike['what']}, and it has not come back: the run is worse than at its "
-                    f"start. No rows of the batch carry it. The lr was {median(spike['rates']):g} in "
-                    f"most of the {PAST} steps before, and at most {max(spike['rates']):g}"
+                    f"start. No rows of the batch carry it. The lr was {usual:g} in most of the "
+                    f"{PAST} steps before, and at most {most:g}"
                 )
 
 
