@@ -19,12 +19,18 @@ class Course:
         self.framework = ""  # that runs the steps: a key of FRAMEWORKS
         self.largest = 0.0  # gradient norm
         self._recent = {}  # optimizer: its last gradient norms
-        self.rates = set()  # of all optimizers and steps
+        self._rates = set()  # of all optimizers and steps
 
     def gradients(self, optimizer, norm):
         """Good ones, before a step."""
         self.largest = max(self.largest, norm)
         self._recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
+
+    def after_step(self, rates, steps):
+        """A rate that is a tensor is read after few steps: it may be on a device."""
+        now = steps & (steps - 1) == 0  # 0, 1, 2, 4, 8, ...
+        plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
+        self._rates.update(map(float, plain))
 
     def growth(self):
         """A sentence for each optimizer whose gradients have grown tenfold."""
@@ -35,5 +41,5 @@ class Course:
 
     def strange(self):
         """Sentences of what is not bad, and strange."""
-        if min(self.rates, default=1.0) < 0:
-            yield f"a learning rate is negative: {min(self.rates):g}"
+        if min(self._rates, default=1.0) < 0:
+            yield f"a learning rate is negative: {min(self._rates):g}"

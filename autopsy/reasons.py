@@ -72,8 +72,9 @@ class Reasons:
             # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
             if dtype in HALF or len(still) == len(fed):
                 rates = few(sorted({f"{float(w.rate):g}" for w in some}), 4)
+                tensors = "tensor" if len(some) == 1 else "tensors"
                 yield (
-                    f"{len(some)} {str(dtype).removeprefix('torch.')} tensors had gradients at "
+                    f"{len(some)} {str(dtype).removeprefix('torch.')} {tensors} had gradients at "
                     f"every step read and never changed: {self._names(some)} (lr {rates})"
                     + _rounding(some, dtype)
                 )
