@@ -528,6 +528,84 @@ def test_it_is_never_silent_about_a_bad_number(run, fault, code, words):
         assert f"script.py:{line_of(NEVER_SILENT, fault)} " in done.stderr, done.stderr
 
 
+# bench/finite_faults.py has 30 healthy and 20 faulty scripts more.
+FINITE = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(2))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            if k == 1 and fault == "detached":
+                x = x.data * 1.0
+        return self.head(x) * self.gain
+
+net = Net()
+rate = 1e-2
+if fault == "half":
+    net, rate = net.bfloat16(), 1e-6
+if fault == "frozen":
+    net.layers[1].requires_grad_(False)
+if fault == "frozen beginning":
+    net.layers[:2].requires_grad_(False)
+params = dict(net.named_parameters())
+if fault in ("forgotten", "written by hand"):
+    gain = params.pop("gain")
+groups = [{"params": params.values()}]
+if fault == "no rate":
+    heads = [params.pop("head.weight"), params.pop("head.bias")]
+    groups.append({"params": heads, "lr": 0.0})
+optimizer = torch.optim.Adam(groups, rate)
+drop = 40 if fault == "schedule" else 10**9
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, drop, gamma=0.0)
+for step in range(120):
+    x = torch.randn(16, 6)
+    y = x[:, :2].sin() + x[:, 2:4]
+    if step == 90 and fault == "rows":
+        y[[2, 11]] = 4e3
+    if step == 90 and fault == "whole batch":
+        y *= 4
+    optimizer.zero_grad()
+    dtype = net.head.weight.dtype
+    F.mse_loss(net(x.to(dtype)), y.to(dtype)).backward()
+    if fault == "cleared":
+        optimizer.zero_grad()
+    optimizer.step()
+    schedule.step()
+    if fault == "written by hand":
+        gain.data -= 1e-2 * gain.grad
+        gain.grad = None
+print([p.double().sum().item() for p in net.parameters()], torch.rand(()))
+"""
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("half", ["layers.0.weight", "below half the last bit", "keep the weights in fp32"]),
+    ("no rate", ["the lr of head.weight, head.bias was 0 at every step"]),
+    ("schedule", ["was 0 since step 40 of 120"]),
+    ("forgotten", ["gain got gradients at every step read, are in no optimizer"]),
+    ("frozen", ["layers.1.weight, layers.1.bias: requires_grad is False"]),
+    ("detached", ["no gradient has reached layers.0.weight", "the loss depends on them"]),
+    ("cleared", ["none of its 11 parameters had a gradient", "zero_grad()"]),
+    ("rows", ["step 90: the loss jumped", "it came back at step ", "Rows 2, 11 of 16", "4e+03"]),
+])
+def test_a_finite_run_that_is_wrong_is_told_so_and_is_unchanged(run, fault, words):
+    done = run(FINITE, fault)
+    assert done.returncode == 0 and all(word in done.stderr for word in words), done.stderr
+    assert done.stdout == run(FINITE, fault, watched=False).stdout
+    assert done.stderr.count("autopsy: ") == 2, "one sentence, and the last line"
+
+
+@pytest.mark.parametrize("fault", ["", "frozen beginning", "written by hand", "whole batch"])
+def test_a_healthy_run_is_not_accused(run, fault):
+    done = run(FINITE, fault)
+    assert done.returncode == 0 and done.stderr.count("autopsy: ") == 1, done.stderr
+
+
 KINDS = PREAMBLE + """
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)

@@ -1,0 +1,174 @@
+"""
+Reasons: which weights do not move, though they should, and why?
+
+It is asked once, at the end of the script, of what still.py has read. What may be intended (a
+frozen part, an optimizer for the head alone) is passed over. It reads nothing new.
+"""
+
+from __future__ import annotations
+
+from math import floor, log2
+from statistics import median
+
+import torch
+from torch import nn
+
+from .still import READ
+from .tensors import HALF, few
+
+DENSE = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+class Reasons:
+    """What is to be said of the weights of all optimizers and modules."""
+
+    def __init__(self, still, names, ledger):
+        self.still, self.names, self.ledger = still, names, ledger
+        self.living = []  # weights
+
+    def sentences(self):
+        """What is to be said; the first time that the host waits."""
+        weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
+        for w in weights:
+            w.norms = self.ledger.to_host(w.norms)
+            numbers = iter(self.ledger.to_host(g for g in w.grads if g is not None))
+            w.grads = [None if g is None else next(numbers) for g in w.grads]
+        for seen in self.still.optimizers.values():
+            if seen.steps >= READ:
+                yield from self._of(seen, [w for w in weights if w.optimizer is seen])
+        if cut := [w for w in self.still.cut if w.starved]:
+            yield (
+                f"no gradient has reached {self._names(cut)}, though the loss depends on them: "
+                "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()"
+            )
+        yield from self._in_no_optimizer()
+        yield from self._frozen_between()
+
+    def _names(self, weights):
+        names = [w.name if w.unlisted else self.names.of(w.p) for w in weights[:4]]
+        return few([*names, *weights[4:]], 4)
+
+    def _of(self, seen, mine):
+        """What is said of one optimizer."""
+        if not seen.fed and mine:
+            why = "it holds other tensors than the modules that were called (was it built before "
+            why += "the model was copied, moved or replaced?)"
+            if any(w.module for w in mine):
+                why = "is zero_grad() called between backward() and step()?"
+            yield (
+                f"{seen.name} has made {seen.steps} steps, and none of its {len(mine)} parameters "
+                f"had a gradient in any: {why}"
+            )
+        for k, since in seen.zero.items():
+            group = [w for w in mine if w.group == k and any(w.grads)]
+            late = seen.steps - since
+            if group and late >= max(READ, seen.steps / 10) and (since == 0 or late >= 10):
+                when = f"since step {since} of {seen.steps}" if since else "at every step"
+                yield f"the lr of {self._names(group)} was 0 {when}: they do not move"
+        fed = [w for w in mine if w.fed and not w.masters and w.group not in seen.zero]
+        still = [w for w in fed if w.stands]
+        for dtype in dict.fromkeys(w.p.dtype for w in still):
+            some = [w for w in still if w.p.dtype == dtype]
+            # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
+            if dtype in HALF or len(still) == len(fed):
+                rates = few(sorted({f"{float(w.rate):g}" for w in some}), 4)
+                tensors = "tensor" if len(some) == 1 else "tensors"
+                yield (
+                    f"{len(some)} {str(dtype).removeprefix('torch.')} {tensors} had gradients at "
+                    f"every step read and never changed: {self._names(some)} (lr {rates})"
+                    + _rounding(some, dtype)
+                )
+        partly = [w for w in fed if w.p.dtype in HALF and w not in still and w.lost() > 0.5]
+        if partly:
+            share = few([f"{w.lost():.0%}" for w in partly], 4)
+            yield (
+                f"most numbers of {self._names(partly)} have not moved since the first step "
+                f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
+            )
+        late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
+        if fed and len(late) == len(fed) and not still:
+            since = max(w.steps[-READ] for w in fed)
+            yield (
+                f"no weight of {seen.name} has moved since step {since} of {seen.steps} at the "
+                f"latest: its lr has fallen from {seen.highest:.2g} to {float(fed[0].rate):.2g}"
+            )
+        yield from self._dead(mine)
+
+    def _dead(self, mine):
+        """Whole layers whose gradient is exactly 0, and none like them has another: an expert that
+        is not asked is no fault."""
+        alive = {tuple(w.p.shape) for w in mine if any(w.grads)}
+        dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
+        dead = [w for w in dead if w.module and isinstance(w.module(), DENSE)]
+        if dead and not any(tuple(w.p.shape) in alive for w in dead if w.p.dim() > 1):
+            yield (
+                f"the gradient of {self._names(dead)} was exactly 0 at every step read: a ReLU "
+                "that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss scaling)?"
+            )
+
+    def _in_no_optimizer(self):
+        """Weights that get gradients and are never written. An optimizer for the last modules
+        alone, a network in eval(), an image that is trained through a network: all on purpose."""
+        held = [w for w in self.living if w.optimizer and any(w.grads)]
+        trained = [k for k, w in enumerate(self.living) if w in held and w.module]
+        largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
+        left = [
+            (k, w)
+            for k, w in enumerate(self.living)
+            if not w.optimizer and w.fed and w.stands and w.p.numel() > largest
+            if w.module() and w.module().training
+        ]
+        parents = set()  # modules within which something is trained
+        for k in trained:
+            parents |= {m for root in self.names.roots for m in _above(root, self.living[k].p)}
+        early = [w for k, w in left if trained and k < trained[0] and not w.unlisted]
+        if any(w.module() not in parents for w in early):  # the first modules, on purpose
+            left = [(k, w) for k, w in left if w not in early]
+        left = [w for _, w in left] if trained else []
+        for unlisted in (True, False):
+            if some := [w for w in left if w.unlisted == unlisted]:
+                why = "add them, or requires_grad_(False) if they are not meant to train"
+                if unlisted:
+                    why = "they lie in a plain Python list: use nn.ModuleList"
+                yield (
+                    f"{self._names(some)} got gradients at every step read, are in no optimizer "
+                    f"and never changed: {why}"
+                )
+
+    def _frozen_between(self):
+        """One alone of several like it has requires_grad=False, and those before and after it
+        train. (Frozen on purpose are the first ones, or all of a kind.)"""
+        kinds = {}
+        for w in self.living:
+            if module := w.module and w.module():
+                kind = type(module), w.name.rpartition(".")[2], w.p.shape
+                kinds.setdefault(kind, []).append(w)
+        frozen = []
+        for several in kinds.values():
+            off = [k for k, w in enumerate(several) if not w.p.requires_grad]
+            if len(off) == 1 and 0 < off[0] < len(several) - 1:
+                trains = all(any(w.grads) for k, w in enumerate(several) if k != off[0])
+                frozen += [several[off[0]]] if trains else []
+        if frozen := [w for w in frozen if w.starved and w.stands]:
+            yield (
+                f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
+                "and after, are trained"
+            )
+
+
+def _above(root, p):
+    """The modules under this one that hold this parameter, themselves or further down."""
+    return [m for m in root.modules() if any(p is other for other in m.parameters())]
+
+
+def _rounding(weights, dtype):
+    """Why they stand still, in numbers, where a sample shows it."""
+    if not (shown := [w for w in weights if w.lost() > 0.5]):
+        return ""
+    size = median(shown[0].now.abs().double().tolist())
+    update = float(shown[0].update.abs().max())
+    half = torch.finfo(dtype).eps * 2.0 ** floor(log2(size)) / 2 if size else 0.0
+    return (
+        f". An update of at most {update:.2g} is below half the last bit of {size:.2g}, which is "
+        f"{half:.2g}: keep the weights in fp32 (torch.autocast computes in half), or fp32 masters"
+    )

@@ -1,0 +1,193 @@
+"""
+Still: what do weights and their gradients do while a script trains?
+
+It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
+few numbers of each tensor, which stay on the device until the script ends. Once, after the third
+step, it makes the forward pass again, to see whether the loss depends on weights that get no
+gradient; these are moved for that and put back bit by bit. Apart from that it touches nothing.
+What that means, reasons.py says.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .ledger import moved_by
+from .spike import Forward
+from .tensors import numbers_of
+
+SAMPLE = 64  # numbers of a tensor that are followed
+READ = 3  # times at least
+
+
+class Followed:
+    """What was seen of an optimizer, which may be gone at the end."""
+
+    def __init__(self, optimizer):
+        self.alive, self.name = ref(optimizer), type(optimizer).__name__
+        self.steps = self.fed = 0  # fed: steps in which a parameter had a gradient
+        self.zero = {}  # group: the step since which its rate is 0
+        self.highest = 0.0  # rate
+
+
+class Weight:
+    """What was read of one parameter."""
+
+    def __init__(self, p, name="", module=None, unlisted=False):
+        self.alive, self.name, self.module = ref(p), name, module and ref(module)
+        self.unlisted = unlisted  # its module lies in a plain list
+        self.optimizer = None
+        self.group = 0
+        self.masters = False  # it may have wider ones
+        self.norms, self.grads = [], []  # None: no gradient
+        self.rate = 0.0
+        self.steps = []
+        self.first = self.now = self.update = None  # of a sample
+
+    @property
+    def p(self):
+        return self.alive()
+
+    @property
+    def stands(self):
+        return len(self.norms) >= READ and len(set(self.norms)) == 1
+
+    @property
+    def fed(self):
+        """It had a gradient, not 0, whenever it was read."""
+        return len(self.grads) >= READ and all(self.grads)
+
+    @property
+    def starved(self):
+        return not any(grad is not None for grad in self.grads)
+
+    def lost(self):
+        """The share of the sampled numbers that have an update and are as they were, because it is
+        lost in rounding."""
+        if self.update is None or not (moves := self.update != 0).any():
+            return 0.0
+        lost = (self.now.double() - self.update).to(self.now.dtype) == self.now
+        return float((lost & moves & (self.first == self.now)).sum() / moves.sum())
+
+
+class Still:
+    """The weights of all optimizers and modules."""
+
+    def __init__(self, hooks, names, ledger, tape):
+        self.hooks, self.names = hooks, names
+        self.ledger, self.tape = ledger, tape
+        self.weights = WeakIdKeyDictionary()  # parameter: Weight, in the order of the forward
+        self.optimizers = {}  # id: Followed
+        self.cut = []  # weights without a gradient, on which the loss depends
+
+    def stepped(self, optimizer):
+        """After a step, before the tape forgets it."""
+        seen = self.optimizers.get(id(optimizer))
+        if not seen or seen.alive() is not optimizer:
+            seen = self.optimizers[id(optimizer)] = Followed(optimizer)
+        step = seen.steps
+        seen.steps += 1
+        seen.fed += bool(moved_by(optimizer))
+        for k, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr", 1.0)
+            known = isinstance(rate, float | int)  # not on a device
+            if known and rate == 0:
+                seen.zero.setdefault(k, step)
+            else:
+                seen.zero.pop(k, None)
+            seen.highest = max(seen.highest, rate if known else 0.0)
+        if step & (step - 1) == 0:
+            self._read(optimizer, seen)
+        if step == READ - 1 and self.hooks.world == 1:
+            self._cut_off(seen)
+
+    def _read(self, optimizer, seen):
+        called = [getattr(call.function, "_orig_mod", call.function) for call in self.tape.calls]
+        for root in dict.fromkeys([*called, *self.names.roots]):
+            if root in self.names.roots:
+                self._list(root)
+        for k, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                w = self.weights.setdefault(p, Weight(p))
+                w.optimizer, w.group, w.rate = seen, k, group.get("lr", 1.0)
+                if p.grad is not None and p.is_floating_point():
+                    self._sample(w, optimizer, group)
+        for p, w in self.weights.items():
+            if w.optimizer in (None, seen) and p.is_floating_point():
+                data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
+                w.norms += self.ledger.norms([numbers_of(data).double()])
+                w.grads += [None] if p.grad is None else self.ledger.norms([p.grad])
+                w.steps.append(self.tape.steps)
+
+    def _list(self, root, prefix="", unlisted=False):
+        """All parameters under this module, those in plain lists of modules, too."""
+        for path, module in root.named_modules(prefix=prefix):
+            for name, p in module.named_parameters(path, recurse=False):
+                w = self.weights.setdefault(p, Weight(p))
+                if not w.module:
+                    w.name, w.module, w.unlisted = name, ref(module), unlisted
+            for name, value in vars(module).items():
+                for k, inner in enumerate(value) if type(value) in (list, tuple) else ():
+                    if isinstance(inner, nn.Module) and inner is not root:
+                        self._list(inner, f"{path}.{name}.{k}".lstrip("."), True)
+
+    def _sample(self, w, optimizer, group):
+        """Some of its numbers, and what a step of torch's own optimizers subtracts from them."""
+        p, state = w.p, optimizer.state.get(w.p, {})
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            wide = [t for t in state.values() if isinstance(t, torch.Tensor) and t.shape == p.shape]
+            w.masters = any(t.itemsize > p.itemsize for t in wide)
+            return
+
+        def some(t):
+            flat = numbers_of(t.detach()).reshape(-1)
+            return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+
+        if "exp_avg_sq" in state and "betas" in group:
+            beta1, beta2 = group["betas"]
+            mean = some(state["exp_avg"]).double() / (1 - beta1**w.optimizer.steps)
+            square = some(state["exp_avg_sq"]).double() / (1 - beta2**w.optimizer.steps)
+            update = mean / (square.sqrt() + group["eps"])
+        elif state.get("momentum_buffer") is not None:
+            update = some(state["momentum_buffer"]).double()
+        elif isinstance(optimizer, torch.optim.SGD):
+            update = some(p.grad).double()
+        else:
+            return
+        w.now, w.update = some(p), update * group["lr"]
+        w.first = w.now if w.first is None else w.first
+
+    def _cut_off(self, seen):
+        """Of weights without a gradient: does the loss depend on them?"""
+        mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
+        cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
+        if not cut or len(cut) == len(mine):
+            return
+        params, on_purpose = [w.p for w in cut], set()
+
+        def before_forward(module, args):
+            if not torch.is_grad_enabled():
+                on_purpose.add(module)
+
+        hooks = [w.module().register_forward_pre_hook(before_forward) for w in cut]
+        copies = [p.detach().clone() for p in params]
+        unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(params))
+        with suppress(Exception), unchanged:  # what cannot be made again proves nothing
+            try:
+                with Forward(self.tape) as again:
+                    loss = again()
+                    if again.losses and again() == loss:
+                        for p in params:
+                            p.mul_(1.5).add_(0.1)
+                        self.cut += [w for w in cut if again() != loss]
+            finally:
+                for p, copied in zip(params, copies, strict=True):
+                    p.copy_(copied)
+        for hook in hooks:
+            hook.remove()
+        self.cut = [w for w in self.cut if w.module() not in on_purpose]
