@@ -265,6 +265,11 @@ FORGOTTEN = (
     "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
     "divides the gradients by the loss scale, and skips a bad step"
 )
+SKIPPED = (
+    "nothing is wrong with this step: without this error scaler.step(optimizer) skips it, and "
+    "scaler.update() lowers the loss scale; check for NaN only after scaler.step(), or do not raise "
+    "(clip_grad_norm_ without error_if_nonfinite), or begin with a lower init_scale"
+)
 # A part of the path of a framework's files: what it calls another precision than float16, than
 # bfloat16, and a lower rate.
 RATE_OF_TRAINER = "TrainingArguments(learning_rate=..., warmup_steps=..., max_grad_norm=1.0)"

@@ -74,6 +74,7 @@ class Locator(TorchDispatchMode):
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
+        self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
         # Of a storage, while it lives: its name, if it was ready-made
         self.known = WeakKeyDictionary()
@@ -87,6 +88,7 @@ class Locator(TorchDispatchMode):
         """These tensors are the batch: by them samples are named. `size`: how many, if known."""
         self.places.begin()
         self.labels.begin()
+        self.passed = False
         leaves = dict(inner_tensors(batch))
         if not leaves:
             return  # an earlier micro-batch brought all
@@ -153,6 +155,7 @@ class Locator(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        self.passed |= torch._C._current_autograd_node() is not None
         rule = rule_of(func)
         given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
@@ -235,7 +238,9 @@ class Locator(TorchDispatchMode):
             birth = replace(birth, fix=TOO_LOW)
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
-        self.births[birth.line] = birth.weak
+        learns = birth.phase == "backward" or any(x.requires_grad for x, _ in spans)
+        if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
+            self.births[birth.line] = birth.weak
         return next(self._clock), replace(birth, widened=in_wider_types(*operation))
 
     def _in_fewer_samples(self, birth, t, span):

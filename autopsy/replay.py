@@ -222,12 +222,15 @@ def verdict_on_birth(birth):
 
 
 def _loss_scale(calls):
-    """The power of two by which the script multiplies its loss before the backward, or 1."""
+    """By what the script multiplies its loss before the backward: its GradScaler, or a power of two;
+    or 1."""
     passes = [call for call in calls if call.function is BACKWARD]
     roots = {made.number for call in passes for made in call.uses()}
     scale = 1.0
     for call in calls:
         product = call.number in roots and "mul" in getattr(call.function, "__name__", "")
+        if product and call.scaler:
+            scale = max(scale, call.scaler.get_scale())
         for x in call.args if product else ():
             if type(x) in (int, float) and x >= 8 and frexp(x)[0] == 0.5:
                 scale = max(scale, x)
