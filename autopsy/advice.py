@@ -120,6 +120,11 @@ NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
 )
+ANOTHER = "another step"  # a cure is finite, and computes something else
+SUBTRACT = (
+    "exp beyond 88 is inf: subtract the maximum before it, as softmax and logsumexp do: {} (it was "
+    "compared with the step in float64)"
+)
 UNDERFLOW = (
     "the divisor is 0 in places and as small as {:.3g} elsewhere, where an eps of 1e-6 would "
     "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "
@@ -191,9 +196,9 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         lambda x, *a, **k: ((x + eps_for(x), *a), k),
     ),
     "exp": (
-        "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
-        "that are not normalised, a high rate); of a sum of them take logsumexp; or bound it: "
-        "exp(x.clamp(max=40))",
+        "exp beyond 88 is inf, and beyond 44 its square: in a softmax or a sum subtract the maximum "
+        "first (logsumexp does); find out why it is given so much (inputs that are not normalised, "
+        "a high rate), or bound it: exp(x.clamp(max=40))",
         lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
     ),
     "acosh": (
@@ -362,12 +367,19 @@ def _of_operation(report):
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
         return TINY.format(f"{lowest[-1]:.3g}")
-    return "" if report.failed else cure_of(report)
+    if report.failed:
+        return ""
+    words, _, code = cure_of(report).rpartition(": ")
+    if code and any(f"{ANOTHER} (" in text for text in report.tried if code in text):
+        return f"{words}. {code} is no cure: it is finite, but {ANOTHER} than in float64"
+    return cure_of(report)
 
 
 def cure_of(report):
     """What WEAK says of the operation, with the numbers of this dtype."""
     text = WEAK[report.weak][0]
+    if not report.step:  # nothing has been trained yet
+        text = text.replace(", a high rate", "")
     for number, in_half in IN_HALF.items() if report.result.startswith("float16") else ():
         text = text.replace(number, in_half)
     return text
