@@ -19,6 +19,8 @@ from .sources import EARLIER, OPAQUE, WRITTEN
 
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
+GREW = "the numbers have grown"
+RISES = "make it positive (look at the schedule, and at the sign of the loss)"
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
 VERDICTS = {
     "data": (
@@ -36,8 +38,7 @@ VERDICTS = {
     "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
     "divergence": (
         "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-        "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, "
-        "clipping",
+        f"{GREW}: an earlier checkpoint, a lower learning rate, longer warm-up, clipping",
     ),
     "precision": (
         "x.float() before that line, or --precision bf16",

@@ -29,12 +29,22 @@ class Course:
         self.largest = max(self.largest, norm)
         self._recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
 
+    def rated(self, rates):
+        """Those of a step."""
+        self._rates.update(rates)
+
     def growth(self):
         """A sentence for each optimizer whose gradients have grown tenfold."""
         for norms in self._recent.values():
             if 0 < 10 * norms[0] < norms[-1]:
                 listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                yield f"{GROWN}: {listed} (a lower lr may be the cure)"
+                lower = self.negative() or "a lower lr may be the cure"
+                yield f"{GROWN}: {listed} ({lower})"
+
+    def negative(self):
+        """A sentence, where a learning rate is below 0."""
+        lowest = min(self._rates, default=1.0)
+        return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
 
     def weights(self, optimizer, ledger):
         """After one of a few steps."""
@@ -58,5 +68,5 @@ class Course:
                     f"{still} {str(dtype).removeprefix('torch.')} tensors had gradients at every "
                     f"step read and never changed (lr {rates})"
                 )
-        if min(self._rates, default=1.0) < 0:
-            yield f"a learning rate is negative: {min(self._rates):g}"
+        if negative := self.negative():
+            yield negative

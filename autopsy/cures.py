@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .advice import ANOTHER, SUBTRACT, WEAK, cure_of
 from .frames import frames_now, line_of
@@ -196,13 +195,12 @@ def _in_fp32(title, names, weights, back, seen):
     begin = "with torch.autocast(x.device.type, enabled=False)"
     if weights:
         begin = f"{code}.float(), and then {begin}"
-    args, kwargs, out = seen
-    simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    if simple and args[0].is_floating_point() and isinstance(out, Tensor) and len(names) == 1:
-        to_half = f".to({back})" if back in HALF else ""
+    simple, went_back = zip(*seen, strict=True)
+    if all(simple) and len(names) == 1:
+        to_half = f".to({back})" if all(went_back) else ""
         return f"{title} in fp32: {begin}: y = {code}(x.float()){to_half}"
     of_all = f", for each of the {len(names)}" if len(names) > 1 else ""
-    results = f", its results .to({back})" if back in HALF else ""
+    results = f", its results .to({back})" if any(went_back) else ""
     return (
         f"{title} in fp32{of_all}: {begin} around its call, its floating-point arguments "
         f".float(){results}"

@@ -171,7 +171,10 @@ class Locator(TorchDispatchMode):
             out = func(*args, **kwargs)
         except Exception:
             spans = spans or spans_of(inputs)
-            self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
+            birth = self._birth(func, spans)
+            if given.get("api_name"):  # of torch.linalg, whose check it is
+                birth = replace(birth, op=f"torch.{given['api_name'].removeprefix('torch.')}")
+            self.failed = self.failed or self._earliest(spans, func)[1] or birth
             raise
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
@@ -308,6 +311,7 @@ class Locator(TorchDispatchMode):
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
+            called="" if name else self.functions.name,
             batch_size=self.samples.size,
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )
