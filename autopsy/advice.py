@@ -197,9 +197,9 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         lambda x, *a, **k: ((x + eps_for(x), *a), k),
     ),
     "exp": (
-        "exp beyond 88 is inf, and beyond 44 its square: in a softmax or a sum subtract the maximum "
-        "first (logsumexp does); find out why it is given so much (inputs that are not normalised, "
-        "a high rate), or bound it: exp(x.clamp(max=40))",
+        "exp beyond 88 is inf, and beyond 44 its square: in a softmax or a sum subtract the "
+        "maximum first (logsumexp does); find out why it is given so much (inputs that are not "
+        "normalised, a high rate), or bound it: exp(x.clamp(max=40))",
         lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
     ),
     "acosh": (
@@ -273,8 +273,8 @@ FORGOTTEN = (
 )
 SKIPPED = (
     "nothing is wrong with this step: without this error scaler.step(optimizer) skips it, and "
-    "scaler.update() lowers the loss scale; check for NaN only after scaler.step(), or do not raise "
-    "(clip_grad_norm_ without error_if_nonfinite), or begin with a lower init_scale"
+    "scaler.update() lowers the loss scale; check for NaN only after scaler.step(), or do not "
+    "raise (clip_grad_norm_ without error_if_nonfinite), or begin with a lower init_scale"
 )
 # A part of the path of a framework's files: what it calls another precision than float16, than
 # bfloat16, and a lower rate.
@@ -345,7 +345,9 @@ def _of_source(report):
     if report.source.startswith(EARLIER):
         return "that line made it or passed it on: --from-step 0 names the operation"
     if report.source.startswith("a "):
-        return "mend this number where it is made: NumPy, a constant, a table"
+        _, _, line = report.source.partition(" (")
+        where = f", at {line.rstrip(')')}" if ".py:" in line else ": NumPy, a constant, a table"
+        return f"mend this number where it is made{where}"
     return ""
 
 

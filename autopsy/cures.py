@@ -2,8 +2,8 @@
 Cures: what helps?
 
 Each cure is a way to run the recorded step; those that fit the verdict are tried in turn, up to the
-first with which the step is finite. Finite is not cured: InfoNCE with its exp clamped is finite, and
-its gradient has the cosine 0.19 to the true one. So what changes values (an eps, a clamp) is
+first with which the step is finite. Finite is not cured: InfoNCE with its exp clamped is finite,
+and its gradient has the cosine 0.19 to the true one. So what changes values (an eps, a clamp) is
 compared with the step in float64, where that is finite. Only what was tried is said to help. It
 doubts no verdict, and leaves the weights as they were.
 """
@@ -26,7 +26,7 @@ from .tensors import HALF, NARROW, numbers_of
 
 
 def first_cure(rerun, report):
-    """The report with the cures that were tried, up to the first that was finite, and the same step:
+    """The report with the cures that were tried, up to the first that was finite and the same step:
     the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     tried, exact = list(report.tried), None
     for what, context, cure, advice in _cures(rerun, report):
@@ -101,16 +101,22 @@ def _outcome(rerun):
 
 def _in_float64(rerun):
     """The outcome of the step in float64: ({}, ...) where that is bad, or cannot be made."""
-    symptom = rerun(InDtype(torch.float64, (torch.float32, *NARROW), rerun.net), fp32=True)
-    return ({}, None) if symptom else _outcome(rerun)
+    context = InDtype(torch.float64, (torch.float32, *NARROW), rerun.net)
+    symptom = rerun(context, fp32=True)
+    outcome = ({}, None) if symptom else _outcome(rerun)
+    rerun.results = {}
+    rerun.record.restore()  # no gradient in float64 is left
+    return outcome
 
 
 def apart(cured, exact):
     """What parts two outcomes of a step, as text."""
     (ours, drawn), (true, drawn_there) = cured, exact
     names = [name for name in ours if name != "loss" and name in true]
+    if not names:
+        return ""
     on_cpu = drawn["cuda"] is None  # else float64 may draw other numbers from the same state
-    if not names or not on_cpu or not torch.equal(drawn["cpu"], drawn_there["cpu"]):
+    if not on_cpu or not torch.equal(drawn["cpu"], drawn_there["cpu"]):
         return ""
     loss, there = (float(numbers["loss"].mean()) for numbers in (ours, true))
     slope, slope_there = (torch.cat([numbers[n] for n in names]) for numbers in (ours, true))

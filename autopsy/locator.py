@@ -29,7 +29,7 @@ from .operations import WRITERS, in_wider_types, rule_of
 from .places import Places
 from .report import Report
 from .samples import Samples
-from .sources import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN
+from .sources import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
 from .step import attributes_of
 from .tensors import (
     HALF,
@@ -185,6 +185,8 @@ class Locator(TorchDispatchMode):
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
             storage = storage_of(t)
+            if rule.fresh and t.dim() and is_bad(extent(t)):
+                self.known.setdefault(storage, f"{PYTHON} ({line_of(frames_now())})")
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
             if rule.loads:  # a file's numbers
@@ -222,7 +224,8 @@ class Locator(TorchDispatchMode):
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
         spoilt = not is_mask(span) and not rule.takes_masks
-        if birth and (added or (birth.source and spoilt)):
+        zeroed = str(func).startswith("aten.mul") and birth and (-inf, 0) in birth.spans
+        if birth and (added or (birth.source and spoilt and not zeroed)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
         if is_mask(span) and (wanted or number == LAWFUL):
