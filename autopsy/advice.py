@@ -374,7 +374,7 @@ def _of_operation(report):
         return ""
     words, _, code = cure_of(report).rpartition(": ")
     if code and any(f"{ANOTHER} (" in text for text in report.tried if code in text):
-        return f"{words}. {code} is no cure: it is finite, but {ANOTHER} than in float64"
+        return f"{words}; {code} is finite, but {ANOTHER} than in float64: see what was tried"
     return cure_of(report)
 
 

@@ -29,6 +29,8 @@ def first_cure(rerun, report):
     """The report with the cures that were tried, up to the first that was finite and the same step:
     the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     tried, exact = list(report.tried), None
+    # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
+    measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
     for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
@@ -37,7 +39,7 @@ def first_cure(rerun, report):
         if isinstance(context, AtLines) and not context.hits:
             went = "not tried, the call was not seen"
         rerun.went = went
-        if went == "finite" and cure[0] == "eps":
+        if went == "finite" and cure[0] == "eps" and measured:
             cured = _outcome(rerun)
             exact = exact or _in_float64(rerun)
             went += apart(cured, exact)
