@@ -19,6 +19,8 @@ from .sources import EARLIER, OPAQUE, WRITTEN
 
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
+GREW = "the numbers have grown"
+RISES = "make it positive (look at the schedule, and at the sign of the loss)"
 # What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
 VERDICTS = {
     "data": (
@@ -36,8 +38,7 @@ VERDICTS = {
     "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
     "divergence": (
         "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
-        "the numbers have grown: an earlier checkpoint, a lower learning rate, longer warm-up, "
-        "clipping",
+        f"{GREW}: an earlier checkpoint, a lower learning rate, longer warm-up, clipping",
     ),
     "precision": (
         "x.float() before that line, or --precision bf16",
@@ -120,6 +121,11 @@ NOT_FINITE = (
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)"
 )
+ANOTHER = "another step"  # a cure is finite, and computes something else
+SUBTRACT = (
+    "exp beyond 88 is inf: subtract the maximum before it, as softmax and logsumexp do: {} (it was "
+    "compared with the step in float64)"
+)
 UNDERFLOW = (
     "the divisor is 0 in places and as small as {:.3g} elsewhere, where an eps of 1e-6 would "
     "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "
@@ -191,9 +197,9 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         lambda x, *a, **k: ((x + eps_for(x), *a), k),
     ),
     "exp": (
-        "exp beyond 88 is inf, and beyond 44 its square: find out why it is given so much (inputs "
-        "that are not normalised, a high rate); of a sum of them take logsumexp; or bound it: "
-        "exp(x.clamp(max=40))",
+        "exp beyond 88 is inf, and beyond 44 its square: in a softmax or a sum subtract the "
+        "maximum first (logsumexp does); find out why it is given so much (inputs that are not "
+        "normalised, a high rate), or bound it: exp(x.clamp(max=40))",
         lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
     ),
     "acosh": (
@@ -265,6 +271,11 @@ FORGOTTEN = (
     "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
     "divides the gradients by the loss scale, and skips a bad step"
 )
+SKIPPED = (
+    "nothing is wrong with this step: without this error scaler.step(optimizer) skips it, and "
+    "scaler.update() lowers the loss scale; check for NaN only after scaler.step(), or do not "
+    "raise (clip_grad_norm_ without error_if_nonfinite), or begin with a lower init_scale"
+)
 # A part of the path of a framework's files: what it calls another precision than float16, than
 # bfloat16, and a lower rate.
 RATE_OF_TRAINER = "TrainingArguments(learning_rate=..., warmup_steps=..., max_grad_norm=1.0)"
@@ -334,7 +345,9 @@ def _of_source(report):
     if report.source.startswith(EARLIER):
         return "that line made it or passed it on: --from-step 0 names the operation"
     if report.source.startswith("a "):
-        return "mend this number where it is made: NumPy, a constant, a table"
+        _, _, line = report.source.partition(" (")
+        where = f", at {line.rstrip(')')}" if ".py:" in line else ": NumPy, a constant, a table"
+        return f"mend this number where it is made{where}"
     return ""
 
 
@@ -357,12 +370,19 @@ def _of_operation(report):
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
         return TINY.format(f"{lowest[-1]:.3g}")
-    return "" if report.failed else cure_of(report)
+    if report.failed:
+        return ""
+    words, _, code = cure_of(report).rpartition(": ")
+    if code and any(f"{ANOTHER} (" in text for text in report.tried if code in text):
+        return f"{words}; {code} is finite, but {ANOTHER} than in float64: see what was tried"
+    return cure_of(report)
 
 
 def cure_of(report):
     """What WEAK says of the operation, with the numbers of this dtype."""
     text = WEAK[report.weak][0]
+    if not report.step:  # nothing has been trained yet
+        text = text.replace(", a high rate", "")
     for number, in_half in IN_HALF.items() if report.result.startswith("float16") else ():
         text = text.replace(number, in_half)
     return text

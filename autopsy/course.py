@@ -37,9 +37,15 @@ class Course:
         for norms in self._recent.values():
             if 0 < 10 * norms[0] < norms[-1]:
                 listed = ", ".join(f"{norm:.3g}" for norm in norms)
-                yield f"{GROWN}: {listed} (a lower lr may be the cure)"
+                lower = self.negative() or "a lower lr may be the cure"
+                yield f"{GROWN}: {listed} ({lower})"
+
+    def negative(self):
+        """A sentence, where a learning rate is below 0."""
+        lowest = min(self._rates, default=1.0)
+        return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
 
     def strange(self):
         """Sentences of what is not bad, and strange."""
-        if min(self._rates, default=1.0) < 0:
-            yield f"a learning rate is negative: {min(self._rates):g}"
+        if negative := self.negative():
+            yield negative

@@ -2,8 +2,10 @@
 Cures: what helps?
 
 Each cure is a way to run the recorded step; those that fit the verdict are tried in turn, up to the
-first with which the step is finite. Only what was tried is said to help. It doubts no verdict, and
-leaves the weights as they were.
+first with which the step is finite. Finite is not cured: InfoNCE with its exp clamped is finite,
+and its gradient has the cosine 0.19 to the true one. So what changes values (an eps, a clamp) is
+compared with the step in float64, where that is finite. Only what was tried is said to help. It
+doubts no verdict, and leaves the weights as they were.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .advice import WEAK, cure_of
+from .advice import ANOTHER, SUBTRACT, WEAK, cure_of
+from .frames import frames_now, line_of
 from .locator import Locator
 from .modes import AtLines, InDtype, islands
-from .tensors import HALF
+from .step import rng_states
+from .tensors import HALF, NARROW, numbers_of
 
 
 def first_cure(rerun, report):
-    """The report with the cures that were tried, up to the first that was finite: the guilty module
-    in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
-    tried = list(report.tried)
+    """The report with the cures that were tried, up to the first that was finite and the same step:
+    the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
+    tried, exact = list(report.tried), None
+    # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
+    measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
     for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
@@ -33,9 +38,16 @@ def first_cure(rerun, report):
             went = f"could not be tried ({symptom})"
         if isinstance(context, AtLines) and not context.hits:
             went = "not tried, the call was not seen"
+        rerun.went = went
+        if went == "finite" and cure[0] == "eps" and measured:
+            cured = _outcome(rerun)
+            exact = exact or _in_float64(rerun)
+            went += apart(cured, exact)
+        if what.startswith(tuple(STABLE)) and "float64" not in went:
+            continue  # there is no such sum, or nothing shows that this is the same step
         tried.append(f"{what}: {went}")
         report = replace(report, tried=tuple(tried))
-        if went == "finite":
+        if went.startswith("finite") and ANOTHER not in went:
             advice = advice() if callable(advice) else advice
             return replace(report, cure=cure, fix=report.fix or advice)
     return report
@@ -47,10 +59,14 @@ def _cures(rerun, report):
     precision = report.verdict == "precision"
     if precision:
         yield from _islands(rerun, report)
-    advice, mend = WEAK.get(weak, ("", None))
-    # 0 / 0: half precision has rounded the divisor's eps to 0
-    rounded = weak == "div" and report.widened.startswith("nan in float32,")
+    mend = WEAK.get(weak, ("", None))[1]
+    # 0 / 0, log of 0: half precision has rounded an eps to 0
+    rounded = weak.startswith("log") or (
+        weak == "div" and report.widened.startswith("nan in float32,")
+    )
     if mend and (rounded or not precision) and not report.fix:
+        for code, kind in STABLE.items() if weak == "exp" else ():
+            yield f"{code} at {line}", kind([line], weak), ("eps", weak), SUBTRACT.format(code)
         where, context = _lines(rerun, line, weak)
         what = cure_of(report).rpartition(": ")[2]
         yield f"{what} at {where}", context, ("eps", weak), ""
@@ -61,9 +77,12 @@ def _cures(rerun, report):
         where, context = _lines(rerun, line)
         before = f"x.float() before {where}, with autocast off there"
         yield f"x.float() at {where}", context, ("line", where), before
-        if weak != "to_copy":
+        if weak != "to_copy" and rerun.went.startswith("still bad"):
             late = f": float() at {line} is not enough, or its operands are rounded before"
-    known = f"{advice}, or " if weak.startswith(("log", "to_copy")) else ""
+    known = ""
+    if weak.startswith(("log", "to_copy")):  # the words, without the code that did not help
+        words, _, code = cure_of(report).rpartition(": ")
+        known = (words if "(" in code else f"{words}: {code}") + ", or "
     kinds = {"fp32": None}
     half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
     ranks = dist.is_available() and dist.is_initialized()
@@ -72,6 +91,80 @@ def _cures(rerun, report):
     for kind, context in kinds.items():
         whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
         yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
+
+
+def _outcome(rerun):
+    """(results of the step, whether random numbers are as they were afterwards)"""
+    names = [name for name in rerun.results if not name.startswith("buffer ")]
+    numbers = [numbers_of(rerun.results[name].detach()).double().flatten() for name in names]
+    state = rng_states(rerun.record.device)
+    return dict(zip(names, numbers, strict=True)), state
+
+
+def _in_float64(rerun):
+    """The outcome of the step in float64: ({}, ...) where that is bad, or cannot be made."""
+    context = InDtype(torch.float64, (torch.float32, *NARROW), rerun.net)
+    symptom = rerun(context, fp32=True)
+    outcome = ({}, None) if symptom else _outcome(rerun)
+    rerun.results = {}
+    rerun.record.restore()  # no gradient in float64 is left
+    return outcome
+
+
+def apart(cured, exact):
+    """What parts two outcomes of a step, as text."""
+    (ours, drawn), (true, drawn_there) = cured, exact
+    names = [name for name in ours if name != "loss" and name in true]
+    if not names:
+        return ""
+    on_cpu = drawn["cuda"] is None  # else float64 may draw other numbers from the same state
+    if not on_cpu or not torch.equal(drawn["cpu"], drawn_there["cpu"]):
+        return ""
+    loss, there = (float(numbers["loss"].mean()) for numbers in (ours, true))
+    slope, slope_there = (torch.cat([numbers[n] for n in names]) for numbers in (ours, true))
+    lengths = slope.norm() * slope_there.norm()
+    cosine = float(slope @ slope_there / lengths) if lengths else float(slope.equal(slope_there))
+    longer = float(slope.norm() / slope_there.norm()) if lengths else 1.0
+    about = f"loss {loss:.3g}, in float64 {there:.3g}; cosine of the gradients {cosine:.2g}"
+    same = abs(loss - there) <= 0.02 * max(abs(there), 1e-3)
+    same = same and cosine > 0.95 and 0.8 < longer < 1.25
+    return f", as in float64 ({about})" if same else f", but {ANOTHER} ({about})"
+
+
+class LogSumExp(AtLines):
+    """log(exp(x).sum(dim)) is torch.logsumexp(x, dim), where the exp is at one of these lines."""
+
+    def __init__(self, lines, weak):
+        super().__init__(lines, weak)
+        self.known = []  # (result, x, what was done: "" or the dim of a sum)
+
+    def _perform(self, func, args, kwargs):
+        held = next((entry for entry in self.known if args and args[0] is entry[0]), None)
+        if held and self.name == "log" and held[2]:
+            self.hits += 1
+            return torch.logsumexp(held[1], **held[2])
+        out = func(*args, **kwargs)
+        if self.name == "exp" and line_of(frames_now()) in self.lines:
+            self.known.append((out, args[0], {}))
+        elif held and self.name == "sum":
+            dims = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
+            self.known.append((out, held[1], dims))
+        return out
+
+
+class Subtract(AtLines):
+    """exp(x - x.amax(dim, keepdim=True)) at these lines."""
+
+    def __init__(self, dim, lines, weak):
+        super().__init__(lines, weak)
+        self.mend = lambda x: ((x - x.amax(dim, keepdim=True),), {})
+
+
+STABLE = {  # of an exp that is too large: the same step, written otherwise
+    "exp(x - x.amax(-1, keepdim=True))": partial(Subtract, -1),
+    "exp(x - x.amax(0, keepdim=True))": partial(Subtract, 0),
+    "torch.logsumexp(x, dim) for the logarithm of the sum of exp(x)": LogSumExp,
+}
 
 
 def _islands(rerun, report):
@@ -110,13 +203,12 @@ def _in_fp32(title, names, weights, back, seen):
     begin = "with torch.autocast(x.device.type, enabled=False)"
     if weights:
         begin = f"{code}.float(), and then {begin}"
-    args, kwargs, out = seen
-    simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    if simple and args[0].is_floating_point() and isinstance(out, Tensor) and len(names) == 1:
-        to_half = f".to({back})" if back in HALF else ""
+    simple, went_back = zip(*seen, strict=True)
+    if all(simple) and len(names) == 1:
+        to_half = f".to({back})" if all(went_back) else ""
         return f"{title} in fp32: {begin}: y = {code}(x.float()){to_half}"
     of_all = f", for each of the {len(names)}" if len(names) > 1 else ""
-    results = f", its results .to({back})" if back in HALF else ""
+    results = f", its results .to({back})" if any(went_back) else ""
     return (
         f"{title} in fp32{of_all}: {begin} around its call, its floating-point arguments "
         f".float(){results}"

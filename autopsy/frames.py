@@ -24,8 +24,11 @@ NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectr
 
 
 def said(error):
+    """Its type and first line; of a long one the first sentence."""
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return shorten(text, 160, placeholder=" ...")
+    if len(text) > 160:
+        text = re.split(r"(?<=[.;!?])\s", text)[0]
+    return shorten(text.rstrip(":"), 400, placeholder=" ...")
 
 
 def frames_now():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .advice import NOT_FINITE, SAME
+from .advice import NOT_FINITE, RISES, SAME
 from .ledger import held_by, moved_by
 from .operations import OVERWRITES
 from .report import Report
@@ -165,4 +165,6 @@ def _why_bad(group, p, rate, gradient):
         fix = "centered=False: rounding makes the variance negative, and its root NaN"
     if not is_real(float(rate or 0)):
         fix = "look at the schedule"
+    elif float(rate or 0) < 0:
+        fix = f"the learning rate is negative: {RISES}"
     return why, fix

@@ -29,7 +29,7 @@ from .operations import WRITERS, in_wider_types, rule_of
 from .places import Places
 from .report import Report
 from .samples import Samples
-from .sources import CONSTANT, OPAQUE, OUTSIDE, STATE, WRITTEN
+from .sources import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
 from .step import attributes_of
 from .tensors import (
     HALF,
@@ -74,6 +74,7 @@ class Locator(TorchDispatchMode):
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
         self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
+        self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
         # Of a storage, while it lives: its name, if it was ready-made
         self.known = WeakKeyDictionary()
@@ -87,6 +88,7 @@ class Locator(TorchDispatchMode):
         """These tensors are the batch: by them samples are named. `size`: how many, if known."""
         self.places.begin()
         self.labels.begin()
+        self.passed = False
         leaves = dict(inner_tensors(batch))
         if not leaves:
             return  # an earlier micro-batch brought all
@@ -153,6 +155,7 @@ class Locator(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        self.passed |= torch._C._current_autograd_node() is not None
         rule = rule_of(func)
         given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
@@ -168,7 +171,10 @@ class Locator(TorchDispatchMode):
             out = func(*args, **kwargs)
         except Exception:
             spans = spans or spans_of(inputs)
-            self.failed = self.failed or self._earliest(spans, func)[1] or self._birth(func, spans)
+            birth = self._birth(func, spans)
+            if given.get("api_name"):  # of torch.linalg, whose check it is
+                birth = replace(birth, op=f"torch.{given['api_name'].removeprefix('torch.')}")
+            self.failed = self.failed or self._earliest(spans, func)[1] or birth
             raise
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
@@ -179,6 +185,8 @@ class Locator(TorchDispatchMode):
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
             storage = storage_of(t)
+            if rule.fresh and t.dim() and is_bad(extent(t)):
+                self.known.setdefault(storage, f"{PYTHON} ({line_of(frames_now())})")
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
             if rule.loads:  # a file's numbers
@@ -216,7 +224,8 @@ class Locator(TorchDispatchMode):
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(is_bad(s) for _, s in addends)
         spoilt = not is_mask(span) and not rule.takes_masks
-        if birth and (added or (birth.source and spoilt)):
+        zeroed = str(func).startswith("aten.mul") and birth and (-inf, 0) in birth.spans
+        if birth and (added or (birth.source and spoilt and not zeroed)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
         if is_mask(span) and (wanted or number == LAWFUL):
@@ -235,7 +244,9 @@ class Locator(TorchDispatchMode):
             birth = replace(birth, fix=TOO_LOW)
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
-        self.births[birth.line] = birth.weak
+        learns = birth.phase == "backward" or any(x.requires_grad for x, _ in spans)
+        if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
+            self.births[birth.line] = birth.weak
         return next(self._clock), replace(birth, widened=in_wider_types(*operation))
 
     def _in_fewer_samples(self, birth, t, span):
@@ -303,6 +314,7 @@ class Locator(TorchDispatchMode):
                 *(f"the number {a:.3g}" for a in self.numbers),
             ),
             step=self.step,
+            called="" if name else self.functions.name,
             batch_size=self.samples.size,
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )

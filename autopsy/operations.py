@@ -81,6 +81,7 @@ def rule_of(func):
         joins=name in ("stack", "cat"),
         copies=name in ("to_copy", "clone", "copy"),
         loads=name == "set",
+        fresh=name == "lift_fresh",
         sums=re.fullmatch(SUMS, name),
         takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),

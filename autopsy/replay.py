@@ -26,6 +26,8 @@ from .tape import BACKWARD
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
 from .verdict import examine
 
+LARGE = 1e6  # what torch.empty finds may be finite
+
 
 def replay(tape, targets, step):
     """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose results
@@ -37,6 +39,7 @@ def replay(tape, targets, step):
     leaves = dict.fromkeys(t for call in calls for _, t in call.given() if t.is_leaf)
     free = [t for t in leaves if t.requires_grad and t not in within]
     params |= {f"{type_of(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+    rooms = _never_written(tape, params, net)
     now = StepRecord(step, net)
     grads = [(t, t.grad) for t in (*params.values(), *leaves)]
     if any(g is not None and is_bad(extent(g)) for _, g in grads):
@@ -49,11 +52,20 @@ def replay(tape, targets, step):
     with torch.autograd._unsafe_preserve_version_counter(buffers):
         try:
             tape.buffers_back(calls)
-            return Replay(tape, calls, targets, net, params).report(step)
+            return Replay(tape, calls, targets, net, params, rooms).report(step)
         finally:
             now.restore()
             for p, g in grads:
                 p.grad = g
+
+
+def _never_written(tape, params, net):
+    """{name: (tensor, line)} of weights and buffers that are still as torch.empty has left them."""
+    held = {f"parameter {name}": p for name, p in params.items()}
+    held |= {f"buffer {name}": b for name, b in net.named_buffers()}
+    rooms = {name: (t, tape.rooms.get(storage_of(t))) for name, t in held.items()}
+    unwritten = {name for name, t in held.items() if not (t.is_inference() or t._version)}
+    return {name: room for name, room in rooms.items() if room[1] and name in unwritten}
 
 
 def _net_of(calls):
@@ -66,9 +78,9 @@ def _net_of(calls):
 class Replay:
     """Calls on the tape as a recorded step: for each backward one micro-batch."""
 
-    def __init__(self, tape, calls, targets, net, params):
+    def __init__(self, tape, calls, targets, net, params, rooms):
         self.tape, self.calls, self.targets = tape, calls, targets
-        self.net, self.params = net, params
+        self.net, self.params, self.rooms = net, params, rooms
         self.made = {}  # by the calls, so far
         self.scale = _loss_scale(calls)
 
@@ -143,15 +155,17 @@ class Replay:
         return loss / self.scale, {name: p.grad for name, p in self.params.items()}
 
     def _never_written(self, report):
-        """A weight of torch.empty that nothing has written since."""
-        p = self.params.get(report.source.removeprefix("parameter "))
-        if p is None or p._version:
-            return report
-        room = self.tape.rooms.get(storage_of(p))
-        if not room:
-            return report
+        """A weight or buffer of torch.empty that nothing has written since: a bad one, or one of
+        large numbers where numbers have grown."""
         fix = "initialise it: torch.empty leaves what was in memory"
-        return replace(report, names=(report.source, f"never written since {room}"), fix=fix)
+        for name, (t, room) in self.rooms.items():
+            span = extent(t) if report.grown or report.source == name else (0, 0)
+            if is_bad(span) or max(span[1], -span[0]) > LARGE:
+                names = (name, f"never written since {room}")
+                holds = f"{name} holds {span[0]:.3g} .. {span[1]:.3g}"
+                names = names if report.source else (holds, *names[1:])
+                return replace(report, verdict="weights", names=names, fix=fix)
+        return report
 
     def _why_written(self, b, number, step):
         """A buffer made outside of its module: the report on what wrote it, if that is known."""
@@ -159,7 +173,7 @@ class Replay:
             return None
         b.nan_to_num_(0.0, 0.0, 0.0)  # what is bad in it is this very write
         calls = self.tape.needed([number])
-        why = Replay(self.tape, calls, [number], self.net, self.params).report(step)
+        why = Replay(self.tape, calls, [number], self.net, self.params, self.rooms).report(step)
         return why if why and why.op and not why.source else None
 
 
@@ -222,12 +236,15 @@ def verdict_on_birth(birth):
 
 
 def _loss_scale(calls):
-    """The power of two by which the script multiplies its loss before the backward, or 1."""
+    """By what the script multiplies its loss before the backward: by its GradScaler, by a power of
+    two, or 1."""
     passes = [call for call in calls if call.function is BACKWARD]
     roots = {made.number for call in passes for made in call.uses()}
     scale = 1.0
     for call in calls:
         product = call.number in roots and "mul" in getattr(call.function, "__name__", "")
+        if product and call.scaler:
+            scale = max(scale, call.scaler.get_scale())
         for x in call.args if product else ():
             if type(x) in (int, float) and x >= 8 and frexp(x)[0] == 0.5:
                 scale = max(scale, x)

@@ -33,6 +33,7 @@ class Report:
     advice: str = "code"  # or "flags": those of this repository's train.py
     symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
     op: str = ""  # "aten.log.default"; "" = no operation is guilty
+    called: str = ""  # the function of torch that the script called: "cross_entropy"
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     nth_call: int = 0  # of the module in this step; 0 = not known, or outside of any module
     phase: str = "forward"  # or "backward", "optimizer"
@@ -108,13 +109,17 @@ class Report:
             first = f"first to use {self.source}" if named else "first bad op"
             verb = {"": "made", CONSTANT: "made", WRITTEN: "writes"}.get(self.source, "is given")
             made = f"{verb} {self.made}" if self.made else "raised"
-            yield f"{first}: {self.op} {place} ({self.phase}{node}{line}) {made}"
+            inner = re.match(r"aten\._|.*_(forward|ex|backward)\b", self.op)
+            of = f" of {self.called}" if inner and self.called else ""
+            yield f"{first}: {self.op}{of} {place} ({self.phase}{node}{line}) {made}"
         if self.entered:
             yield f"its -inf entered {self.entered}, where it is no mask"
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
         if self.widened:
-            yield f"repeated on the same inputs: {self.widened}"
+            rounded = self.verdict == "precision" and "finite" not in self.widened
+            why = " (an operand had been rounded before, to half precision)" if rounded else ""
+            yield f"repeated on the same inputs: {self.widened}{why}"
 
     def lines(self) -> Iterator[str]:
         if not self.verdict:

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from math import isfinite, nan
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class Rerun:
     def __call__(self, context=None, fp32=False):
         """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
         self.record.restore()
-        self.error = None
+        self.error, self.results = None, {}
         clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
         # Fused attention knows half only; its plain mathematics knows fp32.
         attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
@@ -44,6 +45,7 @@ class Rerun:
             with warnings.catch_warnings(), context or nullcontext(), attention:
                 warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
+                    self.results = {}
                     if isinstance(context, Locator):
                         self.last = k
                         context.take(batch, len(self.record.indices[k]))
@@ -85,6 +87,14 @@ class Rerun:
         raised = Report(op=type(self.error).__name__, module=module, line=line)
         return where.blame(filter(torch.is_tensor, variables)) or raised
 
+    def _factor(self, root):
+        """By what the loss was multiplied before its backward. Of a step that has raised, or that
+        returned a bad number for its loss, by the loss scale."""
+        loss = float(self.results["loss"].float().mean()) if self.results else nan
+        if isfinite(root) and root and not isfinite(loss):
+            return max(1.0, self.about["scale"])
+        return max(1.0, root / loss) if loss else 1.0  # 1 for NaN
+
     def watch(self, fp32=False):
         """Run it with every operation watched: what is bad, and who made it."""
         # Within a watched operation torch would import it, and that import keeps the frames that
@@ -103,8 +113,7 @@ class Rerun:
             birth = where.failed or self._raised(where)
             self._forget_frames()
         elif symptom:
-            if loss := float(self.results["loss"].float().mean()):  # run_step may have scaled it
-                self.factor = max(1.0, where.functions.root / loss)  # 1 for NaN
             birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+        self.factor = self._factor(where.functions.root)
         about = {"symptom": symptom, "micro_batch": self.last, **self.about}
         return replace(birth or Report(), **about)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .advice import FORGOTTEN
+from .advice import FORGOTTEN, SKIPPED
 
 PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 16
 
@@ -50,11 +50,13 @@ class Scaling:
             return ", the loss scale falls under 1"
         return ""
 
-    def overrule(self, report):
+    def overrule(self, report, raised):
         """The report, with its scale; the verdict is calibration where the script has passed the
-        scaler by."""
+        scaler by. `raised`: the script did, before the scaler could skip the step."""
         report = replace(report, scale=self.scaler.get_scale() if self.scaler else report.scale)
         overflow = self.unskipped and report.verdict == "precision"
         if report.scale != 1 and (self._undivided or overflow):
             return replace(report, verdict="calibration", fix=FORGOTTEN)
+        if raised and self.scaler and report.verdict == "calibration":
+            return replace(report, fix=SKIPPED)
         return report

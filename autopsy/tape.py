@@ -79,6 +79,7 @@ class Call:
     left: list = ()  # what the call wrote of these: (module, name)
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
+    scaler: Any = None  # that multiplies a loss here
 
     def given(self):
         """(dotted name, tensor)"""

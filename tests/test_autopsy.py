@@ -601,6 +601,36 @@ def test_a_column_of_each_sample_is_taken_and_the_samples_are_still_known():
     assert autopsied(Net(), (x, Y), loss_of=loss_of).samples == (5,)
 
 
+# --- Finite is not cured
+
+def contrast(logits, labels):
+    e = (logits * 5 + 100).exp()
+    return -(e[range(8), labels] / e.sum(1)).log().mean()
+
+
+def partition(logits, labels):
+    z = logits * 50
+    total = z.exp().sum(1)
+    return (total.log() - z[range(8), labels]).mean()
+
+
+def unlikely(logits, labels):
+    return -(-50 * logits.abs() - 60).sigmoid().log().mean()
+
+
+@pytest.mark.parametrize(("loss_of", "advice"), [
+    (contrast, "exp(x - x.amax(-1, keepdim=True))"), (partition, "torch.logsumexp(x, dim)"),
+    (unlikely, "log(x.clamp(min=1e-6)) is finite, but another")])
+def test_a_cure_is_the_same_step_as_in_float64_or_it_is_told_and_not_advised(loss_of, advice):
+    net = Net()
+    net.head.weight.data *= 9
+    report = autopsied(net, loss_of=loss_of)
+    assert report.verdict == "divergence" and advice in report.suggestion, report
+    assert report.cure[0] == ("" if loss_of is unlikely else "eps")
+    parted = [text for text in report.tried if "another step" in text]
+    assert bool(parted) == (loss_of is not contrast), report
+
+
 # --- The locator alone, for many steps
 
 

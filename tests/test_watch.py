@@ -1073,6 +1073,67 @@ for step in range(5):
 """
 
 
+BLIND = PREAMBLE + """
+import ctypes, warnings
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+if fault == "garbage":
+    net[2].weight = nn.Parameter(torch.empty(4, 16))  # garbage
+    held = (ctypes.c_float * 64)(*(k * 1e17 for k in range(64)))
+    ctypes.memmove(net[2].weight.untyped_storage().data_ptr(), held, 256)
+rate = -0.5 if fault == "negative rate" else 1e-3
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+optimizer.param_groups[0]["lr"] = rate
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, enabled=fault.startswith("scaler"))
+masks = torch.zeros(8, 4).index_fill(1, torch.tensor([3]), -torch.inf)
+table = torch.tensor([[1.0] * 8] * 7 + [[float("nan")] * 8])  # table
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), masks), 8)
+for step in range(80):
+    ((x, mask),) = loader
+    if fault == "table":
+        x = table[torch.arange(8)]
+    if fault == "warning":
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            F.mse_loss(x, x[:, :1])  # warning
+        print(seen[0].filename[-9:] + f":{seen[0].lineno}", file=sys.stderr)
+    with torch.autocast("cpu", torch.float16, enabled=fault.startswith("scaler")):
+        out = net(x)
+        if fault == "float mask":
+            logp = (out + mask).log_softmax(1)
+            out = logp.exp() * logp  # float mask
+        loss = F.mse_loss(out, torch.ones(8, 4))
+    if fault == "inner name":
+        loss = loss + torch.linalg.cholesky(torch.eye(3) * -loss.detach()).sum()  # inner name
+    scaler.scale(loss).backward()
+    if fault.startswith("scaler"):
+        scaler.unscale_(optimizer)
+        raises = fault == "scaler clips"
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=raises)  # clip
+        assert norm.isfinite()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if step == 2 and fault in ("warning", "clean"):
+        break
+"""
+
+
+@pytest.mark.parametrize(("fault", "words", "unsaid"), [
+    ("scaler clips", "-> calibration", "x.float()"),
+    ("scaler asserts", "-> calibration", "x.float()"),
+    ("negative rate", "a learning rate is negative: -0.5, and", "lower learning"),
+    ("garbage", "never written since script.py:", "grow"),
+    ("float mask", "torch.where", "every sample is bad"),
+    ("table", "mend this number where it is made, at script.py:", "before the watch"),
+    ("inner name", "first bad op: torch.linalg.cholesky", "_linalg_check_errors"),
+    ("warning", "script.py:", "tape.py")])
+def test_what_outsiders_were_told_wrongly_is_told_rightly(run, fault, words, unsaid):
+    done = run(BLIND, fault)
+    assert words in done.stderr and unsaid not in done.stderr, done.stderr
+    if fault in ("garbage", "float mask", "table", "inner name", "warning"):
+        assert f"script.py:{line_of(BLIND, fault)}" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("kind", [
     "meta", "meta step", "meta buffer", "lazy", "sparse", "csr", "quantised", "fp8", "mkldnn",
     "nested", "refuses"])
