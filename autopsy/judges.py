@@ -69,10 +69,13 @@ class Judges:
     def bad_output(self, call, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
         symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
-        if call.number > self.tape.first:
+        if call.room:  # a warm-up, a count of operations
+            why = "its input is what torch.empty found in memory"
+            self.hooks.unwatched.add(f"{symptom}: passed over, {why}")
+        elif call.number > self.tape.first:
             self.findings.later(symptom, [call.number])
-        else:  # a count of operations, or of memory: its input may be what torch.empty holds
-            self.hooks.say(f"{symptom}, before any backward pass: passed over")
+        else:  # a count of operations, or of memory
+            self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
 
     def bad_buffer(self, call, b, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""

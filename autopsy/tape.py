@@ -34,6 +34,8 @@ RANDOM = re.compile(
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 # Attributes, and what only torch itself calls
 NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
+LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 ASKS = ("isnan", "isinf", "isfinite", "ne", "eq", "__ne__", "__eq__")  # is it bad? x != x
 BACKWARD = torch.autograd.backward
@@ -79,6 +81,7 @@ class Call:
     left: list = ()  # what the call wrote of these: (module, name)
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
+    room: bool = False  # a module was given memory that nothing has written
 
     def given(self):
         """(dotted name, tensor)"""
@@ -175,9 +178,11 @@ class Tape(TorchFunctionMode):
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
+            if name in LENDS:
+                self.rooms.pop(storage_of(args[0]), None)
             out = func(*args, **kwargs)
-            if name == "empty" and out.layout is torch.strided:
-                self.rooms[storage_of(out)] = line_of(frames_now())
+            if name == "empty":
+                self._note_room(out)
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
@@ -193,15 +198,29 @@ class Tape(TorchFunctionMode):
             call.rng = rng_states(device_of(args))
         out = func(*args, **kwargs)
         if "empty" in name:
+            self._note_room(out)
             call.function = partial(_as_it_is_now, out.detach())
             call.args, call.kwargs = (), {}
+        if COPIES.fullmatch(name) and flat_tensors(args[:1]) and self.is_room(args[0]):
+            self._note_room(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
             self.calls.remove(call)
         return out
 
+    def _note_room(self, t):
+        if t.layout is torch.strided:
+            self.rooms[storage_of(t)] = line_of(frames_now())
+
+    def is_room(self, t):
+        """Whether it holds what was in memory before: torch.empty has made it, or what it is a copy
+        of, and nothing has written into it since."""
+        known = t.numel() > 0 and storage_of(t) in self.rooms
+        return known and not t.is_inference() and t._version == 0
+
     def overwritten(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
+        self.rooms.pop(storage_of(t), None)
         symbol = self.symbol(t)
         base = t if t._base is None else t._base  # a part of what is held changes with it
         made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)

@@ -1127,6 +1127,30 @@ def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path)
     assert done.stderr.count("first bad op") == 1
 
 
+STRANGE = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+for step in range(4):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    room = torch.empty(5, 4)
+    if fault == "written": room.div_(room.zero_())  # written
+    if fault == "lent": room.numpy()[2] = float("nan")
+    x = torch.zeros_like(room) / 0 if fault == "shape" else room.double().float()  # shape
+    with torch.no_grad(): net(x)  # lent
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "written", "lent", "shape"])
+def test_a_warm_up_on_the_memory_of_empty_is_no_fault_until_somebody_writes_it(run, fault):
+    done = run(STRANGE, fault)
+    if fault:
+        named(done, STRANGE, fault, "data" if fault == "lent" else "divergence")
+    else:
+        assert done.returncode == 0 and "nothing non-finite" in done.stderr, done.stderr
+        assert "passed over, its input is what torch.empty found" in done.stderr, done.stderr
+
+
 def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
     ledger, judged, bad = Ledger(), [], torch.tensor([math.nan])
     losses = ledger.entries([bad], lambda t, norm: judged.append("loss"))
