@@ -1127,6 +1127,37 @@ def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path)
     assert done.stderr.count("first bad op") == 1
 
 
+CLOSURES = PREAMBLE + """
+maker, judge = nn.Linear(3, 4), nn.Linear(4, 1)
+rate = 1e30 if fault == "rate" else 0.1
+makes = torch.optim.SGD(maker.parameters(), 0.1)
+judges = torch.optim.LBFGS(judge.parameters(), lr=rate, max_iter=3)
+for step in range(6):
+    x = torch.randn(9, 3)
+    if fault == "data" and step == 4: x[5] = torch.nan  # data
+    def closure():
+        judges.zero_grad()
+        loss = (judge(maker(x).detach()) - 1).square().mean()
+        loss.backward()
+        return loss
+    print(judges.step(closure).item().hex())  # rate
+    makes.zero_grad(); judge(maker(x)).square().mean().backward()
+    makes.step(lambda: None)
+"""
+
+
+def test_the_writes_of_an_optimizer_that_takes_a_closure_are_its_own_and_steps_are_counted_once(run):
+    bare, done = run(CLOSURES, watched=False), run(CLOSURES)
+    assert done.returncode == 0 and "6 steps, nothing non-finite" in done.stderr, done.stderr
+    assert bare.stdout == done.stdout
+    done = run(CLOSURES, "data")
+    named(done, CLOSURES, "data", "data")
+    assert "at step 4 (" in done.stderr, done.stderr
+    done = run(CLOSURES, "rate")
+    named(done, CLOSURES, "rate", "optimizer")
+    assert "made by LBFGS (lr=1e+30)" in done.stderr and "at step 0 (" in done.stderr, done.stderr
+
+
 STRANGE = PREAMBLE + """
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
