@@ -514,7 +514,7 @@ else:
     ("raises inside", 3, "-> divergence"),
     ("print", 3, "-> divergence"), ("by hand", 3, "-> divergence"),
     ("own optimizer", 3, "made by Own"), ("eps", 3, "in train, eps=0 is exactly 0"),
-    ("moment", 3, "exp_avg of fc.weight is nan before the optimizer's first step"),
+    ("moment", 3, "exp_avg of fc.weight is nan as loaded at script.py"),
     ("half weights", 0, "2 bfloat16 tensors had gradients at every step read and never changed"),
     ("count", 0, "before any backward pass: passed over"), ("thread", 0, "in another thread"),
     ("negative", 0, "a learning rate is negative: -1e-07"),
@@ -1146,7 +1146,7 @@ for step in range(6):
 """
 
 
-def test_the_writes_of_an_optimizer_that_takes_a_closure_are_its_own_and_steps_are_counted_once(run):
+def test_what_an_optimizer_writes_around_its_closure_is_its_own_and_counts_once(run):
     bare, done = run(CLOSURES, watched=False), run(CLOSURES)
     assert done.returncode == 0 and "6 steps, nothing non-finite" in done.stderr, done.stderr
     assert bare.stdout == done.stdout
@@ -1156,6 +1156,33 @@ def test_the_writes_of_an_optimizer_that_takes_a_closure_are_its_own_and_steps_a
     done = run(CLOSURES, "rate")
     named(done, CLOSURES, "rate", "optimizer")
     assert "made by LBFGS (lr=1e+30)" in done.stderr and "at step 0 (" in done.stderr, done.stderr
+
+
+LOADED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+if fault == "early":
+    state = net.state_dict(); state["0.bias"] = torch.full((8,), torch.nan)  # early
+    net.load_state_dict(state)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(6):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    if fault == "norm" and step == 3:
+        with torch.no_grad(): net[0].weight[0] = torch.nan  # norm
+    if fault == "moment" and step == 3:
+        state = optimizer.state_dict()
+        state["state"][2]["exp_avg"] = torch.full((8,), torch.inf)
+        optimizer.load_state_dict(state)  # moment
+"""
+
+
+@pytest.mark.parametrize(("fault", "symptom"), [
+    ("early", "what the script writes into 0.bias is nan at step 0"),
+    ("norm", "what the script writes into 0.weight is nan"),
+    ("moment", "exp_avg of 1.weight is inf as loaded at")])
+def test_what_is_written_or_loaded_is_the_cause_and_not_its_consequence(run, fault, symptom):
+    done = run(LOADED, fault)
+    named(done, LOADED, fault, "weights")
+    assert symptom in done.stderr and done.stderr.count("->") == 1, done.stderr
 
 
 STRANGE = PREAMBLE + """
