@@ -13,7 +13,7 @@ from functools import partial
 from math import frexp
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .frames import line_of
@@ -22,7 +22,7 @@ from .names import together
 from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord
-from .tape import BACKWARD
+from .tape import BACKWARD, COPIES, Made
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
 from .verdict import examine
 
@@ -179,7 +179,7 @@ def _with_its_line(report, name, line):
 def _batch(tape, calls):
     """Of the tensors that the calls were given: the batch, and others by their names."""
     first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
-    names = {t: name for call in reversed(first) for name, t in call.given()}
+    names = _names(first)
     given = dict.fromkeys(t for call in first for _, t in call.given())
     batch, named = [], []
     for t in given:
@@ -190,16 +190,29 @@ def _batch(tape, calls):
         if not made and t.grad_fn is not None:
             named.append((UNKNOWN, t))
         elif early and t.dim() and _is_like(t, first[0].shape):
+            nth = f"item {len(batch)} of the batch" if batch else "input"
+            named.append((names.get(t, nth), t))
             batch.append(t)
-            name = names[t].rpartition(".")[2]  # of an argument, or a key: "labels"
-            if name.isidentifier():
-                named.append((name, t))
         elif made:
             when = "a tensor before this step" if made.number <= tape.first else EARLIER
             named.append((f"{when} ({line_of(made.frames)})", t))
         else:
             named.append((OUTSIDE, t))
     return batch, named
+
+
+def _names(calls):
+    """What the calls, the first of which counts most, call a tensor, or a copy of it: "labels"."""
+    names = {}
+    for call in reversed(calls):
+        names |= {t: name.rpartition(".")[2] for name, t in call.given()}
+        names |= {x: name for name, x in call.named() if isinstance(x, Tensor | Made)}
+    for call in sorted(calls, key=lambda call: -call.number):
+        copies = COPIES.fullmatch(getattr(call.function, "__name__", ""))
+        copy = Made(call.number, 0, call.frames)
+        if copies and copy in names and call.args:
+            names[call.args[0]] = names[copy]
+    return {x: name for x, name in names.items() if name.isidentifier()}
 
 
 def _is_like(t, shape):

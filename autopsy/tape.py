@@ -7,9 +7,10 @@ each can be made again from the same line. It judges nothing.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
 from .frames import frames_now, line_of, script_frames
 from .step import carry_back, put_back, rng_states, set_rng_states
@@ -82,6 +83,7 @@ class Call:
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
     room: bool = False  # a module was given memory that nothing has written
+    writes: set = frozenset()  # numbers of the calls into whose results it writes
 
     def given(self):
         """(dotted name, tensor)"""
@@ -90,6 +92,20 @@ class Call:
     def uses(self):
         """What other calls made."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
+
+    def leads_to(self, numbers):
+        """It makes what one of these calls has made, or writes into it."""
+        return self.number in numbers or not self.writes.isdisjoint(numbers)
+
+    def named(self):
+        """(name of the argument, or its key in a mapping; tensor, or what an earlier call made)"""
+        forward = getattr(self.function, "forward", self.function)
+        with suppress(TypeError, ValueError):  # of a function in C nothing is known
+            names = inspect.signature(forward).parameters
+            given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+            for path, x in tree_leaves_with_path(given):
+                if isinstance(path[-1], MappingKey) and str(path[-1].key).isidentifier():
+                    yield path[-1].key, x
 
     def repeat(self, made):
         """Make this call once more, from the same line."""
@@ -194,6 +210,9 @@ class Tape(TorchFunctionMode):
                 self.done(self.write(Tensor.clone, args[:1], {}), out)
             return out
         call = self.write(func, args, kwargs)
+        if writes:
+            made_by = map(self.maker, filter(torch.is_tensor, (given[0], given[0]._base)))
+            call.writes = {made.number for made in made_by if made}
         if random:
             call.rng = rng_states(device_of(args))
         out = func(*args, **kwargs)
@@ -297,14 +316,14 @@ class Tape(TorchFunctionMode):
             if small and is_bad(span := extent(t)) and not is_mask(span):
                 self.tables.add(made.number)
         for call in reversed(self.calls):
-            if call.number in self.tables:
-                self.tables.update(made.number for made in call.uses())
+            if call.leads_to(self.tables):
+                self.tables |= {call.number, *(made.number for made in call.uses())}
 
     def needed(self, targets):
         """The calls that lead to losses and to these: without a validation that came before."""
         calls, needed = [], set(targets)
         for call in reversed(self.calls):
-            if call.grad or call.number in needed:
+            if call.grad or call.leads_to(needed):
                 calls.append(call)
                 needed.update(made.number for made in call.uses())
         return calls[::-1]

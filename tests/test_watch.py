@@ -1185,6 +1185,61 @@ def test_what_is_written_or_loaded_is_the_cause_and_not_its_consequence(run, fau
     assert symptom in done.stderr and done.stderr.count("->") == 1, done.stderr
 
 
+BATCHES = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, noise, pixels, marks=None):
+        out = self.layer(pixels + 0 * noise)[:, 0]
+        return out, None if marks is None else F.l1_loss(out, marks)
+class Batch(dict):
+    def to(self, *there):
+        return Batch({k: v.to(*there) for k, v in self.items()})
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x, y = torch.randn(40, 4).numpy(), torch.randn(40).numpy()
+if fault == "pixels": x[22, 1] = float("nan")
+if fault in ("marks", "target"): y[22] = float("nan")
+for i in range(0, 40, 5):
+    batch = Batch(pixels=torch.from_numpy(x[i:i + 5]), marks=torch.from_numpy(y[i:i + 5]))
+    batch = batch.to("cpu", torch.float32)
+    if fault == "target":
+        loss = F.mse_loss(net(torch.randn(5, 4), batch["pixels"])[0], batch["marks"])
+    else:
+        loss = net(torch.randn(5, 4), **batch)[1]
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("name", ["pixels", "marks", "target"])
+def test_a_tensor_of_the_batch_has_the_name_of_the_argument_that_it_is_given_for(run, name):
+    done = run(BATCHES, name)
+    assert f"{name} holds nan" in done.stderr and "samples 2 of" in done.stderr, done.stderr
+
+
+PLANTED = PREAMBLE + """
+net = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x = torch.randn(40, 4)
+if fault == "table": x[23, 1] = torch.nan  # table
+for i in range(0, 40, 5):
+    batch = x[i:i + 5] * 1
+    with torch.no_grad():
+        if fault == "row" and i == 20: batch[3][1] = torch.inf  # row
+        if fault == "fill" and i == 20: batch[3].fill_(torch.nan)  # fill
+    optimizer.zero_grad(); net(batch).square().mean().backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", ["table", "row", "fill"])
+def test_a_number_that_the_script_writes_into_its_data_is_written_again(run, fault):
+    done = run(PLANTED, fault)
+    named(done, PLANTED, fault, "data")
+    assert "samples 3 of" in done.stderr, done.stderr
+
+
 STRANGE = PREAMBLE + """
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
