@@ -74,7 +74,8 @@ class Judges:
             why = "its input is what torch.empty found in memory"
             self.hooks.unwatched.add(f"{symptom}: passed over, {why}")
         elif call.number > self.tape.first:
-            self.findings.later(symptom, [call.number])
+            if not self.findings.later(symptom, [call.number]):
+                self.hooks.unwatched.add(f"{symptom}; its cause was not found")
         else:  # a count of operations, or of memory
             self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
 

@@ -195,13 +195,14 @@ class Tape(TorchFunctionMode):
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
             if name in LENDS:
-                self.rooms.pop(storage_of(args[0]), None)
+                self._is_no_room(args[0])
             out = func(*args, **kwargs)
             if name == "empty":
                 self._note_room(out)
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        self._is_no_room(kwargs.get("out"), given[0] if writes else None)
         if writes and not self.overwritten(name, *given):
             return func(*args, **kwargs)
         if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
@@ -231,15 +232,18 @@ class Tape(TorchFunctionMode):
         if t.layout is torch.strided:
             self.rooms[storage_of(t)] = line_of(frames_now())
 
+    def _is_no_room(self, *written):
+        for t in flat_tensors(written):
+            self.rooms.pop(storage_of(t), None)
+
     def is_room(self, t):
         """Whether it holds what was in memory before: torch.empty has made it, or what it is a copy
         of, and nothing has written into it since."""
         known = t.numel() > 0 and storage_of(t) in self.rooms
-        return known and not t.is_inference() and t._version == 0
+        return known and (t.is_inference() or t._version == 0)
 
     def overwritten(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
-        self.rooms.pop(storage_of(t), None)
         symbol = self.symbol(t)
         base = t if t._base is None else t._base  # a part of what is held changes with it
         made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)

@@ -1241,23 +1241,27 @@ def test_a_number_that_the_script_writes_into_its_data_is_written_again(run, fau
 
 
 STRANGE = PREAMBLE + """
+import copy
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
 for step in range(4):
     optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
-    room = torch.empty(5, 4)
+    with torch.inference_mode(fault == "inference"):
+        room = torch.empty(5, 4)
     if fault == "written": room.div_(room.zero_())  # written
+    if fault == "out": torch.log(torch.zeros(5, 4) - 1, out=room)  # out
     if fault == "lent": room.numpy()[2] = float("nan")
     x = torch.zeros_like(room) / 0 if fault == "shape" else room.double().float()  # shape
-    with torch.no_grad(): net(x)  # lent
+    with torch.no_grad(), torch.device("cpu"):
+        copy.deepcopy(net)(room if fault == "inference" else x)  # lent
 """
 
 
-@pytest.mark.parametrize("fault", ["", "written", "lent", "shape"])
+@pytest.mark.parametrize("fault", ["", "inference", "written", "lent", "shape", "out"])
 def test_a_warm_up_on_the_memory_of_empty_is_no_fault_until_somebody_writes_it(run, fault):
     done = run(STRANGE, fault)
-    if fault:
+    if fault not in ("", "inference"):
         named(done, STRANGE, fault, "data" if fault == "lent" else "divergence")
     else:
         assert done.returncode == 0 and "nothing non-finite" in done.stderr, done.stderr
