@@ -19,7 +19,7 @@ from .advice import NOT_FINITE, SAME
 from .ledger import held_by, moved_by
 from .operations import OVERWRITES
 from .report import Report
-from .sources import WRITTEN
+from .sources import OUTSIDE, WRITTEN
 from .tensors import HALF, LIMIT, bad_end, bad_rows, extent, few, is_bad, is_mask, is_real, type_of
 
 
@@ -99,9 +99,10 @@ class Judges:
                 p.nan_to_num_(0.0, 0.0, 0.0)
             made_by = self.tape.known.get(bad)
             report = self.findings.explain([made_by.number], [bad])
-            if report and report.source == WRITTEN:  # not a number of the batch
+            if report and report.source in (WRITTEN, OUTSIDE):  # not a number of the batch
                 report = replace(report, verdict="weights", fix=NOT_FINITE)
-            self.findings.stop(symptom, report)
+            if report and report.op:  # else it was loaded, and no operation has used it
+                self.findings.stop(symptom, report)
         report = Report("weights", step=write.step, made=made, repeated=False)
         if write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"

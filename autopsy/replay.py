@@ -14,6 +14,7 @@ from math import frexp
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .frames import line_of
@@ -132,15 +133,18 @@ class Replay:
         with InDtype(torch.float32, NARROW, self.net) if fp32 else nullcontext():
             for call in calls:
                 call.repeat(made)
-        judged = [t for m, t in made.items() if m.number in self.targets]
-        if len(judged) > 1:  # whatever was made: there may be masks
-            judged = [t for t in judged if not is_mask(extent(t))]
         roots = []
         if calls[-1].function is BACKWARD:
             roots = [made[m] for m in calls[-1].uses() if m in made]
-        bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
+        judged = [t for m, t in made.items() if m.number in self.targets]
+        with _disable_current_modes():  # reading is no use of them
+            if len(judged) > 1:  # whatever was made: there may be masks
+                judged = [t for t in judged if not is_mask(extent(t))]
+            bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
         loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
-        return loss / self.scale, {name: p.grad for name, p in self.params.items()}
+        if self.scale != 1:
+            loss = loss / self.scale
+        return loss, {name: p.grad for name, p in self.params.items()}
 
     def _never_written(self, report):
         """A weight of torch.empty that nothing has written since."""

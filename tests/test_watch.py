@@ -1159,10 +1159,14 @@ def test_what_an_optimizer_writes_around_its_closure_is_its_own_and_counts_once(
 
 
 LOADED = PREAMBLE + """
+import numpy
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 if fault == "early":
     state = net.state_dict(); state["0.bias"] = torch.full((8,), torch.nan)  # early
     net.load_state_dict(state)
+if fault == "file":
+    numbers = torch.from_numpy(numpy.full(8, numpy.nan)).float()
+    net.load_state_dict({**net.state_dict(), "0.bias": numbers})  # file
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 for step in range(6):
     optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
@@ -1177,6 +1181,7 @@ for step in range(6):
 
 @pytest.mark.parametrize(("fault", "symptom"), [
     ("early", "what the script writes into 0.bias is nan at step 0"),
+    ("file", "what the script writes into 0.bias is nan at step 0"),
     ("norm", "what the script writes into 0.weight is nan"),
     ("moment", "exp_avg of 1.weight is inf as loaded at")])
 def test_what_is_written_or_loaded_is_the_cause_and_not_its_consequence(run, fault, symptom):
