@@ -19,6 +19,7 @@ from .advice import NOT_FINITE, RISES, SAME
 from .ledger import held_by, moved_by
 from .operations import OVERWRITES
 from .report import Report
+from .sources import OUTSIDE, WRITTEN
 from .tensors import HALF, LIMIT, bad_end, bad_rows, extent, few, is_bad, is_mask, is_real, type_of
 
 
@@ -26,7 +27,7 @@ class Update(NamedTuple):
     """A step of an optimizer."""
 
     optimizer: Any
-    rates: list | None  # of its groups, at that step; None: before its first step
+    rates: list  # of its groups, at that step
     gradient: float  # the largest gradient norm up to it
     line: str = ""
 
@@ -69,10 +70,14 @@ class Judges:
     def bad_output(self, call, value):
         """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
         symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
-        if call.number > self.tape.first:
-            self.findings.later(symptom, [call.number])
-        else:  # a count of operations, or of memory: its input may be what torch.empty holds
-            self.hooks.say(f"{symptom}, before any backward pass: passed over")
+        if call.room:  # a warm-up, a count of operations
+            why = "its input is what torch.empty found in memory"
+            self.hooks.unwatched.add(f"{symptom}: passed over, {why}")
+        elif call.number > self.tape.first:
+            if not self.findings.later(symptom, [call.number]):
+                self.hooks.unwatched.add(f"{symptom}; its cause was not found")
+        else:  # a count of operations, or of memory
+            self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
 
     def bad_buffer(self, call, b, value):
         """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
@@ -93,7 +98,11 @@ class Judges:
             if good or write.name == "data":  # what is bad in it is this very write
                 p.nan_to_num_(0.0, 0.0, 0.0)
             made_by = self.tape.known.get(bad)
-            self.findings.stop(symptom, self.findings.explain([made_by.number], [bad]))
+            report = self.findings.explain([made_by.number], [bad])
+            if report and report.source in (WRITTEN, OUTSIDE):  # not a number of the batch
+                report = replace(report, verdict="weights", fix=NOT_FINITE)
+            if report and report.op:  # else it was loaded, and no operation has used it
+                self.findings.stop(symptom, report)
         report = Report("weights", step=write.step, made=made, repeated=False)
         if write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
@@ -117,19 +126,27 @@ class Judges:
             report = self.findings.explain(evidence=[p.grad for p in bad])
             self.findings.stop(f"the gradient of {name} is {made}{why}", report)
 
+    def _held(self, optimizer, t):
+        """(group, parameter, name) of what this optimizer holds; None: it holds it no more."""
+        for k, p, key, held in held_by(optimizer):
+            if held is t:
+                return k, p, f"{key} of {self.names.of(p)}" if key else self.names.of(p)
+        return None
+
+    def bad_moment(self, optimizer, origin, t, value):
+        """No step of the optimizer made it: a checkpoint brought it."""
+        if held := self._held(optimizer, t):
+            symptom = f"{held[-1]} is {bad_end(extent(t))} {origin}"
+            self.findings.stop(symptom, Report("weights"))
+
     def bad_update(self, update, t, value):
-        """Good gradients, bad weights or moments: the optimizer made them. Before its first step a
-        checkpoint brought them."""
+        """Good gradients, bad weights or moments: the optimizer made them."""
         optimizer = update.optimizer
-        held = [entry for entry in held_by(optimizer) if entry[-1] is t]
+        held = self._held(optimizer, t)
         if not held:
             return
-        k, p, key, _ = held[0]
-        whose = f"{key} of " if key else ""
-        symptom = f"{whose}{self.names.of(p)} is {bad_end(extent(t))}"
-        if update.rates is None:
-            symptom += " before the optimizer's first step"
-            self.findings.stop(symptom, Report("weights"))
+        k, p, name = held
+        symptom = f"{name} is {bad_end(extent(t))}"
         group, rate = optimizer.param_groups[k], update.rates[k]
         birth = self.hooks.locator and self.hooks.locator.blame([t])
         why, fix = _why_bad(group, p, rate, update.gradient)

@@ -34,19 +34,23 @@ class Names:
             for name, other in (*root.named_parameters(prefix), *root.named_buffers(prefix)):
                 if storage_of(other) is storage:
                     return name
+        for owner in modules():  # that the script has not called yet
+            for name, other in (*owner._parameters.items(), *owner._buffers.items()):
+                if other is not None and storage_of(other) is storage:
+                    return ".".join(filter(None, (names_of([owner])[owner], name)))
         return f"a parameter {type_of(p)}"
+
+
+def modules():
+    """All that live, without those that are ours."""
+    some = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [x for x in some if type(x) is not nn.Module]
 
 
 def names_of(roots):
     """What the script calls each of these modules: its place in a module that owns it, though that
     is not called itself; of several with weights the variable that holds each; or ""."""
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    owners = {
-        child: (owner, key)
-        for owner in modules
-        if type(owner) is not nn.Module  # those are ours
-        for key, child in owner._modules.items()
-    }
+    owners = {child: (owner, key) for owner in modules() for key, child in owner._modules.items()}
     variables = [*vars(sys.modules["__main__"]).items()]
     paths = {}
     for root in roots:

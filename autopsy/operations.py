@@ -75,7 +75,7 @@ def rule_of(func):
         pointwise=pointwise,
         follow=follow,
         index=INDEX.get(name),
-        overwrites=name in OVERWRITES,
+        overwrites=name in OVERWRITES or func._overloadname.endswith("out"),
         constant=re.fullmatch(CONSTANTS, name),
         empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
         joins=name in ("stack", "cat"),

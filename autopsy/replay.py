@@ -13,7 +13,8 @@ from functools import partial
 from math import frexp
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .frames import line_of
@@ -22,7 +23,7 @@ from .names import together
 from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord
-from .tape import BACKWARD
+from .tape import BACKWARD, COPIES, Made
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
 from .verdict import examine
 
@@ -144,15 +145,18 @@ class Replay:
         with InDtype(torch.float32, NARROW, self.net) if fp32 else nullcontext():
             for call in calls:
                 call.repeat(made)
-        judged = [t for m, t in made.items() if m.number in self.targets]
-        if len(judged) > 1:  # whatever was made: there may be masks
-            judged = [t for t in judged if not is_mask(extent(t))]
         roots = []
         if calls[-1].function is BACKWARD:
             roots = [made[m] for m in calls[-1].uses() if m in made]
-        bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
+        judged = [t for m, t in made.items() if m.number in self.targets]
+        with _disable_current_modes():  # reading is no use of them
+            if len(judged) > 1:  # whatever was made: there may be masks
+                judged = [t for t in judged if not is_mask(extent(t))]
+            bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
         loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
-        return loss / self.scale, {name: p.grad for name, p in self.params.items()}
+        if self.scale != 1:
+            loss = loss / self.scale
+        return loss, {name: p.grad for name, p in self.params.items()}
 
     def _never_written(self, report):
         """A weight or buffer of torch.empty that nothing has written since: a bad one, or one of
@@ -193,7 +197,7 @@ def _with_its_line(report, name, line):
 def _batch(tape, calls):
     """Of the tensors that the calls were given: the batch, and others by their names."""
     first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
-    names = {t: name for call in reversed(first) for name, t in call.given()}
+    names = _names(first)
     given = dict.fromkeys(t for call in first for _, t in call.given())
     batch, named = [], []
     for t in given:
@@ -204,16 +208,29 @@ def _batch(tape, calls):
         if not made and t.grad_fn is not None:
             named.append((UNKNOWN, t))
         elif early and t.dim() and _is_like(t, first[0].shape):
+            nth = f"item {len(batch)} of the batch" if batch else "input"
+            named.append((names.get(t, nth), t))
             batch.append(t)
-            name = names[t].rpartition(".")[2]  # of an argument, or a key: "labels"
-            if name.isidentifier():
-                named.append((name, t))
         elif made:
             when = "a tensor before this step" if made.number <= tape.first else EARLIER
             named.append((f"{when} ({line_of(made.frames)})", t))
         else:
             named.append((OUTSIDE, t))
     return batch, named
+
+
+def _names(calls):
+    """What the calls, the first of which counts most, call a tensor, or a copy of it: "labels"."""
+    names = {}
+    for call in reversed(calls):
+        names |= {t: name.rpartition(".")[2] for name, t in call.given()}
+        names |= {x: name for name, x in call.named() if isinstance(x, Tensor | Made)}
+    for call in sorted(calls, key=lambda call: -call.number):
+        copies = COPIES.fullmatch(getattr(call.function, "__name__", ""))
+        copy = Made(call.number, 0, call.frames)
+        if copies and copy in names and call.args:
+            names[call.args[0]] = names[copy]
+    return {x: name for x, name in names.items() if name.isidentifier()}
 
 
 def _is_like(t, shape):

@@ -17,6 +17,7 @@ from math import isfinite, nan
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .frames import frames_in, line_of, said
 from .locator import Locator
@@ -57,8 +58,9 @@ class Rerun:
                     buffers = dict(self.net.named_buffers())
                     results |= {f"buffer {name}": buffers[name] for name in clean}
                     self.results = results
-                    for name, t in results.items():
-                        span = extent(t)
+                    with _disable_current_modes():  # reading is no use of them
+                        spans = {name: extent(t) for name, t in results.items()}
+                    for name, span in spans.items():
                         mask = name.startswith("buffer ") and not STATISTIC.search(name)
                         if is_bad(span) and not (mask and is_mask(span)):
                             return f"{name} is {bad_end(span)}"

@@ -7,9 +7,10 @@ each can be made again from the same line. It judges nothing.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
 from .frames import frames_now, line_of, script_frames
 from .step import carry_back, put_back, rng_states, set_rng_states
@@ -34,6 +35,8 @@ RANDOM = re.compile(
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 # Attributes, and what only torch itself calls
 NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
+LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
 ASKS = ("isnan", "isinf", "isfinite", "ne", "eq", "__ne__", "__eq__")  # is it bad? x != x
 BACKWARD = torch.autograd.backward
@@ -80,6 +83,8 @@ class Call:
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple[int, ...] = ()  # of a module's first input
     scaler: Any = None  # that multiplies a loss here
+    room: bool = False  # a module was given memory that nothing has written
+    writes: set = frozenset()  # numbers of the calls into whose results it writes
 
     def given(self):
         """(dotted name, tensor)"""
@@ -88,6 +93,20 @@ class Call:
     def uses(self):
         """What other calls made."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
+
+    def leads_to(self, numbers):
+        """It makes what one of these calls has made, or writes into it."""
+        return self.number in numbers or not self.writes.isdisjoint(numbers)
+
+    def named(self):
+        """(name of the argument, or its key in a mapping; tensor, or what an earlier call made)"""
+        forward = getattr(self.function, "forward", self.function)
+        with suppress(TypeError, ValueError):  # of a function in C nothing is known
+            names = inspect.signature(forward).parameters
+            given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+            for path, x in tree_leaves_with_path(given):
+                if isinstance(path[-1], MappingKey) and str(path[-1].key).isidentifier():
+                    yield path[-1].key, x
 
     def repeat(self, made):
         """Make this call once more, from the same line."""
@@ -176,12 +195,15 @@ class Tape(TorchFunctionMode):
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
+            if name in LENDS:
+                self._is_no_room(args[0])
             out = func(*args, **kwargs)
-            if name == "empty" and out.layout is torch.strided:
-                self.rooms[storage_of(out)] = line_of(frames_now())
+            if name == "empty":
+                self._note_room(out)
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        self._is_no_room(kwargs.get("out"), given[0] if writes else None)
         if writes and not self.overwritten(name, *given):
             return func(*args, **kwargs)
         if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
@@ -190,16 +212,36 @@ class Tape(TorchFunctionMode):
                 self.done(self.write(Tensor.clone, args[:1], {}), out)
             return out
         call = self.write(func, args, kwargs)
+        if writes:
+            made_by = map(self.maker, filter(torch.is_tensor, (given[0], given[0]._base)))
+            call.writes = {made.number for made in made_by if made}
         if random:
             call.rng = rng_states(device_of(args))
         out = func(*args, **kwargs)
         if "empty" in name:
+            self._note_room(out)
             call.function = partial(_as_it_is_now, out.detach())
             call.args, call.kwargs = (), {}
+        if COPIES.fullmatch(name) and flat_tensors(args[:1]) and self.is_room(args[0]):
+            self._note_room(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
             self.calls.remove(call)
         return out
+
+    def _note_room(self, t):
+        if t.layout is torch.strided:
+            self.rooms[storage_of(t)] = line_of(frames_now())
+
+    def _is_no_room(self, *written):
+        for t in flat_tensors(written):
+            self.rooms.pop(storage_of(t), None)
+
+    def is_room(self, t):
+        """Whether it holds what was in memory before: torch.empty has made it, or what it is a copy
+        of, and nothing has written into it since."""
+        known = t.numel() > 0 and storage_of(t) in self.rooms
+        return known and (t.is_inference() or t._version == 0)
 
     def overwritten(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
@@ -279,14 +321,14 @@ class Tape(TorchFunctionMode):
             if small and is_bad(span := extent(t)) and not is_mask(span):
                 self.tables.add(made.number)
         for call in reversed(self.calls):
-            if call.number in self.tables:
-                self.tables.update(made.number for made in call.uses())
+            if call.leads_to(self.tables):
+                self.tables |= {call.number, *(made.number for made in call.uses())}
 
     def needed(self, targets):
         """The calls that lead to losses and to these: without a validation that came before."""
         calls, needed = [], set(targets)
         for call in reversed(self.calls):
-            if call.grad or call.number in needed:
+            if call.grad or call.leads_to(needed):
                 calls.append(call)
                 needed.update(made.number for made in call.uses())
         return calls[::-1]

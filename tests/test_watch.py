@@ -514,7 +514,7 @@ else:
     ("raises inside", 3, "-> divergence"),
     ("print", 3, "-> divergence"), ("by hand", 3, "-> divergence"),
     ("own optimizer", 3, "made by Own"), ("eps", 3, "in train, eps=0 is exactly 0"),
-    ("moment", 3, "exp_avg of fc.weight is nan before the optimizer's first step"),
+    ("moment", 3, "exp_avg of fc.weight is nan as loaded at script.py"),
     ("half weights", 0, "2 bfloat16 tensors had gradients at every step read and never changed"),
     ("count", 0, "before any backward pass: passed over"), ("thread", 0, "in another thread"),
     ("negative", 0, "a learning rate is negative: -1e-07"),
@@ -1264,6 +1264,152 @@ def test_under_torchrun_every_rank_watches_and_the_guilty_one_is_named(tmp_path)
     assert done.returncode != 0 and "guilty: rank 1 of 2" in done.stderr, done.stderr
     assert f"script.py:{line_of(RANKS, 'rank')} " in done.stderr
     assert done.stderr.count("first bad op") == 1
+
+
+CLOSURES = PREAMBLE + """
+maker, judge = nn.Linear(3, 4), nn.Linear(4, 1)
+rate = 1e30 if fault == "rate" else 0.1
+makes = torch.optim.SGD(maker.parameters(), 0.1)
+judges = torch.optim.LBFGS(judge.parameters(), lr=rate, max_iter=3)
+for step in range(6):
+    x = torch.randn(9, 3)
+    if fault == "data" and step == 4: x[5] = torch.nan  # data
+    def closure():
+        judges.zero_grad()
+        loss = (judge(maker(x).detach()) - 1).square().mean()
+        loss.backward()
+        return loss
+    print(judges.step(closure).item().hex())  # rate
+    makes.zero_grad(); judge(maker(x)).square().mean().backward()
+    makes.step(lambda: None)
+"""
+
+
+def test_what_an_optimizer_writes_around_its_closure_is_its_own_and_counts_once(run):
+    bare, done = run(CLOSURES, watched=False), run(CLOSURES)
+    assert done.returncode == 0 and "6 steps, nothing non-finite" in done.stderr, done.stderr
+    assert bare.stdout == done.stdout
+    done = run(CLOSURES, "data")
+    named(done, CLOSURES, "data", "data")
+    assert "at step 4 (" in done.stderr, done.stderr
+    done = run(CLOSURES, "rate")
+    named(done, CLOSURES, "rate", "optimizer")
+    assert "made by LBFGS (lr=1e+30)" in done.stderr and "at step 0 (" in done.stderr, done.stderr
+
+
+LOADED = PREAMBLE + """
+import numpy
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+if fault == "early":
+    state = net.state_dict(); state["0.bias"] = torch.full((8,), torch.nan)  # early
+    net.load_state_dict(state)
+if fault == "file":
+    numbers = torch.from_numpy(numpy.full(8, numpy.nan)).float()
+    net.load_state_dict({**net.state_dict(), "0.bias": numbers})  # file
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(6):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    if fault == "norm" and step == 3:
+        with torch.no_grad(): net[0].weight[0] = torch.nan  # norm
+    if fault == "moment" and step == 3:
+        state = optimizer.state_dict()
+        state["state"][2]["exp_avg"] = torch.full((8,), torch.inf)
+        optimizer.load_state_dict(state)  # moment
+"""
+
+
+@pytest.mark.parametrize(("fault", "symptom"), [
+    ("early", "what the script writes into 0.bias is nan at step 0"),
+    ("file", "what the script writes into 0.bias is nan at step 0"),
+    ("norm", "what the script writes into 0.weight is nan"),
+    ("moment", "exp_avg of 1.weight is inf as loaded at")])
+def test_what_is_written_or_loaded_is_the_cause_and_not_its_consequence(run, fault, symptom):
+    done = run(LOADED, fault)
+    named(done, LOADED, fault, "weights")
+    assert symptom in done.stderr and done.stderr.count("->") == 1, done.stderr
+
+
+BATCHES = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, noise, pixels, marks=None):
+        out = self.layer(pixels + 0 * noise)[:, 0]
+        return out, None if marks is None else F.l1_loss(out, marks)
+class Batch(dict):
+    def to(self, *there):
+        return Batch({k: v.to(*there) for k, v in self.items()})
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x, y = torch.randn(40, 4).numpy(), torch.randn(40).numpy()
+if fault == "pixels": x[22, 1] = float("nan")
+if fault in ("marks", "target"): y[22] = float("nan")
+for i in range(0, 40, 5):
+    batch = Batch(pixels=torch.from_numpy(x[i:i + 5]), marks=torch.from_numpy(y[i:i + 5]))
+    batch = batch.to("cpu", torch.float32)
+    if fault == "target":
+        loss = F.mse_loss(net(torch.randn(5, 4), batch["pixels"])[0], batch["marks"])
+    else:
+        loss = net(torch.randn(5, 4), **batch)[1]
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("name", ["pixels", "marks", "target"])
+def test_a_tensor_of_the_batch_has_the_name_of_the_argument_that_it_is_given_for(run, name):
+    done = run(BATCHES, name)
+    assert f"{name} holds nan" in done.stderr and "samples 2 of" in done.stderr, done.stderr
+
+
+PLANTED = PREAMBLE + """
+net = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x = torch.randn(40, 4)
+if fault == "table": x[23, 1] = torch.nan  # table
+for i in range(0, 40, 5):
+    batch = x[i:i + 5] * 1
+    with torch.no_grad():
+        if fault == "row" and i == 20: batch[3][1] = torch.inf  # row
+        if fault == "fill" and i == 20: batch[3].fill_(torch.nan)  # fill
+    optimizer.zero_grad(); net(batch).square().mean().backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", ["table", "row", "fill"])
+def test_a_number_that_the_script_writes_into_its_data_is_written_again(run, fault):
+    done = run(PLANTED, fault)
+    named(done, PLANTED, fault, "data")
+    assert "samples 3 of" in done.stderr, done.stderr
+
+
+STRANGE = PREAMBLE + """
+import copy
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+for step in range(4):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    with torch.inference_mode(fault == "inference"):
+        room = torch.empty(5, 4)
+    if fault == "written": room.div_(room.zero_())  # written
+    if fault == "out": torch.log(torch.zeros(5, 4) - 1, out=room)  # out
+    if fault == "lent": room.numpy()[2] = float("nan")
+    x = torch.zeros_like(room) / 0 if fault == "shape" else room.double().float()  # shape
+    with torch.no_grad(), torch.device("cpu"):
+        copy.deepcopy(net)(room if fault == "inference" else x)  # lent
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "inference", "written", "lent", "shape", "out"])
+def test_a_warm_up_on_the_memory_of_empty_is_no_fault_until_somebody_writes_it(run, fault):
+    done = run(STRANGE, fault)
+    if fault not in ("", "inference"):
+        named(done, STRANGE, fault, "data" if fault == "lent" else "divergence")
+    else:
+        assert done.returncode == 0 and "nothing non-finite" in done.stderr, done.stderr
+        assert "passed over, its input is what torch.empty found" in done.stderr, done.stderr
 
 
 def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():

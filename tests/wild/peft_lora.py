@@ -3,8 +3,10 @@ checkpointing."""
 
 import sys
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,11 +45,18 @@ if "nan-lora" in asked:  # an adapter that was written by hand
     for name, parameter in model.named_parameters():
         if name.endswith("layers.1.self_attn.v_proj.lora_B.default.weight"):
             parameter.data.fill_(float("nan"))  # nan-lora
-if "nan-saved" in asked:  # an adapter that was saved after a bad step
-    state = {name: torch.full_like(p, float("nan")) for name, p in model.named_parameters()
-             if "layers.0.self_attn.q_proj.lora_A" in name}  # fmt: skip
+if "nan-state" in asked:  # a checkpoint of a bad step is loaded
+    state = model.state_dict()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    state[name] = torch.full_like(state[name], float("nan"))  # nan-state
     model.load_state_dict(state, strict=False)
+if "nan-saved" in asked:  # the same as a file that another program has written
     model.save_pretrained("adapter")
+    held = load_file("adapter/adapter_model.safetensors")
+    for name, array in held.items():
+        if "layers.0.self_attn.q_proj.lora_A" in name:
+            array[:] = np.nan
+    save_file(held, "adapter/adapter_model.safetensors")
     base = AutoModelForCausalLM.from_pretrained("tiny")
     model = PeftModel.from_pretrained(base, "adapter", is_trainable=True)  # nan-saved
 

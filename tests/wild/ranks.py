@@ -17,7 +17,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
 for step in range(6):
     x, y = torch.randn(8, 8), torch.arange(8) % 4
     if "nan-data" in asked and rank == 1 and step == 3:
-        x[5, 2] = torch.nan
+        x[5, 2] = torch.nan  # nan-data
     loss = nn.functional.cross_entropy(net(x), y)  # loss
     if "log0" in asked and rank == 1 and step == 3:
         loss = loss + torch.log(loss * 0)  # log0

@@ -1,6 +1,7 @@
 """torch's page "Getting Started with DDP": mp.spawn starts the ranks. Arguments: a fault."""
 
 import os
+import socket
 import sys
 
 import torch
@@ -11,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 asked = set(sys.argv[1:])
 
 
-def train(rank, world_size):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29517"
+def train(rank, world_size, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(rank)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
@@ -31,4 +32,7 @@ def train(rank, world_size):
 
 
 if __name__ == "__main__":
-    multiprocessing.spawn(train, args=(2,), nprocs=2)
+    with socket.socket() as free:  # the page's is fixed: two runs at once would meet
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(train, args=(2, port), nprocs=2)

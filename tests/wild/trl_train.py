@@ -65,9 +65,10 @@ def sentence(n):
 
 
 if "sft" in asked:
-    if "no-label" in asked:  # the prompt alone fills the longest row that is allowed
-        rows = [{"prompt": sentence(20), "completion": " " + sentence(4)} for _ in range(32)]
-        more = dict(max_length=16, completion_only_loss=True)
+    if "no-label" in asked:  # tokens that were made beforehand, and a mask that covers all
+        rows = [{"input_ids": tokenizer(sentence(9))["input_ids"]} for _ in range(32)]
+        rows = [row | {"labels": [-100] * len(row["input_ids"])} for row in rows]
+        more = dict(max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
     else:
         rows = [{"prompt": sentence(4), "completion": " " + sentence(6)} for _ in range(32)]
         more = {}
