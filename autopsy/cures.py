@@ -31,6 +31,7 @@ def first_cure(rerun, report):
     tried, exact = list(report.tried), None
     # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
     measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
+    measured = measured and not _on_ranks()
     for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
@@ -85,12 +86,17 @@ def _cures(rerun, report):
         known = (words if "(" in code else f"{words}: {code}") + ", or "
     kinds = {"fp32": None}
     half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
-    ranks = dist.is_available() and dist.is_initialized()
-    if report.result.startswith("float16") and not (half and ranks):  # see island()
+    if report.result.startswith("float16") and not (half and _on_ranks()):
         kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
     for kind, context in kinds.items():
         whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
         yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
+
+
+def _on_ranks():
+    """Then no parameter may have another dtype for a while: autograd drops its accumulator, and
+    with it DDP's hook, so that this rank would average its gradients no more."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _outcome(rerun):
