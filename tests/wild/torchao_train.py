@@ -24,7 +24,7 @@ chosen = [kind[name] for name in asked & kind.keys()] or [AdamW8bit]
 optimizer = chosen[0](model.parameters(), lr=1e15 if "rate" in asked else 1e-3)
 x, y = torch.randn(96, 64), torch.arange(96) % 4
 if "nan-data" in asked:
-    x[41, 3] = float("nan")
+    x[41, 3] = float("nan")  # nan-data
 if "no-label" in asked:
     y[40:48] = -100
 for i in range(0, 96, 8):
