@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from amp_policy import Capabilities, choose_policy
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = str(Path(torch.__file__).resolve().parents[1])
 FORKS = hasattr(os, "fork")
 # `python *HIDDEN SCRIPT ...` runs without what Windows lacks; on Windows: as it is.
 HIDDEN = [ROOT / "tests" / "hidden.py"] if FORKS else []
@@ -27,6 +28,11 @@ numbers = itertools.count()  # of files that scripts print to
 needs_unix = pytest.mark.skipif(not FORKS, reason="needs fork, or bash")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def is_ours(file):
+    """Not a package: an environment may lie inside of the repository."""
+    return file.startswith(str(ROOT)) and not file.startswith(PACKAGES)
 
 
 def policy_for(name, device="cpu"):

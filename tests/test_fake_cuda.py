@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import is_ours
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,8 +47,6 @@ from rescue import heal, notice, verify
 from rescue.inject import Injector
 from rescue.probes import Probes
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = str(Path(torch.__file__).resolve().parents[1])
 CUDA = torch.device("cuda", 0)
 KNOWN = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")
 pytestmark = [
@@ -59,11 +58,6 @@ ASKS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.de
 VIEWS = ("detach", "empty", "alias", "select", "slice", "split", "unbind", "view", "reshape", "t",
          "transpose", "expand", "permute", "unsqueeze", "squeeze", "lift_fresh", "promote_types",
          "device")
-
-
-def is_ours(file):
-    """Not this test, and no package: an environment may lie inside of the repository."""
-    return file.startswith(str(ROOT)) and file != __file__ and not file.startswith(PACKAGES)
 
 
 class Watch(TorchDispatchMode):
@@ -80,6 +74,7 @@ class Watch(TorchDispatchMode):
         frame = sys._getframe(2)
         # The mode of fp32_eval stands between a line and torch.
         while frame and (not is_ours(frame.f_code.co_filename)
+                         or frame.f_code.co_filename == __file__
                          or frame.f_code.co_name == "__torch_function__"):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a backward"
