@@ -247,6 +247,7 @@ WEAK: dict[str, tuple[str, Callable | None]] = {
         "this number does not fit into half: do not convert it, or make it smaller before",
         None,
     ),
+    "lgamma": ("lgamma is inf at 0: lgamma(x.clamp(min=1e-6))", CLAMP),
     "logdet": (
         "a determinant of 0 or less: of a Jacobian or a rotation take torch.slogdet, for any sign; "
         "a covariance build as L @ L.T with a positive diagonal in L (slogdet would hide the sign)",

@@ -44,7 +44,7 @@ class Write(NamedTuple):
 
     @property
     def plain(self):
-        return self.name.strip("_")
+        return self.name.removeprefix("_foreach").strip("_")
 
     @property
     def overwrites(self):

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, eps_for
+from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW
 from .frames import frames_in, frames_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions
-from .operations import WRITERS, in_wider_types, rule_of
+from .operations import WRITERS, in_wider_types, rule_of, underflown_divisor
 from .places import Places
 from .report import Report
 from .samples import Samples
@@ -42,7 +42,6 @@ from .tensors import (
     is_mask,
     is_part,
     is_real,
-    numbers_of,
     spans_of,
     storage_of,
     type_of,
@@ -109,6 +108,7 @@ class Locator(TorchDispatchMode):
                 yield birth.source, birth.made, birth.samples
 
     def _name(self, net, prefix=""):
+        """What is ready-made, and under which name: weights, buffers, attributes."""
         for name, module in net.named_modules(prefix=prefix):
             self.places.names.setdefault(module, name)
             for key, t in inner_tensors(attributes_of(module), name):
@@ -322,11 +322,8 @@ class Locator(TorchDispatchMode):
             return birth
         bad = [span for _, span in spans if is_bad(span)]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
-        if str(func) == "aten.div.Tensor" and phase == "forward" and len(spans) == 2:
-            divisor = numbers_of(spans[-1][0]).abs()
-            least = float(torch.where(divisor == 0, inf, divisor).amin())
-            if least < eps_for(divisor) and 0 in spans[-1][1]:
-                birth = replace(birth, fix=UNDERFLOW.format(least))
+        if phase == "forward" and (least := underflown_divisor(func, spans)):
+            birth = replace(birth, fix=UNDERFLOW.format(least))
         return replace(
             birth,
             made=bad_end(extent(out)),

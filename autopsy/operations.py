@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from math import inf
 from types import SimpleNamespace
 
 import torch
 
-from .tensors import FLOATS, bad_end, exchange_dtype, extent, flat_tensors, is_bad
+from .advice import eps_for
+from .tensors import FLOATS, bad_end, exchange_dtype, extent, flat_tensors, is_bad, numbers_of
 
 
 def _in_order(index, size):
@@ -128,3 +130,13 @@ def in_wider_types(func, args, kwargs):
         if bad == "finite":
             break
     return ", ".join(results)
+
+
+def underflown_divisor(func, spans):
+    """The smallest size other than 0 in a divisor that is 0 in places, if any eps would replace it.
+    Else 0."""
+    if str(func) != "aten.div.Tensor" or len(spans) != 2 or 0 not in spans[1][1]:
+        return 0
+    divisor = numbers_of(spans[1][0]).abs()
+    least = float(torch.where(divisor == 0, inf, divisor).amin())
+    return least if least < eps_for(divisor) else 0

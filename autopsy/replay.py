@@ -95,6 +95,7 @@ class Replay:
         if sharded:  # all ranks do the same, once: its collectives then meet
             birth = Rerun(run_step, record, self.net, {}).watch()
             return verdict_on_birth(birth) if birth.op else None
+        # The first in use: it is the step's precision.
         kinds = [dtype for call in self.calls for _, dtype in call.autocast]
         kinds += [p.dtype for p in self.params.values()]
         kinds.append(torch.float32)
@@ -111,12 +112,15 @@ class Replay:
             if not made_by:
                 continue
             new = report.source == f"buffer {name}" and made_by.number not in self.targets
-            if new and (why := self._why_written(b, made_by.number, step)):
+            why = self._why_written(b, made_by.number, step) if new else None
+            if why:
                 return replace(why, names=(*why.names, f"it went into {report.source}"))
             report = _with_its_line(report, name, line_of(made_by.frames))
         return report
 
     def _record(self, step):
+        """The recorded step: its random numbers, its micro-batches and how each of them is
+        played."""
         record = StepRecord(step, self.net)
         record.rng = next((call.rng for call in self.calls if call.rng), record.rng)
         record.named = [(f"parameter {name}", p) for name, p in self.params.items()]
@@ -235,7 +239,9 @@ def _names(calls):
 
 def _is_like(t, shape):
     """As long as the batch; (): no module was called."""
-    if not shape or t.shape[:1] == shape[:1]:
+    if not shape:
+        return True
+    if t.shape[:1] == shape[:1]:
         return True
     # In time-major data the batch comes second. What differs in the first dimension alone is the
     # data set that the batch was cut from.
@@ -259,10 +265,12 @@ def _loss_scale(calls):
     roots = {made.number for call in passes for made in call.uses()}
     scale = 1.0
     for call in calls:
-        product = call.number in roots and "mul" in getattr(call.function, "__name__", "")
-        if product and call.scaler:
+        if call.number not in roots or "mul" not in getattr(call.function, "__name__", ""):
+            continue
+        if call.scaler:
             scale = max(scale, call.scaler.get_scale())
-        for x in call.args if product else ():
-            if type(x) in (int, float) and x >= 8 and frexp(x)[0] == 0.5:
+        for x in call.args:
+            power = type(x) in (int, float) and x >= 8 and frexp(x)[0] == 0.5
+            if power:
                 scale = max(scale, x)
     return scale

@@ -35,6 +35,7 @@ RANDOM = re.compile(
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 # Attributes, and what only torch itself calls
 NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+FOREACH = re.compile(r"_foreach_\w+_")  # writes into a list of tensors
 COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
 LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
 READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
@@ -191,7 +192,9 @@ class Tape(TorchFunctionMode):
         if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
         if name == "__set__data":
-            self.hooks.safely(self.listener.wrote, "data", args[1], args[1:])
+            self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
+        if FOREACH.fullmatch(name):
+            self.hooks.safely(self._wrote_together, name, *args)
         random = RANDOM.search(name)
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
@@ -222,8 +225,12 @@ class Tape(TorchFunctionMode):
             self._note_room(out)
             call.function = partial(_as_it_is_now, out.detach())
             call.args, call.kwargs = (), {}
-        if COPIES.fullmatch(name) and flat_tensors(args[:1]) and self.is_room(args[0]):
-            self._note_room(out)
+        if COPIES.fullmatch(name) and flat_tensors(args[:1]):
+            if out is args[0]:  # nothing was to do; it is written to, perhaps, and was not made
+                self.calls.remove(call)
+                return out
+            if self.is_room(args[0]):
+                self._note_room(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
             self.calls.remove(call)
@@ -248,10 +255,10 @@ class Tape(TorchFunctionMode):
         symbol = self.symbol(t)
         base = t if t._base is None else t._base  # a part of what is held changes with it
         made = isinstance(symbol, Made) and isinstance(self.symbol(base), Made)
-        if made and not isinstance(t, nn.Parameter):
+        if made and not self._holds_a_weight(t):
             return True
         if self._is_weight(t):
-            self.hooks.safely(self.listener.wrote, name, t, values)
+            self.hooks.safely(self.listener.wrote, name, [(t, values)])
             return False
         if t.numel() > ROOM >> 6:
             return False
@@ -266,9 +273,21 @@ class Tape(TorchFunctionMode):
         self.done(self.write(Tensor.clone, (before,), {}), t)
         return True
 
+    def _holds_a_weight(self, t):
+        return isinstance(t, nn.Parameter) or storage_of(t) in self.weights
+
     def _is_weight(self, t):
-        known = isinstance(t, nn.Parameter) or storage_of(t) in self.weights
-        return t.is_floating_point() and (known or t.requires_grad)
+        return t.is_floating_point() and (self._holds_a_weight(t) or t.requires_grad)
+
+    def _wrote_together(self, name, tensors, *values):
+        """A foreach function: into each weight among `tensors`, from the k-th of each list."""
+        writes = [
+            (t, [x[k] if isinstance(x, list | tuple) else x for x in values])
+            for k, t in enumerate(tensors)
+            if self._is_weight(t)
+        ]
+        if writes:
+            self.listener.wrote(name, writes)
 
     def write(self, function, args, kwargs):
         self.number += 1

@@ -139,11 +139,17 @@ def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple
         tree = dict(enumerate(tree))
     elif not isinstance(tree, Mapping):
         closed = isinstance(tree, nn.Module | type | ModuleType) or depth < 6
-        tree = {} if closed else getattr(tree, "__dict__", {})
+        tree = {} if closed else variables_of(tree)
     for key, value in tree.items() if depth else ():
         # optimizer.state is keyed by the parameters themselves
         key = "" if isinstance(key, Tensor) or str(key).startswith("_") else str(key)
         yield from inner_tensors(value, ".".join(filter(None, (prefix, key))), depth - 1)
+
+
+def variables_of(x):
+    """Those of an object, in its slots too."""
+    slots = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
+    return {n: getattr(x, n) for n in slots if hasattr(x, n)} | getattr(x, "__dict__", {})
 
 
 def flat_tensors(tree):

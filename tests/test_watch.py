@@ -1363,6 +1363,61 @@ def test_a_tensor_of_the_batch_has_the_name_of_the_argument_that_it_is_given_for
     assert f"{name} holds nan" in done.stderr and "samples 2 of" in done.stderr, done.stderr
 
 
+AVERAGED = PREAMBLE + """
+import copy
+from torch.optim.swa_utils import AveragedModel
+def count(mean, new, n):
+    return mean + (new - mean) / (n - 1)  # counter
+net = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+swa = AveragedModel(net, avg_fn=count if fault == "counter" else None)
+ema, mine = copy.deepcopy(net), copy.deepcopy(net)
+ours, theirs = list(ema.parameters()), list(net.parameters())
+for step in range(4):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    swa.update_parameters(net)
+    bad = fault if step == 2 else ""
+    with torch.no_grad():
+        torch._foreach_lerp_(ours, theirs, float("inf") if bad == "foreach" else 0.1)  # foreach
+        for a, b in zip(mine.parameters(), theirs):
+            a.detach().copy_(b / (b * (bad != "detach")))  # detach
+"""
+
+
+@pytest.mark.parametrize("fault", ["counter", "foreach", "detach"])
+def test_an_average_that_no_module_calls_is_read_too(run, fault):
+    """Nothing but the script's own writes shows it."""
+    assert run(AVERAGED).returncode == 0
+    named(run(AVERAGED, fault), AVERAGED, fault, "weights" if fault == "foreach" else "divergence")
+
+
+SLOTS = PREAMBLE + """
+from dataclasses import dataclass
+@dataclass(slots=True)
+class Batch:
+    images: torch.Tensor
+    targets: torch.Tensor
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+    def forward(self, batch):
+        return (self.body(batch.images) - batch.targets).square().mean()  # first use
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(4):
+    x = torch.randn(5, 4)
+    if fault and step == 2: x[3] = torch.nan
+    optimizer.zero_grad(); net(Batch(x, torch.randn(5, 1))).backward(); optimizer.step()
+"""
+
+
+def test_a_batch_in_slots_is_a_batch(run):
+    done = run(SLOTS, "fault")
+    named(done, SLOTS, "first use", "data")
+    assert "images holds nan" in done.stderr and "samples 3 of" in done.stderr, done.stderr
+
+
 PLANTED = PREAMBLE + """
 net = nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
