@@ -14,13 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .advice import NOT_FINITE, RISES, SAME
 from .ledger import held_by, moved_by
 from .operations import OVERWRITES
 from .report import Report
 from .sources import OUTSIDE, WRITTEN
-from .tensors import HALF, LIMIT, bad_end, bad_rows, extent, few, is_bad, is_mask, is_real, type_of
+from .tensors import (
+    HALF,
+    LIMIT,
+    bad_end,
+    bad_rows,
+    extent,
+    few,
+    flat_tensors,
+    is_bad,
+    is_mask,
+    is_real,
+    type_of,
+)
 
 
 class Update(NamedTuple):
@@ -55,6 +68,16 @@ class Write(NamedTuple):
         largest = torch.finfo(p.dtype).max / 100
         known = self.numbers is not None and not self.values
         return self.overwrites and known and all(abs(x) <= largest for x in self.numbers)
+
+
+def given_to(values, maker):
+    """Of what is written: (the tensors that calls on the tape made, the numbers). None for these:
+    a tensor, too, of which nothing is known."""
+    given = [t for t in flat_tensors(values) if t.is_floating_point()]
+    made = [t for t in given if maker(t)]
+    numbers = [x for x in tree_leaves(values) if isinstance(x, int | float)]
+    known = len(given) == len(made) or not all(map(isfinite, numbers))
+    return made, numbers if known else None
 
 
 class Judges:
