@@ -1,8 +1,8 @@
 """
 Course: how does the training go?
 
-Gradient norms, learning rates, and who runs the steps. These explain a bad number, or are said at
-the end where there was none. It ends no script.
+It keeps gradient norms, learning rates, and the framework that runs the steps. They explain a bad
+number; if there was none, the last lines quote them. It ends no script.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Course:
         self._rates = set()  # of all optimizers and steps
 
     def gradients(self, optimizer, norm):
-        """Good ones, before a step."""
+        """Note a good gradient norm before a step."""
         self.largest = max(self.largest, norm)
         self._recent.setdefault(id(optimizer), deque(maxlen=5)).append(norm)
 
     def after_step(self, rates, steps):
-        """A rate that is a tensor is read after few steps: it may be on a device."""
+        """Note the rates: a tensor, which may be on a device, after few steps only."""
         now = steps & (steps - 1) == 0  # 0, 1, 2, 4, 8, ...
         plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
         self._rates.update(map(float, plain))
@@ -41,11 +41,11 @@ class Course:
                 yield f"{GROWN}: {listed} ({lower})"
 
     def negative(self):
-        """A sentence, where a learning rate is below 0."""
+        """A sentence if a learning rate is below 0; else ""."""
         lowest = min(self._rates, default=1.0)
         return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
 
     def strange(self):
-        """Sentences of what is not bad, and strange."""
+        """Sentences on what is finite and strange."""
         if negative := self.negative():
             yield negative

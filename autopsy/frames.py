@@ -1,8 +1,8 @@
 """
 Frames: which line of the script is it?
 
-The innermost line that is neither torch's nor ours; where that is a library's, the line of the
-script that has called it, too. It reads stacks and knows no tensor.
+The innermost line that is neither torch's nor ours; if a library owns it, also the line of the
+script that called the library. It reads stacks and knows no tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectr
 
 
 def said(error):
-    """Its type and first line; of a long one the first sentence."""
+    """The error's type and first line; if that is long, its first sentence."""
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if len(text) > 160:
         text = re.split(r"(?<=[.;!?])\s", text)[0]
@@ -32,7 +32,7 @@ def said(error):
 
 
 def frames_now():
-    """What is under way, the innermost first."""
+    """The frames of the calls under way, the innermost first."""
     frame = sys._getframe(1)
     while frame:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -40,12 +40,12 @@ def frames_now():
 
 
 def frames_in(text):
-    """The same of what traceback.format_stack() has written."""
+    """The same from the text of traceback.format_stack()."""
     return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]
 
 
 def script_frames(frames):
-    """The script's line, and before it the lines of libraries that it has called, without torch."""
+    """The lines of libraries, without torch's, then the line of the script that called them."""
     found = []
     for frame in frames:
         file = frame[0]
@@ -57,6 +57,6 @@ def script_frames(frames):
 
 
 def line_of(frames):
-    """file:line in function, of a library and of the script that has called it."""
+    """file:line in function: of a library, then of the script that called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in script_frames(frames)]
     return ", called from ".join([*at[:1], *at[1:][-1:]])

@@ -1,8 +1,8 @@
 """
 Labels: which label or index is out of range, and which labels does a loss leave out?
 
-It looks at whole numbers, and raises nothing. Which arguments of an operation are indices,
-operations.py says.
+It looks at integers and raises nothing. operations.py says which arguments of an operation are
+indices.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Labels:
 
 
 def labels_in(batch):
-    """Whole numbers among the later items of a tuple; in a mapping what is called so."""
+    """Integer tensors: of a tuple the later items, of a mapping those called labels or targets."""
     later = re.compile(r"[1-9]\d*|.*\.(labels?|targets?)")
     named = [t for name, t in inner_tensors(batch) if later.fullmatch(name) and t.dim()]
     return [t for t in named if not (t.is_floating_point() or t.is_complex())]

@@ -1,8 +1,8 @@
 """
 Locator: who made the first bad number?
 
-It reads the result of every operation, remembers of each storage what made it bad, and names the
-earliest birth among the ancestors of a tensor. It gives no verdict and changes no number.
+It reads the result of every operation, remembers what made each storage bad, and names the earliest
+birth among the ancestors of a tensor. It gives no verdict and changes no number.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class Locator(TorchDispatchMode):
         return out
 
     def _is_a_copy(self, t, out):
-        """On another device, or in another type, it is no use of what is ready-made: it keeps the
-        name. A good number that does not fit into the other type is spoilt here."""
+        """A copy to another device or type keeps the name of what is ready-made: it does not use
+        it. But a good number that does not fit into the other type is spoilt here."""
         copied = storage_of(t)
         spoilt = out.dtype != t.dtype and not is_bad(extent(t))
         if copied not in self.known or copied in self.causes or spoilt:
@@ -285,7 +285,7 @@ class Locator(TorchDispatchMode):
         return self.causes.setdefault(storage, (number, birth))
 
     def _birth(self, func, spans, out=None):
-        """What is known where a bad number is born, or a ready-made one is used first."""
+        """All that is known at this operation: it made a bad number, or is the first to use one."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
         name, line, phase = "", "", "forward"

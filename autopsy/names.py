@@ -42,14 +42,14 @@ class Names:
 
 
 def modules():
-    """All that live, without those that are ours."""
+    """All living modules but ours."""
     some = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     return [x for x in some if type(x) is not nn.Module]
 
 
 def names_of(roots):
-    """What the script calls each of these modules: its place in a module that owns it, though that
-    is not called itself; of several with weights the variable that holds each; or ""."""
+    """The script's name for each module: its place in the module that owns it, whether the script
+    calls that or not. If several have weights, the variable that holds each comes first. Or ""."""
     owners = {child: (owner, key) for owner in modules() for key, child in owner._modules.items()}
     variables = [*vars(sys.modules["__main__"]).items()]
     paths = {}
@@ -72,8 +72,8 @@ def names_of(roots):
 
 
 def together(modules):
-    """One module that holds these, by the names that the script has for them. A single one without
-    an owner is itself."""
+    """One module that holds these under the script's names. A single module without an owner is
+    returned as it is."""
     inner = {m for root in modules for m in root.modules() if m is not root}
     outer = [root for root in dict.fromkeys(modules) if root not in inner]
     names = names_of(outer)

@@ -2,7 +2,7 @@
 Operations: what is known of an aten operation.
 
 Which arguments it writes, where the batch goes in its results, which indices it takes, and what it
-gives in wider types. Facts only: nothing is judged here.
+computes in wider types. It holds facts and judges nothing.
 """
 
 from __future__ import annotations

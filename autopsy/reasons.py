@@ -1,8 +1,8 @@
 """
 Reasons: which weights do not move, though they should, and why?
 
-It is asked once, at the end of the script, of what still.py has read. What may be intended (a
-frozen part, an optimizer for the head alone) is passed over. It reads nothing new.
+At the end of the script it looks once at what still.py has read. It passes over what you may have
+intended (a frozen part, an optimizer for the head alone), and reads nothing new.
 """
 
 from __future__ import annotations

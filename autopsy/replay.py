@@ -1,8 +1,8 @@
 """
 Replay: what does the examination say of the step on the tape?
 
-The calls that lead to a loss become a recorded step, and examine() speaks of it. It may change
-nothing: whatever the repeat changes is put back.
+The calls that lead to a loss become a recorded step, which examine() judges. It leaves no trace:
+whatever the repeat changes is put back.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Replay:
         if calls[-1].function is BACKWARD:
             roots = [made[m] for m in calls[-1].uses() if m in made]
         judged = [t for m, t in made.items() if m.number in self.targets]
-        with _disable_current_modes():  # reading is no use of them
+        with _disable_current_modes():  # these reads are no part of the step
             if len(judged) > 1:  # whatever was made: there may be masks
                 judged = [t for t in judged if not is_mask(extent(t))]
             bad = [t for t in (*judged, *roots) if is_bad(extent(t))]

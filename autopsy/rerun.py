@@ -2,8 +2,7 @@
 Rerun: the recorded step once more.
 
 As it was, in fp32, or with every operation watched. Each run begins from the same buffers and
-random numbers, and says what was bad first. It concludes nothing: what that means, the verdict
-says.
+random numbers, and says what was bad first. It concludes nothing: verdict.py does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Rerun:
         self.trace = None  # of an error, until watch() has read it
 
     def __call__(self, context=None, fp32=False):
-        """Run it up to the first bad micro-batch: what is bad, "" for nothing."""
+        """Run the step up to the first bad micro-batch. It returns what is bad, or ""."""
         self.record.restore()
         self.error, self.results = None, {}
         clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
@@ -58,7 +57,7 @@ class Rerun:
                     buffers = dict(self.net.named_buffers())
                     results |= {f"buffer {name}": buffers[name] for name in clean}
                     self.results = results
-                    with _disable_current_modes():  # reading is no use of them
+                    with _disable_current_modes():  # these reads are no part of the step
                         spans = {name: extent(t) for name, t in results.items()}
                     for name, span in spans.items():
                         mask = name.startswith("buffer ") and not STATISTIC.search(name)
@@ -79,7 +78,7 @@ class Rerun:
         self.trace = None
 
     def _raised(self, where):
-        """What made a bad number among the variables of a step that raised; else where it did."""
+        """Of a step that raised: what made a bad number among its variables, else what raised."""
         frames = [frame for frame, _ in traceback.walk_tb(self.trace)]
         variables = [v for frame in frames for v in frame.f_locals.values()]
         inner = [frame.f_locals.get("self") for frame in reversed(frames)]
@@ -90,8 +89,8 @@ class Rerun:
         return where.blame(filter(torch.is_tensor, variables)) or raised
 
     def _factor(self, root):
-        """By what the loss was multiplied before its backward. Of a step that has raised, or that
-        returned a bad number for its loss, by the loss scale."""
+        """The factor of the loss before its backward. If the step raised, or returned a bad loss:
+        the loss scale."""
         loss = float(self.results["loss"].float().mean()) if self.results else nan
         if isfinite(root) and root and not isfinite(loss):
             return max(1.0, self.about["scale"])

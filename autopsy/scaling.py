@@ -1,8 +1,8 @@
 """
 Scaling: does the loss scale explain it?
 
-What the script's GradScaler does: it multiplies a loss, skips steps, and should be asked before the
-optimizer. It changes nothing of the scaler, and reads no gradient.
+It follows the script's GradScaler, which multiplies a loss, skips steps, and takes the optimizer's
+step. It changes nothing of the scaler, and reads no gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scaling:
         return state.get("found_inf_per_device", {}).values()
 
     def skip(self):
-        """It skips a step: calibration. It returns why that cannot go on, or ""."""
+        """The scaler skips a step: calibration. It returns why that cannot go on, or ""."""
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row > PATIENCE:

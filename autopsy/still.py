@@ -4,8 +4,8 @@ Still: what do weights and their gradients do while a script trains?
 It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
 few numbers of each tensor, which stay on the device until the script ends. Once, after the third
 step, it makes the forward pass again, to see whether the loss depends on weights that get no
-gradient; these are moved for that and put back bit by bit. Apart from that it touches nothing.
-What that means, reasons.py says.
+gradient; it moves these for that and puts them back bit by bit. Apart from that it touches nothing.
+reasons.py says what all this means.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Tape: what the script has computed since its last step.
 
-Calls of modules and of torch's functions outside of modules, with what they were given, so that
-each can be made again from the same line. It judges nothing.
+Calls of modules, and of torch's functions outside of modules, with their arguments, so that each
+can be made again from the same line. It judges nothing.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Call:
         return [*inner_tensors((self.args, self.kwargs))]
 
     def uses(self):
-        """What other calls made."""
+        """The results of other calls among its arguments."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Made)]
 
     def leads_to(self, numbers):
-        """It makes what one of these calls has made, or writes into it."""
+        """Whether it is one of these calls, or writes into the result of one."""
         return self.number in numbers or not self.writes.isdisjoint(numbers)
 
     def named(self):
@@ -161,9 +161,9 @@ def _from(frame):
 class Tape(TorchFunctionMode):
     """Writes down what the script computes outside of modules, and the calls of modules.
 
-    What a call made is not held. The rest is, by reference: the batch. `listener`: its read(t,
-    name) hears of each number that the script reads, its wrote(name, t, values) of each weight that
-    it writes by hand.
+    It holds no result of a call, and everything else (the batch) by reference. `listener`: read(t,
+    name) is told of each number that the script reads, wrote(name, [(weight, values)]) of what it
+    writes into weights by hand.
     """
 
     def __init__(self, hooks):
