@@ -173,6 +173,7 @@ class Tape(TorchFunctionMode):
         self.weights = WeakSet()  # storages of modules' parameters
         self.tables = set()  # numbers of calls: see keep_tables()
         self.first = inf  # the number of calls at the first backward
+        self.slope = 0  # and at the last one
         self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
@@ -292,7 +293,7 @@ class Tape(TorchFunctionMode):
     def write(self, function, args, kwargs):
         self.number += 1
         if function in SLOPES:
-            self.first = min(self.first, self.number)
+            self.first, self.slope = min(self.first, self.number), self.number
         casts = [
             (d, torch.get_autocast_dtype(d))
             for d in ("cpu", "cuda")
