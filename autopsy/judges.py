@@ -180,8 +180,10 @@ class Judges:
         if birth or torch.optim.__name__ in type(optimizer).__module__:
             hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
             has = ", ".join(f"{n}={v}" for n, v in {"lr": rate, **hyper}.items())
-            made = f"made by {type(optimizer).__name__} ({has}) on {type_of(p)}, {update.line}"
-            report = replace(birth or Report(), verdict="optimizer", names=(made, why), fix=fix)
+            made = f"made by {type(optimizer).__name__} ({has}) on {type_of(p)}"
+            made += f", {update.line}" if birth else ""
+            birth = birth or Report(line=update.line)
+            report = replace(birth, verdict="optimizer", names=(made, why), fix=fix)
         steps = self.tape.steps
         counted = self.tape.steps_of.get(id(optimizer)) == steps  # else others stepped more often
         step = max(0, steps - counted)

@@ -1,8 +1,9 @@
 """
 Report: what is said.
 
-The data of a report and its lines. It runs nothing and reads no tensor. The words of its advice are
-those of advice.py.
+The data of a report and its lines: the guilty line of the script first, then what to do, then the
+evidence. A screen shows at most 12 rows of it; Report.full is the whole. It runs nothing and reads
+no tensor. The words of its advice are those of advice.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from .advice import VERDICTS, WEAK, suggestion
 from .sources import CONSTANT, OPAQUE, STATE, WRITTEN
 from .tensors import few, is_real
 
+COLUMNS, ROWS = 80, 12  # of a screen
+PREFIX = len("autopsy: ")  # what the command writes before a report
+FIRST = ("  try: ", "  guilty: ", "  (seen ")  # before any evidence
+ORDINARY = ("", "fp32", "float32")  # precisions that need no mention
+
 
 @dataclass(frozen=True)
 class Report:
-    """What was wrong, and which operation made the first bad number; str() is for a tired person.
+    """What was wrong, and which operation made the first bad number; str() is for a tired person,
+    `full` holds what a screen has no room for.
 
     Without a verdict: the operation alone, as Locator.blame() returns it.
     """
@@ -47,6 +54,7 @@ class Report:
     widened: str = ""  # repeated in wider types: "finite in float32", "nan in float32, ..."
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
+    micro_batches: int = 1  # how many the step has
     samples: tuple[int, ...] = ()  # positions in the micro-batch
     batch_size: int = 0  # by what they were counted
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
@@ -97,11 +105,17 @@ class Report:
     def suggestion(self) -> str:
         return suggestion(self)
 
+    @property
+    def place(self) -> str:
+        """The script's line: where the number was made, if that is known; else where it is used."""
+        made = self.source.rstrip(")").rpartition(" (")[2]
+        return (made if ".py:" in made else self.line).rpartition("called from ")[2]
+
     def operation(self) -> Iterator[str]:
-        """The lines that speak of the operation."""
+        """The lines that speak of the operation. What is for the file alone begins with a space."""
         if self.op:
             node = f" of {self.node}" if self.node else ""
-            line = f", {self.line}" if self.line else ""
+            line = f", {self.line}" if self.line != self.place else ""
             module = self.module or ("the model itself" if self.nth_call else "")
             nth = f", call {self.nth_call} of this step" if self.nth_call > 1 else ""
             place = f"in {module}{nth}" if module else "outside of any module"
@@ -114,41 +128,88 @@ class Report:
             yield f"{first}: {self.op}{of} {place} ({self.phase}{node}{line}) {made}"
         if self.entered:
             yield f"its -inf entered {self.entered}, where it is no mask"
+
+    def evidence(self) -> Iterator[str]:
+        """What the operation was given, and what it makes of that in wider types."""
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
         if self.widened:
             rounded = self.verdict == "precision" and "finite" not in self.widened
             why = " (an operand had been rounded before, to half precision)" if rounded else ""
-            yield f"repeated on the same inputs: {self.widened}{why}"
+            # where the verdict has said it already
+            known = "finite in float32" if self.verdict == "precision" else r"(\S+) in .*, \1 in .*"
+            deeper = "  " if re.fullmatch(known, self.widened) and not why else ""
+            yield f"{deeper}repeated on the same inputs: {self.widened}{why}"
+
+    def where(self) -> Iterator[str]:
+        """The samples, and the micro-batch where there are several."""
+        several = self.micro_batches > 1 or self.micro_batch
+        place = f" in micro-batch {self.micro_batch} of {self.micro_batches}" if several else ""
+        known = f"in the data set: {few(self.indices)}" if self.indices else "from 0"
+        if self.samples:
+            yield f"samples {few(self.samples)} of {self.batch_size}{place} ({known})"
+        elif several:
+            yield f"{place.strip()} (from 0)"
 
     def lines(self) -> Iterator[str]:
+        """The most needed first; what is for the file alone begins with a space."""
+        place = f"{self.place}: " if self.place else ""
         if not self.verdict:
-            yield from self.operation()
+            for line in (*self.operation(), *self.evidence()):
+                yield place + line
+                place = ""
             return
-        precision = f"{self.precision}, " if self.precision else ""
-        about = f"{precision}scale {self.scale:g}, rank {self.rank}"
+        on_ranks = self.rank or (dist.is_available() and dist.is_initialized())
+        about = {
+            self.precision: self.precision not in ORDINARY,
+            f"scale {self.scale:g}": self.scale != 1,
+            f"rank {self.rank}": on_ranks,
+        }
+        shown = ", ".join(text for text, needed in about.items() if needed)
         symptom = self.symptom or "the step was bad"
-        yield f"{symptom} at step {self.step} ({about}) -> {self.verdict}"
+        about_step = f" ({shown})" if shown else ""
+        yield f"{place}{symptom} at step {self.step}{about_step} -> {self.verdict}"
+        yield f"try: {self.suggestion}"
         yield from self.operation()
         if self.names:
             where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
             yield where + few(self.names, 5)
-        if self.samples:
-            known = f": positions in the batch of {self.batch_size}"
-            if self.indices:
-                known = f" (in the data set: {few(self.indices)})"
-            place = f"of micro-batch {self.micro_batch}, rank {self.rank}"
-            yield f"samples {few(self.samples)} {place}{known}"
-        elif self.micro_batch:
-            yield f"in micro-batch {self.micro_batch}, rank {self.rank}"
+        yield from self.where()
+        yield from self.evidence()
+        for sentence in self.tried:
+            deeper = "  " if "not tried" in sentence or "not be tried" in sentence else ""
+            yield f"{deeper}tried: {sentence}"
         in_fp32 = {"precision": "finite", "divergence": "bad as well"}
         if self.repeated and self.verdict in in_fp32:
-            yield "the same batch in fp32: " + in_fp32[self.verdict]
-        yield from (f"tried: {sentence}" for sentence in self.tried)
-        yield f"try: {self.suggestion}"
+            yield "  the same batch in fp32: " + in_fp32[self.verdict]
+        yield f"  {', '.join(filter(None, about))}, micro-batch {self.micro_batch}"
+
+    @property
+    def full(self) -> str:
+        """All that is known, for a file."""
+        return "\n  ".join(self.lines())
 
     def __str__(self) -> str:
-        return "\n  ".join(self.lines())
+        return on_screen(self.full)
+
+
+def on_screen(text: str, rows: int = ROWS) -> str:
+    """What a screen shows of the full text of reports: at first each one's headline and what to do,
+    then the evidence for which there is room. Whole lines only."""
+    lines, headline, order = text.splitlines(), 0, []
+    for k, line in enumerate(lines):
+        headline = headline if line.startswith(" ") else k
+        first = k == headline or line.startswith(FIRST)
+        if not line.startswith("    "):
+            order.append((not first, k, headline))
+    shown = set()
+    for _, k, headline in sorted(order):
+        needed = -(-(len(lines[k]) + (PREFIX if k == 0 else 0)) // COLUMNS)
+        of_first = len(shown) < 2  # the headline, and what to do
+        if of_first or (needed <= rows and (k == headline or headline in shown)):
+            shown.add(k)
+            rows -= needed
+    return "\n".join(lines[k] for k in sorted(shown))
 
 
 def agree(report: Report) -> Report:

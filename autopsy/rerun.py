@@ -116,5 +116,10 @@ class Rerun:
         elif symptom:
             birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
         self.factor = self._factor(where.functions.root)
-        about = {"symptom": symptom, "micro_batch": self.last, **self.about}
+        about = {
+            "symptom": symptom,
+            "micro_batch": self.last,
+            "micro_batches": len(self.record.batches),
+            **self.about,
+        }
         return replace(birth or Report(), **about)

@@ -236,3 +236,8 @@ def refused(answer, *words):
     code, last, error, _ = answer
     assert code == 2 and last is None and len(error.strip().splitlines()) == 1, error
     assert all(word in error for word in words), error
+
+
+def rows_of(text):
+    """How many rows of a screen of 80 columns it takes."""
+    return sum(max(1, -(-len(line) // 80)) for line in text.splitlines())

@@ -96,9 +96,12 @@ def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     assert report.op == "aten.addmm.default"
     assert report.samples == (2, 5)
     assert "first in fp32" in report.suggestion
-    text = str(report)
-    assert text.splitlines()[0] == "loss is nan at step 7 (fp16, scale 1, rank 0) -> precision"
-    assert "the same batch in fp32: finite" in text
+    headline, what_to_do, *evidence = str(report).splitlines()
+    assert headline == f"{report.line}: loss is nan at step 7 (fp16) -> precision"
+    assert what_to_do == f"  try: {report.suggestion}"
+    assert "  samples 2, 5 of 8 (from 0)" in evidence
+    for text in ("the same batch in fp32: finite", "finite in float32", "scale 1, rank 0"):
+        assert text in report.full and text not in str(report)  # nobody needs it on a screen
 
 
 def test_a_bad_scaled_step_that_is_finite_without_the_scale_is_calibration():
@@ -121,9 +124,10 @@ def test_bad_input_is_data_with_its_sample_and_index_though_the_step_has_soiled_
     assert net[1].running_var.isnan().any()
     report = examine(stepper(net), record, net)
     assert (report.verdict, report.names) == ("data", ("input holds nan",))
-    assert "samples 3 of micro-batch 1, rank 1 (in the data set: 103)" in str(report)
+    assert "at step 0 (rank 1) -> data" in str(report)
+    assert "samples 3 of 8 in micro-batch 1 of 2 (in the data set: 103)" in str(report)
     ignored = autopsied(Net(), (X, Y), (X, Y * 0 - 100))  # of no sample in particular
-    assert ignored.verdict == "data" and "\n  in micro-batch 1, rank 0" in str(ignored)
+    assert ignored.verdict == "data" and "\n  in micro-batch 1 of 2 (from 0)" in str(ignored)
 
 
 def test_the_re_run_is_the_same_step_and_leaves_no_trace():

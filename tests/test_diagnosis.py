@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, rows_of
 from torch.utils._pytree import tree_leaves
 
-from bench.diagnosis import CASES, FRESH, __main__, judge
+from bench.diagnosis import CASES, FRESH, __main__, by_autopsy, judge
 from bench.diagnosis import step as parts
 from bench.diagnosis.judge import ASKED, Answer
 from bench.diagnosis.tools import msprobe
@@ -51,6 +51,17 @@ def test_a_case_is_well_formed_and_really_bad(name):
     assert all(module in modules or "parametrizations" in module for module in accused)
     assert set(case.samples or ()) <= set(range(4)), "a micro-batch has four samples"
     assert judge.is_bad(step)
+
+
+@pytest.mark.parametrize("name", [*ALL][::4])
+def test_a_report_takes_12_rows_of_a_screen_and_begins_with_the_guilty_line(name):
+    case = ALL[name]
+    report = by_autopsy(case)
+    headline, what_to_do, *_ = str(report).splitlines()
+    assert rows_of(str(report)) <= 12 and what_to_do == f"  try: {report.suggestion}", report
+    assert set(str(report).splitlines()) < set(report.full.splitlines())
+    lines = tuple(f"{case.file}:{line} in " for line in case.lines or ())
+    assert headline.startswith(lines or ""), report
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.kind == "backward"])

@@ -135,7 +135,7 @@ def judge(row, folder):
     wrong += [f"an inner name {x}" for x in sorted(set(re.findall(INNER, text)))]
     if code != 3 and not row.launcher:
         wrong.append(f"exit code {code}")
-    verdict = re.search(r"at step \d+ \(.*\) -> ([\w ]+)", text)
+    verdict = re.search(r"at step \d+.* -> ([\w ]+)", text)
     if not verdict or verdict[1] != row.verdict:
         wrong.append(f"verdict {verdict and verdict[1]}")
     first = re.search(r"first (?:bad op|to use .*): (.*)", text)
