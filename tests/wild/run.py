@@ -142,8 +142,9 @@ def judge(row, folder):
     made = first[1] if first else ""
     if row.operation and not re.search(rf"^\w+\.({row.operation})\b|^({row.operation})\b", made):
         wrong.append(f"operation {made}")
-    if row.line and f"{row.program}.py:{line_of(row)} " not in made:
-        wrong.append(f"line {made}, not {row.program}.py:{line_of(row)}")
+    said = text[:first.end()] if first else ""  # its headline names the line
+    if row.line and f"{row.program}.py:{line_of(row)} " not in said:
+        wrong.append(f"line {said}, not {row.program}.py:{line_of(row)}")
     return wrong
 
 
