@@ -68,7 +68,8 @@ The watch, which runs somebody's script. It imports the examination, never the o
     course       how does the training go?              findings     what made it, what is said
     judges       which number is bad?                   spike        which rows make the loss jump?
     still        what do the weights do?                reasons      which do not move, and why?
-    watch        what the script does                   script       from first line to exit code
+    swallowed    an inf of float16 that went away?      watch        what the script does
+    script       from first line to exit code
 """
 
 from .locator import Locator

@@ -1485,3 +1485,76 @@ def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
     ledger.note([bad, bad + 1], lambda t, norm: judged.append("noted"))
     assert ledger.transfer([torch.tensor(2.0)], losses) == [2.0]
     assert judged == ["noted", "noted", "written", "loss"] and not ledger.transfer()
+
+
+QUIET = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("mask", torch.zeros(8, 8).masked_fill(torch.eye(8) > 0, -torch.inf))
+
+    def forward(self, x):
+        h = self.first(x)
+        late = 1e4 if step == 5 else 1.0
+        half = h.half()
+        if fault == "ratio":
+            length = (half * late).square().sum(1, keepdim=True)  # ratio
+            h = h + half / (length + 1)
+        if fault == "exp":
+            h = h + (-(half * late).square().sum(1, keepdim=True)).exp()  # exp
+        if fault == "clamp":
+            h = h + (half * late * 99.0).clamp(-1, 1)  # clamp
+        if fault == "minimum":
+            h = h + torch.minimum((half * late).square(), half)  # minimum
+        if fault == "cast":
+            h = h + (h * late * 99).half().sigmoid()  # cast
+        if fault == "masks":
+            scores = half @ half.T
+            h = h + scores.add(self.mask.half()).softmax(1) @ half
+            h = h + scores.masked_fill(torch.eye(8) > 0, -torch.inf).softmax(1) @ half
+            least = torch.finfo(torch.float16).min * torch.eye(8).half()
+            h = h + (scores + least).softmax(1) @ half
+            h = h + (scores + (torch.eye(8) * -1e9).half()).softmax(1) @ half
+            h = h + torch.where(torch.eye(8) > 0, scores, float("-inf")).softmax(1) @ half
+        if fault == "nearest":
+            d = torch.cdist(h, h).half().masked_fill(torch.eye(8) > 0, torch.inf)
+            h = h + half[d.argmin(1)] + half[(d + (torch.eye(8) * 1e9).half()).argmin(1)]
+            h = h + d.amin(1, keepdim=True)
+        if fault == "constants":
+            best = torch.full((8, 8), torch.inf, dtype=torch.float16)
+            h = h + torch.minimum(best, half) + (half.relu().log().exp() + 0.1).log() * 0
+        return self.last(h)
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=fault == "skipped")
+for step in range(9):
+    with torch.autocast("cpu", torch.float16, enabled=fault == "skipped"):
+        out = net(torch.randn(8, 8))
+    if fault == "outside" and step == 5:
+        out = out + 1 / (out.half() * 1e4).square().float()  # outside
+    loss = out.float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("fault", ["ratio", "exp", "clamp", "minimum", "cast", "outside"])
+def test_an_inf_of_fp16_that_is_swallowed_is_one_line_and_no_finding(run, fault):
+    bare, done = run(QUIET, fault, watched=False), run(QUIET, fault)
+    assert done.returncode == 0 and done.stdout == bare.stdout, done.stderr
+    line = f"script.py:{line_of(QUIET, fault)} in "
+    said = [text for text in done.stderr.splitlines() if "made inf in float16" in text]
+    assert len(said) == 1 and line in said[0] and "step 5" in said[0], done.stderr
+
+
+@pytest.mark.parametrize("fault", ["", "masks", "nearest", "constants", "skipped"])
+def test_an_inf_of_fp16_that_is_meant_is_none(run, fault):
+    bare, done = run(QUIET, fault, watched=False), run(QUIET, fault)
+    assert done.returncode == 0 and done.stdout == bare.stdout, done.stderr
+    assert done.stderr.startswith("autopsy: ") and done.stderr.count("\n") == 1, done.stderr
+    assert ("skipped by the loss scaler" in done.stderr) == (fault == "skipped")

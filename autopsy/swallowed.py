@@ -1,0 +1,129 @@
+"""
+Swallowed: has an operation overflowed float16, and the loss has stayed finite all the same?
+
+h / inf is 0, exp(-inf) is 0, and a minimum or a clamp removes an inf: then no loss and no gradient
+tells of it, and the numbers are wrong. So in some steps the result of every operation in float16 is
+read as the script computes it, nothing again. An inf counts where finite numbers made it, weights
+had a part in it, and float32 holds it: the inf of a mask, of a constant or of a logarithm of 0 is
+meant. A step that the loss scaler skips tells nothing. It changes no number and ends no script.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from math import inf
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from .frames import frames_now, line_of
+from .operations import in_wider_types, rule_of
+from .tensors import extent, flat_tensors
+
+LARGEST = 65504.0  # of float16
+CONSTANT = 1e8  # what is larger, in float32, stands for inf
+FIRST, EVERY = 32, 64  # steps: each of the first ones, then one of so many
+MOVES = re.compile("where|fill|full|put|scatter|cat|stack|pad|set|copy$")  # they compute nothing
+
+
+class Swallowed(TorchDispatchMode):
+    """Reads the results of operations in float16 while it is entered."""
+
+    supports_higher_order_operators = True  # they pass
+
+    def __init__(self, hooks, tape):
+        super().__init__()
+        self.hooks, self.tape = hooks, tape
+        hooks.undo.callback(self.ends, good=False)
+        self.entered = False
+        self.half = True  # whether the step that was looked at last has computed in float16
+        self.looked = 0  # at so many steps
+        self.now = {}  # what overflowed in this step: line: name of the operation
+        self.found = {}  # in good steps: (line, name): numbers of the steps
+
+    def begins(self):
+        """After a step: look at the next one?"""
+        self.ends(good=False)  # it was skipped
+        steps = self.tape.steps
+        due = self.half and (steps < FIRST or steps % EVERY == 0)
+        dynamo = sys.modules.get("torch._dynamo")  # what is compiled must stay so
+        compiled = dynamo and dynamo.utils.counters["frames"]
+        alone = self.hooks.world == 1 and not self.hooks.locator
+        if due and alone and not compiled and not _get_current_dispatch_mode_stack():
+            self.half, self.entered = False, True
+            self.__enter__()
+
+    def ends(self, good):
+        """Before the next step: its losses and gradients are finite, or not."""
+        if not self.entered or _get_current_dispatch_mode_stack()[-1:] != [self]:
+            return  # in a mode of the script
+        self.__exit__(None, None, None)
+        self.entered = False
+        self.looked += 1
+        for line, name in self.now.items() if good else ():
+            self.found.setdefault((line, name), []).append(self.tape.steps)
+        self.now = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a tensor that wraps others: their operations come here next
+        backward = torch._C._current_autograd_node() is not None
+        ours = self.hooks.busy or not self.hooks.on
+        if ours or backward or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        inputs = flat_tensors((args, kwargs))
+        writes = rule_of(func).writes
+        before = self._finite(func, args, inputs) if writes else None
+        out = func(*args, **kwargs)
+        halves = [t for t in flat_tensors(out) if t.dtype is torch.float16]
+        self.half |= bool(halves)
+        if halves and any(t.requires_grad for t in inputs):
+            self._see(func, args, kwargs, inputs, halves, before)
+        return out
+
+    def _see(self, func, args, kwargs, inputs, halves, before):
+        try:
+            spans = [extent(t) for t in halves]
+            sums = rule_of(func).sums  # else a -inf may be a mask
+            if not any(high == inf or (sums and low == -inf) for low, high in spans):
+                return
+            if before is None:  # else it has overwritten what it was given
+                before = self._finite(func, args, inputs)
+                before = before and in_wider_types(func, args, kwargs) == "finite in float32"
+            if before:
+                self.now[line_of(frames_now())] = str(func)
+        except Exception:  # a service: it never raises into the step
+            self.now = {}
+
+    def _finite(self, func, args, inputs):
+        """Finite numbers that fit into float16, and an operation that computes."""
+        rule = rule_of(func)
+        name = func._schema.name.partition("::")[2]
+        if MOVES.search(name) and not rule.copies:
+            return False
+        if rule.writes and re.search("div|reciprocal|log|pow|sqrt", name):
+            return False  # of 0, perhaps
+        numbers = [abs(x) for x in args if type(x) in (int, float)]
+        numbers += [max(map(abs, extent(t))) for t in inputs if not t.dim()]
+        spans = [extent(t) for t in inputs]
+        low = min((low for low, _ in spans), default=0.0)
+        high = max((high for _, high in spans), default=0.0)
+        meant = rule.sums and low <= -LARGEST
+        if rule.copies:  # into another type
+            meant = max(high, -low) >= CONSTANT
+        finite = all(-inf < low and high < inf for low, high in spans)  # False for NaN
+        return finite and not meant and all(x <= LARGEST for x in numbers)
+
+    def sentences(self):
+        """What is to be said at the end."""
+        for (line, name), steps in self.found.items():
+            when = f"step {steps[0]}"
+            if steps[1:]:
+                when += f" and at {len(steps) - 1} more of the {self.looked} steps looked at"
+            yield (
+                f"{line}: {name} made inf in float16 at {when}, and what follows removes it "
+                "(h / inf is 0): the loss is finite, and wrong. x.float() before that line, with "
+                "autocast off there"
+            )
