@@ -13,11 +13,12 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .advice import NOT_FINITE, RISES, SAME
 from .ledger import held_by, moved_by
+from .names import modules
 from .operations import OVERWRITES
 from .report import Report
 from .sources import OUTSIDE, WRITTEN
@@ -32,6 +33,7 @@ from .tensors import (
     is_bad,
     is_mask,
     is_real,
+    rows_beyond,
     type_of,
 )
 
@@ -86,6 +88,7 @@ class Judges:
     def __init__(self, findings, names):
         self.findings, self.names = findings, names
         self.hooks, self.tape, self.ledger = findings.hooks, findings.tape, findings.ledger
+        self.unasked = torch.utils.weak.WeakIdKeyDictionary()  # table: rows
 
     def bad_loss(self, loss, value):
         self.findings.stop(f"loss is {value:.3g}", self.findings.explain(evidence=[loss]))
@@ -110,11 +113,35 @@ class Judges:
         if not (is_mask(span) or any(map(is_bad, before))):
             self.findings.later(f"buffer {self.names.of(b)} is {bad_end(span)}", [call.number], [b])
 
+    def _unasked(self, p, t, write=None):
+        """Bad rows of a table, which no sample has asked for: a line at the end, and no verdict.
+        What asks for one makes the loss bad."""
+        rows, known = set(rows_beyond(t)), self.unasked.get(p, set())
+        if not rows or len(t) != len(p):
+            return False
+        if rows <= known:
+            return True
+        if p.grad is None:
+            tables = (m for m in modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+            asked = all(m.weight is not p for m in tables)
+        else:
+            grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            asked = grad[sorted(rows)].any()  # True for NaN
+        if asked:
+            return False
+        self.unasked[p] = rows | known
+        written = f"written at {write.line}" if write else "bad before the watch"
+        self.findings.unasked[f"parameter {self.names.of(p)}"] = bad_rows(t).strip(), written
+        return True
+
     def bad_write(self, p, writes, t, value):
         """Guilty is the last write before which the weight was good. A bad value explains it."""
         before = self.ledger.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
+        bad = [self.tape.known.get(x) for x in write.values if is_bad(extent(x))]
+        if all(made and made.data for made in bad) and self._unasked(p, t, write):
+            return  # loaded, no result of the network
         made = bad_end(extent(t))
         symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
         for bad in (x for x in write.values if is_bad(extent(x))):
@@ -169,6 +196,8 @@ class Judges:
         if not held:
             return
         k, p, name = held
+        if self._unasked(p, t):
+            return
         symptom = f"{name} is {bad_end(extent(t))}"
         group, rate = optimizer.param_groups[k], update.rates[k]
         birth = self.hooks.locator and self.hooks.locator.blame([t])
@@ -190,6 +219,8 @@ class Judges:
         self.findings.stop(f"{symptom} after good gradients", report, step)
 
     def bad_at_the_end(self, t, value):
+        if self._unasked(t, t):
+            return
         report = self.findings.explain(evidence=[t])
         self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
 

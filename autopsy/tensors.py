@@ -120,13 +120,19 @@ def beyond_limit(t):
     return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
 
 
-def bad_rows(table):
-    """Of a table (an embedding, say) with good rows and bad ones: which are bad."""
+def rows_beyond(table):
+    """Of a table (an embedding, say) with good rows and bad ones: the numbers of the bad."""
     plain = type(table) in PLAIN and table.layout is torch.strided
     if not plain or table.dim() < 2 or table.element_size() == 1:  # not of shards, nor of fp8
-        return ""
+        return []
     rows = beyond_limit(table).flatten(1).any(1).nonzero().flatten().tolist()
-    return f" in rows {few(rows)} of {len(table)}" if 0 < len(rows) < len(table) else ""
+    return rows if len(rows) < len(table) else []
+
+
+def bad_rows(table):
+    """The same as text."""
+    rows = rows_beyond(table)
+    return f" in rows {few(rows)} of {len(table)}" if rows else ""
 
 
 def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:

@@ -1340,6 +1340,56 @@ def test_what_is_written_or_loaded_is_the_cause_and_not_its_consequence(run, fau
     assert symptom in done.stderr and done.stderr.count("->") == 1, done.stderr
 
 
+TABLE = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(9, 4, sparse=fault == "sparse")
+        self.own = nn.Parameter(torch.randn(9, 4))
+        self.last = nn.Linear(4, 2)
+    def forward(self, index):
+        return self.last(self.emb(index) + self.own[index] * (fault == "own"))  # asked
+
+net = Net()
+key = "own" if fault == "own" else "emb.weight"
+state = {k: t.clone() for k, t in net.state_dict().items()}
+state[key][7] = torch.nan
+if fault == "before":
+    net.emb = nn.Embedding.from_pretrained(state[key], freeze=False)
+else:
+    net.load_state_dict(state)  # loaded
+if fault == "frozen":
+    net.emb.requires_grad_(False)
+kind = torch.optim.SparseAdam if fault == "sparse" else torch.optim.Adam
+params = net.emb.parameters() if fault == "sparse" else net.parameters()
+optimizer = kind([p for p in params if p.requires_grad], 1e-2)
+for step in range(6):
+    index = torch.arange(6)
+    if step == 4 and fault == "used":
+        index = index + 2
+    loss = net(index).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "own", "frozen", "sparse", "before"])
+def test_a_bad_row_that_nothing_asks_for_is_one_line(run, fault):
+    bare, done = run(TABLE, fault, watched=False), run(TABLE, fault)
+    assert done.returncode == 0 and bare.stdout == done.stdout, done.stderr
+    name = "own" if fault == "own" else "emb.weight"
+    assert f"parameter {name} holds NaN or inf in rows 7 of 9 (" in done.stderr, done.stderr
+    where = "before the watch" if fault == "before" else f"script.py:{line_of(TABLE, 'loaded')} in "
+    assert where in done.stderr and "6 steps, nothing else non-finite" in done.stderr, done.stderr
+
+
+def test_a_bad_row_that_a_sample_asks_for_is_a_verdict_with_the_line_that_wrote_it(run):
+    done = run(TABLE, "used")
+    named(done, TABLE, "asked", "weights")
+    assert "loss is nan at step 4" in done.stderr and "samples 5 of 6" in done.stderr, done.stderr
+    assert f"written at script.py:{line_of(TABLE, 'loaded')} in " in done.stderr, done.stderr
+
+
 BATCHES = PREAMBLE + """
 class Net(nn.Module):
     def __init__(self):
