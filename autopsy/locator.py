@@ -330,6 +330,7 @@ class Locator(TorchDispatchMode):
             result=type_of(out),
             source="" if all(map(is_mask, bad)) else CONSTANT,
             samples=self.samples.of(out, nan),
+            names=self.samples.why_none(out),
         )
 
     def _shown(self, t, span):

@@ -26,6 +26,7 @@ def _in_order(index, size):
 # Of operations: the batch does not stay in the results of the first; in those of the second it
 # does, in other dimensions.
 DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
+REORDERS = "index$|index_select|gather|take|sort|topk|flip|roll|masked_select"
 STAYS = "nll_loss|embedding$|ctc_loss|linalg"
 MATMUL = "(b|add|badd)?b?mm|(add)?mv"
 SUMS = f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"
@@ -71,11 +72,32 @@ def rule_of(func):
             return None
         return d if 0 <= d < t.dim() and t.shape[d] == size else None
 
+    def picks(given, source, d, outs):
+        """Which rows along dimension d of the source the result has, in their order; None: it is no
+        such operation, or each column has an order of its own."""
+        if name in ("sort", "topk") and source.dim() == 1:
+            return outs[1].tolist()
+        if name == "index_select" and given["dim"] % source.dim() == d:
+            return given["index"].tolist()
+        if name == "flip" and [x % source.dim() for x in given["dims"]] == [d]:
+            return [*range(source.shape[d])][::-1]
+        if (
+            name == "index"
+            and len(given["indices"]) == d + 1
+            and not any(index is not None for index in given["indices"][:d])
+        ):
+            index = given["indices"][d]
+            index = index.nonzero().flatten() if index.dtype is torch.bool else index
+            return (index % source.shape[d]).tolist() if index.dim() == 1 else None
+        return None
+
     return SimpleNamespace(
         names=names,
         writes=writes,
         pointwise=pointwise,
         follow=follow,
+        picks=picks,
+        reorders=re.search(REORDERS, name),
         index=INDEX.get(name),
         overwrites=name in OVERWRITES or func._overloadname.endswith("out"),
         constant=re.fullmatch(CONSTANTS, name),

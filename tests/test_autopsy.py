@@ -290,6 +290,48 @@ def test_samples_survive(use):
     assert locator.blame([bad]).samples == (3,)
 
 
+ORDER = torch.tensor([4, 3, 7, 0, 1, 6, 2, 5])
+
+
+@pytest.mark.parametrize("use", [
+    lambda h: h[ORDER],
+    lambda h: h[h.abs().sum(1).argsort(descending=True)] * 2,
+    lambda h: h.index_select(0, ORDER).sum(1),
+    lambda h: h.sum(1).sort().values,
+    lambda h: h.abs().sum(1).topk(3, largest=False)[0],
+    lambda h: h[h.sum(1) < 9e9][:, :2],
+    lambda h: h[h.sum(1) == 0],
+    lambda h: h.flip(0).abs(),
+    lambda h: h[ORDER][ORDER],
+    lambda h: h[ORDER] * h[ORDER],
+    lambda h: h[None].expand(2, 8, 5)[:, ORDER],
+], ids=["index", "argsort", "index_select", "sort", "topk", "mask", "pick", "flip", "twice",
+        "square", "second dimension"])
+def test_samples_are_named_by_their_place_in_the_batch_whatever_their_order_is_now(use):
+    h = Net().first(X).detach()
+    h[3] = 0
+    with Locator(batch=(h, Y)) as locator:
+        rows = use(h)
+        bad = 1 / nn.Identity()(rows)  # a module is no reason to begin anew
+    assert locator.blame([bad]).samples == (3,)
+
+
+@pytest.mark.parametrize("use", [
+    lambda h: h.sort(0).values,
+    lambda h: h.sort(0).values.relu() * 2,
+    lambda h: h.gather(0, ORDER[:, None].expand(8, 5)),
+    lambda h: h.roll(1, 0),
+    lambda h: h[ORDER] * h[ORDER.flip(0)],
+], ids=["sort of columns", "what comes of it", "gather", "roll", "two orders"])
+def test_samples_in_an_order_that_is_not_known_are_not_guessed(use):
+    h = Net().first(X).detach()
+    h[3] = 0
+    with Locator(batch=(h, Y)) as locator:
+        bad = 1 / nn.Identity()(use(h))
+    birth = locator.blame([bad])
+    assert birth.samples == () and "no sample is named" in birth.names[0], birth
+
+
 @pytest.mark.parametrize("use", [
     lambda h: h.sum(0),
     lambda h: torch.ones(8, 8) @ h,
