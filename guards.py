@@ -61,6 +61,7 @@ import gc
 import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -274,12 +275,11 @@ class Guard:
         unchanged. decide() reads it.
         """
         batch = dict(images) if isinstance(images, Mapping) else images  # a tokenizer's is no dict
-        if labels is ...:
-            return tree_map_with_path(self._safe, batch)
-        return tree_map_with_path(self._safe, {"images": batch, "labels": labels})["labels"]
+        safe = tree_map_with_path(self._safe, {"images": batch, "labels": labels})
+        return safe["images" if labels is ... else "labels"]
 
     def _safe(self, path, x):
-        keys = ["", *(entry.key for entry in path if hasattr(entry, "key"))]
+        keys = [entry.key for entry in path if hasattr(entry, "key")]
         is_label = keys[-1] in LABELS
         if not isinstance(x, Tensor):
             return x
@@ -403,10 +403,9 @@ class Guard:
             raise ValueError(f"clip={clip}: give a limit above 0 (0 or None: none)")
         on_device = all(map(skips_on_device, optimizers))
         scaled = scaler and scaler.is_enabled()
+        self._check_use(optimizers, scaler)
         scale = None
         for o in optimizers:
-            if o not in self._known:
-                self._check_use(o, scaler)
             stage = scaled and scaler._per_optimizer_states[id(o)]["stage"].name
             if on_device and stage == "READY":
                 scale = scaler.scale(self._one)  # the kernel divides by it
@@ -442,18 +441,20 @@ class Guard:
         self.close(bad, **stats, grad_norm=norm)
         return bad
 
-    def _check_use(self, optimizer, scaler):
-        """At the first step of an optimizer, warn of mistakes that nothing else would show."""
-        self._known.add(optimizer)
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
-            optimizer.register_step_pre_hook(self._beside)
-        if set(with_gradient(optimizer)).isdisjoint(self.net.parameters()):
-            warnings.warn("the optimizer holds no parameter of the guard's network: call "
-                          "Guard(net) with the network that you train", stacklevel=3)
-        if scaler is None and any(
-            issubclass(type(x), GradScaler) and getattr(x, "_scale", None) is not None
-            for x in gc.get_objects()
-        ):
+    def _check_use(self, optimizers, scaler):
+        """Warn of mistakes that nothing else would show: of an optimizer's at its first step, of a
+        GradScaler beside the guard when it has scaled a loss."""
+        for o in {*optimizers} - self._known:
+            if hasattr(o, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+                o.register_step_pre_hook(self._beside)
+            if set(with_gradient(o)).isdisjoint(self.net.parameters()):
+                warnings.warn("the optimizer holds no parameter of the guard's network: call "
+                              "Guard(net) with the network that you train", stacklevel=3)
+        self._known.update(optimizers)
+        if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
+            scalers = (x for x in gc.get_objects() if issubclass(type(x), GradScaler))
+            self._scalers = WeakSet(scalers)
+        if scaler is None and any(getattr(x, "_scale", None) is not None for x in self._scalers):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: call guard.step(optimizer, scaler)", stacklevel=3)
 

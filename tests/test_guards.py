@@ -1,5 +1,6 @@
 """Plant every fault, see it flagged, and see that nothing of it stays."""
 
+import gc
 import math
 import warnings
 
@@ -325,6 +326,25 @@ def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
     guard.step(optimizer, scaler)
     with pytest.raises(RuntimeError, match="after step"):
         guard.step(optimizer, scaler)
+
+
+@pytest.mark.parametrize(("made", "used", "told"), [(0, 0, 0), (0, 3, 3), (5, 6, 8)])
+def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used, told):
+    gc.collect()  # scalers of other tests
+    net, scaler = nn.Linear(4, 1), None
+    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net, lag=False)
+    for step in range(told + 1):
+        if step == made:
+            scaler = torch.amp.GradScaler("cpu")
+        loss = net(torch.ones(2, 4)).sum()
+        (scaler.scale(loss) if step >= used else loss).backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            guard.step(optimizer)
+        optimizer.zero_grad()
+        guard.verdict()
+        warned = any("call guard.step(optimizer, scaler)" in str(w.message) for w in said)
+        assert warned == (step >= told), step
 
 
 def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
