@@ -21,6 +21,7 @@ from .tensors import few, is_real
 COLUMNS, ROWS = 80, 12  # of a screen
 PREFIX = len("autopsy: ")  # what the command writes before a report
 FIRST = ("  try: ", "  guilty: ", "  (seen ")  # before any evidence
+SUMS = "attention|mm|mv|dot|linear|conv|sum|mean"  # operations that add up products or numbers
 ORDINARY = ("", "fp32", "float32")  # precisions that need no mention
 
 
@@ -83,9 +84,10 @@ class Report:
 
     @property
     def grown(self) -> bool:
-        """Finite inputs so large that their result overflows."""
+        """Finite inputs so large that their result overflows; of sums it is inf - inf, too."""
         large = self.largest > (1e3 if self.failed else 1e6)
-        return self.made != "nan" and large and not self.source
+        overflows = self.made != "nan" or (self.largest > 1e6 and re.search(SUMS, self.op))
+        return bool(overflows) and large and not self.source
 
     @property
     def weak(self) -> str:

@@ -607,6 +607,16 @@ def test_a_cure_that_was_tried_in_vain_is_not_advised():
     assert "learning rate" in report.suggestion
 
 
+def test_large_numbers_whose_sum_is_inf_minus_inf_have_grown():
+    def between(h):
+        h = (h * 0 + 1.7e19)[None, None]
+        return F.scaled_dot_product_attention(h, h, h)[0, 0]
+
+    report = autopsied(Net(between))
+    assert (report.verdict, report.made) == ("divergence", "nan"), report
+    assert "learning rate" in report.suggestion, report
+
+
 def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
     def loss_of(logits, labels):
         masks = torch.ones(300, 300) @ torch.eye(300)  # half
