@@ -22,6 +22,7 @@ from .names import modules
 from .operations import OVERWRITES
 from .report import Report
 from .sources import OUTSIDE, WRITTEN
+from .tape import COPIES
 from .tensors import (
     HALF,
     LIMIT,
@@ -134,14 +135,21 @@ class Judges:
         self.findings.unasked[f"parameter {self.names.of(p)}"] = bad_rows(t).strip(), written
         return True
 
+    def _is_computed(self, t):
+        """More than a copy of what was loaded."""
+        made = self.tape.known.get(t)
+        calls = (call for call in self.tape.calls if made and call.number == made.number)
+        names = (getattr(call.function, "__name__", "") for call in calls)
+        return any(name != "detach" and not COPIES.fullmatch(name) for name in names)
+
     def bad_write(self, p, writes, t, value):
         """Guilty is the last write before which the weight was good. A bad value explains it."""
         before = self.ledger.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
-        bad = [self.tape.known.get(x) for x in write.values if is_bad(extent(x))]
-        if all(made and made.data for made in bad) and self._unasked(p, t, write):
-            return  # loaded, no result of the network
+        computed = any(self._is_computed(x) for x in write.values if is_bad(extent(x)))
+        if not computed and self._unasked(p, t, write):
+            return
         made = bad_end(extent(t))
         symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
         for bad in (x for x in write.values if is_bad(extent(x))):
