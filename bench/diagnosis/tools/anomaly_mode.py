@@ -12,7 +12,7 @@ import torch
 from bench.diagnosis.judge import Answer, own_line
 
 NAME = "anomaly mode"
-RUN = "`with torch.autograd.set_detect_anomaly(True)` around the step"
+RUN = "autograd's anomaly mode around the step"
 SAYS = ("op", "line")
 
 

@@ -1,5 +1,5 @@
 """torch's DebugMode (torch 2.10): the first operation in its list whose result is bad. DebugMode
-records and does not judge: the hook that asks each result for NaN and inf is ours.
+records and does not judge: the hook that checks each result for NaN and inf is ours.
 
 Source: https://docs.pytorch.org/tutorials/recipes/debug_mode_tutorial.html
 """
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from bench.diagnosis.judge import Answer, beyond, own_line
 
 NAME = "DebugMode"
-RUN = "`with DebugMode(record_stack_trace=True)` around the step, and a hook that asks each result"
+RUN = "`DebugMode` with stack traces around the step, and a hook that checks each result"
 SAYS = ("op", "line")
 NEEDS = "torch.utils._debug_mode"
 

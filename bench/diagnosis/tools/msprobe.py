@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.diagnosis.judge import Answer, own_frame
 
 NAME = "msprobe"
-RUN = "`PrecisionDebugger` (statistics, level mix) around the step, then `msprobe overflow_check`"
+RUN = "PrecisionDebugger (statistics, level mix) around the step, then `msprobe overflow_check`"
 SAYS = ("module", "op", "line")
 NEEDS = "msprobe"
 PIP = "mindstudio-probe"
