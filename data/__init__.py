@@ -32,7 +32,7 @@ LARGEST = 4096  # pixels a side of what read_description accepts: more would fil
 
 
 class WrongArgument(ValueError):
-    """An argument is wrong, whatever the data. A sentence that names the flag."""
+    """An argument is wrong, whatever the data is. The message names the flag."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Dataset:
 
     @property
     def image_size(self) -> int:
-        """The side of what is evaluated. Training images may be larger."""
+        """The side of validation images. Training images may be larger."""
         return self.val[0].shape[-1]
 
     def describe(self) -> dict:
@@ -118,9 +118,9 @@ class Dataset:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What `Dataset.describe` said, from a model.json that anybody may have changed.
+    """Read a model.json, which anybody may have changed since `Dataset.describe`.
 
-    Raises OSError, and ValueError: a sentence that says what is wrong.
+    Raises OSError, and ValueError with a sentence on what is wrong.
     """
     if regular(path).stat().st_size > 2**24:  # 22,000 classes take 1 MB
         raise ValueError("it is too long to describe a model")
@@ -151,7 +151,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def regular(path: Path) -> Path:
-    """`path` itself. A pipe would wait for its writer, and /dev/zero never ends."""
+    """Return `path`. A pipe would wait for its writer, and /dev/zero never ends."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
     return path
@@ -178,13 +178,13 @@ def load(
     say: Callable[[str], object] = print,
     val_share: float | None = None,
 ) -> Dataset:
-    """The dataset of that name.
+    """Load the dataset `name`.
 
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
     image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32. cache_dir None:
-    imagefolder streams, without cache. val_share: for imagefolder, where the folder has no split.
-    Raises WrongArgument and FileNotFoundError for a wrong argument, imagefolder.DiskFull, and
-    OSError and ValueError for bad data: each a sentence that names the folder or file.
+    imagefolder decodes at every access. val_share: for a folder without a split. Raises
+    WrongArgument and FileNotFoundError for a wrong argument, imagefolder.DiskFull, and OSError and
+    ValueError for bad data: each a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
         raise WrongArgument(f"--data-dir {folder} is not a folder")
@@ -214,8 +214,8 @@ def load(
         return Dataset(name, *synthetic.load())
 
     def from_images(folder):
-        """CIFAR-10 is 184 MB. Where no cache can be kept, one run's cache is temporary (Windows
-        keeps it: it is still mapped)."""
+        """CIFAR-10 takes 184 MB. Without a writable folder the cache is temporary (Windows
+        keeps it: it is mapped)."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             home = writable(cache_dir or ".cache", temporary)
             return imagefolder.load(folder, 32, only="CIFAR-10", cache_dir=home, **how)
@@ -226,7 +226,7 @@ def load(
         if name or folder:
             raise
         say("CIFAR-10 is neither on disk nor reachable: training on synthetic images\n"
-            "  (--data-dir DIR names a folder that has it; .cache is looked at too)")
+            "  (if you have a copy, pass its folder as --data-dir; .cache has none)")
         return Dataset("synthetic", *synthetic.load())
 
 
@@ -240,10 +240,10 @@ def writable(folder: str | Path, otherwise: str) -> str | Path:
 
 
 def fingerprint(images: batches.Images, labels: Tensor) -> dict[str, int | str]:
-    """Hashes by which a resumed run recognises its data: of the images in order, of their labels.
+    """Hash the images, in order, and their labels: a resumed run recognises its data by them.
 
-    Together they bind every image to its label and its place. They read only every n-th image of a
-    very large set (256 MB), and all labels. They hash bytes, so no version of torch matters.
+    Together the hashes bind every image to its label and its place. They cover all labels, and
+    every n-th image of a set above 256 MB. They are of bytes, so torch's version does not matter.
     """
     some = images[:: 1 + math.prod(images.shape) // 2**28]
     pixels = hashlib.blake2b(digest_size=8)

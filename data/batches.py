@@ -14,8 +14,8 @@ each image. The flip alternates: an image that is mirrored in one epoch is not m
 (Jordan, arXiv 2404.00498). So every two epochs show both views; a random flip would leave this to
 chance.
 
-The images are on the device. If they are too many, they are in a file mapped into memory, or worker
-processes decode them when needed. In all three cases the batches are the same to the bit.
+The images are on the device. If they do not fit, they are in a memory-mapped file, or worker
+processes decode them when needed. In all three cases the batches are bit-identical.
 
 Images have any number of channels. Labels are int64 classes (N,), or float targets (N,) or (N, T).
 
@@ -53,9 +53,9 @@ def place(images: Images, device: torch.device, share: float = 0.25) -> Images:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. A copy to a GPU starts from pinned memory: the host does not wait.
+    """Copy to the device. A copy to a GPU starts from pinned memory: the host does not wait.
 
-    Elsewhere it waits: MPS would read the host's memory when it is given away (pytorch #189690).
+    Elsewhere the host waits: MPS may read its memory after it is freed (pytorch #189690).
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -63,9 +63,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[Tensor]:
-    """The uint8 images of each of these index batches.
+    """Yield the uint8 images of each batch of indices.
 
-    They are gathered, or decoded by processes that read ahead.
+    They are gathered, or processes that read ahead decode them.
     """
     if isinstance(images, Tensor):
         pixels = images.permute(0, 2, 3, 1)  # N, H, W, C: an image is copied in one piece
@@ -78,10 +78,10 @@ def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[
 
 
 def statistics(images: Images) -> tuple[list[float], list[float]]:
-    """Mean and deviation of each channel, in 0..255.
+    """Mean and standard deviation of each channel, in 0..255.
 
-    They are those of every tenth image, or of fewer in a large set (64 MB). The sums are integers,
-    so they do not depend on the number of threads. A deviation is at least 1.
+    This reads every tenth image, or fewer of a large set (64 MB). The sums are integers, so they do
+    not depend on the number of threads. A deviation is at least 1.
     """
     N, C, H, W = images.shape
     sample = images[:: max(10, N * C * H * W // 2**26)]
@@ -201,10 +201,10 @@ class TrainBatches:
         images, labels: uint8 (N, C, H, W), see `place`; int64 (N,), or float (N,) or (N, T).
         batch_size: images per update over all ranks. An epoch has N // batch_size steps and leaves
             out the remaining images, which differ from epoch to epoch.
-        device: of the batches; default: that of the labels. normalize: default: by the statistics
-        of `images`. pad: pixels of reflected border for the random crop; default: a sixteenth of
-        the side. scale, size: where images are larger than size x size, crop a random box with this
-        range of
+        device: of the batches; default: that of the labels.
+        normalize: default: by the statistics of `images`.
+        pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
+        scale, size: where images are larger than size x size, crop a random box with this range of
             areas and resize it.
         augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for
             models that draw.
@@ -235,7 +235,7 @@ class TrainBatches:
         N, _, H, _ = images.shape
         if batch_size > N:
             raise ValueError(
-                f"a batch of {batch_size} images is more than the {N} there are: lower --batch-size"
+                f"a batch of {batch_size} images is more than all {N}: pass a smaller --batch-size"
             )
         if augment not in ("crop", "flip"):
             raise ValueError(f"unknown augmentation {augment!r}: choose crop or flip")
@@ -277,8 +277,8 @@ class TrainBatches:
     def start_small(self, steps: int) -> None:
         """The first `steps` batches hold the inner 7/8 of each side, 28x28 of 32x32.
 
-        A convnet takes 3/4 of the time for them. It is a call, because a run knows its number of
-        steps only after it has timed a batch.
+        A convnet takes 3/4 of the time for them. A run calls this after it has timed a batch: only
+        then does it know its number of steps.
         """
         inner = self.size - 2 * (self.size // 16)
         if steps and self.cutout >= inner:
@@ -309,7 +309,7 @@ class TrainBatches:
         return torch.tensor([self.stand_in(i) for i in drawn.tolist()])
 
     def stand_in(self, index: int) -> int:
-        """The image itself; for one in quarantine the next one that is not."""
+        """The image, or, if it is in quarantine, the next one that is not."""
         while index in self.quarantine:
             index = (index + 1) % len(self.labels)
         return index

@@ -5,9 +5,9 @@ CIFAR-10: from torchvision's files, from a folder of images, or by download.
     DIR/train/<class>/*  DIR/test/<class>/*   image files (test may be called val)
     neither                             torchvision downloads 170 MB into DIR
 
-The 60,000 images are returned as two uint8 tensors (184 MB). They fit on the device, so the step
-needs no loader process, no pinned copy and no queue. Image files are read by a function that the
-caller passes: data/imagefolder.py's, which decodes each file once.
+`load` returns the 60,000 images as two uint8 tensors (184 MB). They fit on the device, so the step
+needs no loader process, no pinned copy and no queue. The caller passes the function that reads
+image files: data/imagefolder.py's, which decodes each file once.
 
 Copy this file alone: it needs torch and torchvision.
 """
@@ -55,7 +55,7 @@ def load(folder: str | Path, from_images: Callable[[Path], Sets] | None = None) 
 def reachable(url: str, seconds: float = 6.0) -> bool:
     """Whether `url` answers in time. Proxies are used.
 
-    It is tried in a thread, because a name look-up has no time-out.
+    A thread tries it, because a name look-up has no time-out.
     """
     answered = threading.Event()
 

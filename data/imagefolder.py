@@ -11,10 +11,10 @@ finds a broken file hours after the start. Here every file is decoded before the
 split becomes one file of bytes (N, S', S', 3), which is mapped into memory. A set larger than
 memory works, ranks share one copy, and the next run starts at once. The fingerprint of the cache
 covers the names, sizes and times of all files, their order, and S'. The cache is built under a lock
-and renamed when it is complete, so a killed run leaves no file that looks finished. Its size is
-said before it is built, and a cache that the disk has no room for is refused. A checksum of its
-bytes is compared at every start (0.6 s a GB; of more than 4 GB every n-th image is read). A damaged
-cache is built again.
+and renamed when it is complete, so a killed run leaves no file that looks finished. `load` says its
+size before it builds it, and refuses it if the disk has no room. At every start it compares a
+checksum of the bytes (0.6 s a GB; above 4 GB of every n-th image), and builds a damaged cache
+again.
 
 S' is the image size S if the images have that size already: nothing is resampled (Tiny ImageNet's
 64). Else S' is 8/7 of S (256 for 224): the short side becomes S', a centre square is kept, and the
@@ -33,12 +33,11 @@ first frame of an animation. Alpha is dropped, as in torchvision. EXIF's rotatio
 torchvision ignores it. Hidden files and other extensions are ignored. An image above 179 megapixels
 (Pillow's limit, 0.7 GB a process) counts as unreadable. So do files that are not regular (to open a
 pipe is to wait for its writer), pixels of 32 bits (their range is unknown), and PostScript, which
-is a program. It refuses class names that differ only in case or Unicode form, and a class without a
-readable training image.
+is a program. `load` refuses class names that differ only in case or Unicode form, and a class
+without a readable training image.
 
-It follows a link to a folder once. It does not follow a link that leads upwards, or into a class,
-which would give images a second label, or show validation images to the training. It names such a
-link.
+`load` follows a link to a folder once. It names and skips a link that leads upwards or into a
+class: such a link would give images a second label, or show validation images to the training.
 
 Without a cache (if the disk has no room), the same images are decoded at each access. `Files`
 replaces the tensor, and a DataLoader reads ahead. Here too every file is decoded once before the
@@ -86,7 +85,7 @@ except ImportError:  # Windows
 
     fcntl = None
 
-# Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
+# Open no link, and do not wait for the other end of a pipe. (Windows has neither.)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
@@ -116,7 +115,7 @@ class WrongShare(ValueError):
 
 
 class OtherSize(ValueError):
-    """An image of another size in a set of one size: it is not left out, the folder is wrong."""
+    """An image has another size than the rest of its set: the folder is wrong."""
 
 
 def listed(files: dict[str, str]) -> str:
@@ -127,8 +126,8 @@ def listed(files: dict[str, str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Linux takes any bytes as a name. Control characters, which a terminal would obey, are
-    written out. Bytes that are no UTF-8 become a question mark in a box."""
+    """The path for a terminal. Linux takes any bytes as a name: this writes out control
+    characters, which a terminal would obey, and replaces bytes that are not UTF-8."""
     return "".join(map(_printable, text))
 
 
@@ -209,22 +208,21 @@ def load(
 
     Training images are (N, 3, S', S'), validation images (N, 3, S, S). image_size None: the images'
     own size if a hundred of them have the same square size, else 224. Images are in the order of
-    their sorted classes and names. The place of a file that was left out is taken by a file from
-    the end of the list.
+    their sorted classes and names. A file from the end of the list takes the place of one that was
+    left out.
 
     Args:
-        val_share: of the images of a folder without a split, for the validation.
-        only: the name of a set whose images all have image_size. An image of another size is an
-            error, not resized.
+        val_share: the share of a folder without a split that validates.
+        only: the name of a set whose images all have image_size. Another size is an error.
         cache_dir: the folder of the decoded images. None: no cache, and the images are `Files`.
         progress: wraps the list of files that are decoded; pass tqdm to show the progress.
-        warn: is called with a sentence about files that were left out, links that were not
-            followed, and classes that are not validated.
-        say: is called with the place and size of a cache before it is built, with how a folder was
-            split, and with the numbers of unusual images and of other files.
+        warn: gets a sentence about files that were left out, links that were not followed, and
+            classes without validation images.
+        say: gets the place and size of a cache before it is built, how a folder was split, and the
+            numbers of unusual images and of other files.
 
     Raises:
-        FileNotFoundError: train/ or val/ is missing, or val_share: another folder was meant.
+        FileNotFoundError: train/ or val/ is missing, and there is no val_share.
         WrongShare: a ValueError; the folder has a split, or val_share leaves one side empty.
         DiskFull: an OSError; the cache has no room.
         OSError: a folder cannot be read.
@@ -277,14 +275,14 @@ def find(
 def split_by_name(
     folder: Path, val_share: float | None, warn: Say, say: Say
 ) -> tuple[Part, Part, list[str]]:
-    """The same for a folder of classes: each file's name says whether it is validated."""
+    """The same for a folder of classes: each file's name decides whether it validates."""
     classes = {} if val_share is None else class_folders(folder, warn)
     like_splits = [path for name, path in classes.items() if name.casefold() in SPLITS]
     holds_folders = [path for path in like_splits if not any(map(is_image, os.listdir(path)))]
     if val_share is None or len(like_splits) > 1 or holds_folders:
         raise FileNotFoundError(
-            f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/); a folder "
-            "that holds <class>/ without a split is split with --val-share 0.2"
+            f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/); if it "
+            "holds <class>/ without a split, pass --val-share 0.2"
         )
     files = list_files(folder, classes, Tops(classes.values(), warn), warn, say)
     tops = [str(top) for top in classes.values()]
@@ -314,7 +312,7 @@ def is_validated(name: str, share: float) -> bool:
 
 
 def make_part(where: Path, name: str, files: list[tuple[str, int]]) -> Part:
-    """Look at every file once: a cache is of these names, sizes and times."""
+    """Look at every file once: names, sizes and times identify a cache."""
     digest = hashlib.sha256()
     inodes = []
     for path, _ in files:
@@ -331,7 +329,7 @@ def make_part(where: Path, name: str, files: list[tuple[str, int]]) -> Part:
 
 
 def name_shared_files(train: Part, val: Part, warn: Say) -> None:
-    """Warn of a file that has, by links, two labels or a place in both splits."""
+    """Warn of a file that has two labels or is in both splits, through links."""
     known, repeated = set(), set()
     for inode in (*train.inodes, *val.inodes):
         (repeated if inode in known else known).add(inode)
@@ -358,7 +356,7 @@ def choose_crops(train: Part, image_size: int | None, only: str) -> tuple[Crop, 
 def labelled(
     part: Part, crop: Crop, images: Tensor | None, notes: Notes, max_bad_share: float, warn: Say
 ) -> Split:
-    """The images of a split with their labels. What is unreadable is named, or too much."""
+    """A split's images and labels. Names unreadable files, or raises if they are too many."""
     files = part.files
     rows = kept_rows(len(files), notes.unreadable)
     bad = {files[i][0]: reason for i, reason in notes.unreadable.items()}
@@ -375,7 +373,7 @@ def labelled(
 def check_every_class(
     train: Part, val: Part, splits: list[Split], classes: list[str], warn: Say
 ) -> None:
-    """A class without a training image is refused, one without a validation image is named."""
+    """Refuse a class without a training image; name one without a validation image."""
     empty = []
     for _, labels in splits:
         counts = labels.bincount(minlength=len(classes)).tolist()
@@ -515,7 +513,7 @@ def followed(
 
 
 def give_up(error: OSError) -> None:
-    """os.walk passes over a folder that it cannot read, without a word."""
+    """os.walk would pass over a folder that it cannot read, in silence."""
     raise error
 
 
@@ -631,7 +629,7 @@ def opened(file: str) -> io.FileIO:
 
 
 def prepare_worker() -> None:
-    """Set up a worker: no warnings of Pillow, one thread, and exit when the parent dies.
+    """Set up a worker: no Pillow warnings, one thread, and exit when the parent dies.
 
     Allocating and freeing 32 MB once raises the size up to which glibc keeps freed memory in the
     process. Without it, glibc returns 100 pages per image to the system, which must zero them
@@ -686,7 +684,7 @@ def cached(
     with locked(cache_dir / f"{name}.lock"):
         found = whole(pixels, notes, len(files), crop)
         if found is None:
-            for old in cache_dir.glob(f"{name}-*"):  # other files, damaged, or of a killed run
+            for old in cache_dir.glob(f"{name}-*"):  # of other files, damaged, or a killed run's
                 with contextlib.suppress(PermissionError):  # Windows: another run has it open
                     old.unlink()
             refuse_too_large(len(files), crop, pixels, say)
@@ -728,7 +726,7 @@ def mapped(pixels: Path, count: int, crop: Crop) -> Tensor:
 
 
 def checksum(images: Tensor) -> int:
-    """CRC-32 of the bytes. Of a set of more than 4 GB every n-th image is read."""
+    """CRC-32 of the bytes; in a set above 4 GB, of every n-th image."""
     crc = 0
     for some in images[:: 1 + images.nbytes // 2**32].split(256):
         crc = zlib.crc32(some.contiguous().numpy(), crc)
@@ -765,7 +763,7 @@ def build(
     row = 3 * crop.side**2
     temporary = f"{pixels}.{os.getpid()}.part"
     try:
-        with open(temporary, "x+b", buffering=0) as cache:  # Windows renames what is closed
+        with open(temporary, "x+b", buffering=0) as cache:  # Windows renames closed files
             seen = decode_all(files, crop, temporary, progress)
             rows = kept_rows(len(files), seen.unreadable)
             for i, source in enumerate(rows):
@@ -788,7 +786,7 @@ def build(
 
 
 def own_file(path: str, flags: int) -> int:
-    """For open(): not through a link."""
+    """For open(): follow no link."""
     return os.open(path, flags | NO_LINK, 0o666)
 
 
@@ -801,7 +799,7 @@ def locked(path: Path) -> Iterator[None]:
         if fcntl:
             fcntl.lockf(file, fcntl.LOCK_EX)
         while not fcntl:
-            with contextlib.suppress(OSError):  # after ten seconds: it is asked again
+            with contextlib.suppress(OSError):  # gives up after ten seconds: ask again
                 msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
                 break
         yield

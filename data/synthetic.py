@@ -2,7 +2,7 @@
 Synthetic images: a data set that needs no download. Code draws it, the same on every machine.
 
 32x32 RGB, ten classes: five shapes (disc, ring, square, cross, triangle), each either striped or
-checked. Place, size, rotation and colours are random and say nothing of the class. Rectangles of
+checked. Place, size, rotation and colours are random and say nothing about the class. Rectangles of
 clutter lie over the picture, and noise over everything. A linear classifier on the pixels stays
 below half, because no pixel has the same meaning in two images. A convnet learns edges, then
 shapes, and reaches above 95 %.
@@ -31,7 +31,7 @@ CLASSES = [f"{texture} {shape}" for shape in SHAPES for texture in TEXTURES]
 # SHA-256 of draw(0, 100, seed=0)
 CHECKSUM = "a13e7d2b7ded1ff303e08b0d1acec6b343965651ff96c6dfe664582b4dc0f7ff"
 
-# 256 times cosine and sine of 32 directions. None is near a tie: every libm rounds to one integer.
+# 256 times cosine and sine of 32 directions. None is near a tie: every libm rounds to the same one.
 COSINES = torch.tensor([round(256 * math.cos(2 * math.pi * k / 32)) for k in range(32)])
 SINES = torch.tensor([round(256 * math.sin(2 * math.pi * k / 32)) for k in range(32)])
 
