@@ -269,7 +269,7 @@ def length(run: Run, saved: dict | None, seconds: float | None) -> str:
         if run.device.type == "cpu" and steps * seconds > 120:
             # In tens, so that a second run has the same number.
             steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
-            why = f"two minutes here; the whole recipe is --epochs {recipe['epochs']}"
+            why = f"short, for a CPU; the whole recipe is --epochs {recipe['epochs']}"
     run.total_steps = steps
     run.stream.start_small(round(steps * recipe["small"]))
     if args.warmup_updates is None:

@@ -4,9 +4,9 @@ What the cases of the gallery share: two training loops and one table.
 `bare` is the usual loop: autocast, a GradScaler for fp16, no checks. `guarded` takes the same step
 with a Guard and ClippedAdamW, and reads the verdict at once. At the first bad step that is more
 than calibration of the loss scale, `guarded` stops and examines the step. Both loops train a copy
-of a model with AdamW without weight decay, from the same random state. The model is called as in
-train.py: `net(images, labels)` returns `(loss, metrics)`. A model that needs more inputs finds them
-in these two tensors. Both return an Outcome.
+of a model with AdamW without weight decay, from the same random state. Both call the model as
+train.py does: `net(images, labels)` returns `(loss, metrics)`. A model that needs more inputs finds
+them in these two tensors. Both return an Outcome.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def images(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def around(batches: list[tuple], steps: int) -> list[tuple]:
-    """The same few batches again and again: within twenty steps a loss falls only on images that
-    were seen before.
+    """The same few batches again and again: within twenty steps a loss falls only on images seen
+    before.
     """
     return [batches[i % len(batches)] for i in range(steps)]
 

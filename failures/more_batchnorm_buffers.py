@@ -70,7 +70,7 @@ def case() -> Case:
         all(map(math.isfinite, seen[:4] + seen[5:])) and seen[-1] < seen[0] and math.isnan(before),
     )
     out.claim(
-        "it is the buffers, no weight", published.sick == ["bn.running_mean", "bn.running_var"]
+        "the buffers are bad, no weight is", published.sick == ["bn.running_mean", "bn.running_var"]
     )
     out.claim("the guard names the convolution", run.blames("precision", "convolution", "conv"))
     out.claim(

@@ -9,7 +9,7 @@ Why         Each bad step halves the scale, and there is no floor. 65536 is 2^16
             inf is NaN, in every weight.
 Cure        A floor: amp_policy.LossScaler stops at 1. A step that is bad at scale 1 has another
             cause.
-Tried, no   To wait: the scale cannot help a forward that overflows. A higher init_scale: each
+Tried, no   Waiting: the scale cannot help a forward that overflows. A higher init_scale: each
             doubling gains one step.
 Evidence    Mechanism only: a batch too large for fp16, 170 times, then good batches.
 Margin      Every bad batch has a logit of 337,000 or more, five times 65504. The rest is arithmetic

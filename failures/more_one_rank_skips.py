@@ -2,7 +2,7 @@
 One rank sees a NaN and skips alone
 
 Reported    pytorch/audio 3749: a rank finds its loss NaN and `continue`s before backward. Later the
-            job hangs until the time-out of NCCL.
+            job hangs until NCCL's time-out.
 First bad   Step 3: the gradients of the other rank are averaged with this rank's gradients of step
             4.
 Why         backward() is a collective, and the rank that skips takes no part in it. The other

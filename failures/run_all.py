@@ -4,7 +4,7 @@ All failures, one after the other, and one table: python failures/run_all.py
 It takes about two minutes on two cores.
 
 It prints the table and the claims of each case. Then it prints one line for each case, and writes
-these lines as Markdown to failures/TABLE.md. It exits with 1 if a claim failed.
+these lines to failures/TABLE.md. It exits with 1 if a claim failed.
 """
 
 import sys

@@ -17,8 +17,8 @@ Cure        Compute the logits in fp32: here keep_fp32(net, ["blocks.*.attn"]) o
             model. Or use V2's attention (cosine times a scale clamped at 100), whose logits cannot
             overflow. Or use bf16. A lower learning rate, warm-up and clipping keep the logits
             small.
-Tried, no   To wait until the loss scale settles. "--amp-opt-level O3" or "bf16" (Swin has neither).
-            To search the gradients between backward() and step(): they still carry the loss scale,
+Tried, no   Waiting until the loss scale settles. "--amp-opt-level O3" or "bf16" (Swin has neither).
+            Searching the gradients between backward() and step(): they still carry the loss scale,
             so a healthy step shows inf too.
 Evidence    The window attention of V1 and V2 in a small pre-norm model, without shift and without
             mask (Swin's mask is -100 and adds no infinity). No thread says which operation it was

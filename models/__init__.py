@@ -9,8 +9,8 @@ names the metric that picks the best weights ("acc1": higher is better; "-loss":
 model that has samples, reconstructions or answers to show has `show(images, labels)`, which returns
 images in the space of the input, or lines of text.
 
-To add a model, add one line to MODELS: its name, a function build(class_names, image_size) -> net,
-which takes `channels` too where images may have another number than 3, and its recipe.
+To add a model, add one line to MODELS: its name, a function build(class_names, image_size) -> net
+(which also takes `channels` if images may have more or fewer than 3), and its recipe.
 
     "mine": (lambda names, size: MyNet(len(names)), RECIPE | {"lr": 3e-4}),
 
@@ -29,11 +29,11 @@ from .regressor import Regressor
 PRESETS = (
     vit.PRESETS | swin.PRESETS | vmamba.PRESETS | dit.PRESETS | slat_vae.PRESETS | vlm.PRESETS
 )
-# Patches a side that belong together, where it is more than one: a window of the last stage, after
-# three that merge two by two, and what becomes one token.
+# Patches a side that belong together, if more than one: a window of the last stage, after three
+# merges two by two; the patches that become one token.
 TOGETHER = {"swin-t": 7 * 2**3, "swin-v2-t": 8 * 2**3, "nanovlm": vlm.FOLD}
 
-# What torch says where BatchNorm sees one value, or a convolution less than its kernel.
+# What torch says when BatchNorm gets one value, or a convolution less than its kernel.
 TOO_SMALL = re.compile(
     "more than 1 value per channel|too small|greater than actual input size|maximum size for tensor"
 )
@@ -168,9 +168,8 @@ DIT = RECIPE | {"lr": 3e-3, "weight_decay": 0.0, "batch_size": 64, "ema": 0.99, 
 SLAT_VAE = RECIPE | {"lr": 2e-3, "batch_size": 128, "augment": "flip"}
 VLM = RECIPE | {"lr": 3e-3, "batch_size": 128}
 
-# The recipes of the table in the README, for CIFAR-10: Muon for the matrices of the blocks. One
-# epoch of swin reached 54.6 % with it and 47.5 % with AdamW alone. Their epochs are those that the
-# table's runs had.
+# Recipes for CIFAR-10 (their runs: bench/results/trained): Muon for the matrices of the blocks. One
+# epoch of swin reached 54.6 % with it and 47.5 % with AdamW alone. Epochs are those of these runs.
 VIT = TRANSFORMER | {"lr": 3e-3, "muon": ["blocks.*.weight"], "epochs": 5}
 SWIN = TRANSFORMER | {"lr": 3e-3, "muon": ["stages.*.weight"], "epochs": 7}
 VMAMBA_CIFAR = TRANSFORMER | {
@@ -187,7 +186,7 @@ DIT_CIFAR = DIT | {
 SLAT_VAE_CIFAR = SLAT_VAE | {"lr": 3e-3, "muon": ["*.blocks.*.weight"], "epochs": 2}
 VLM_CIFAR = VLM | {"muon": ["*.blocks.*.weight", "projector.proj.weight"], "epochs": 5}
 
-# The recipes of the published sizes, on ImageNet. What they had besides stands in models/README.md.
+# Recipes of the published sizes, on ImageNet. models/README.md lists what we left out.
 SWIN_T = TRANSFORMER | {
     "lr": 1e-3,
     "lr_rule": "linear",
@@ -254,9 +253,9 @@ def build(name, class_names, image_size, channels):
 
 
 def wrap(net, label_smoothing=0.0, regression=False):
-    """The net itself if it returns (loss, metrics) already; else it gets its loss.
+    """Return `net` if it returns (loss, metrics) already, else add a loss to it.
 
-    A net that returns logits gets a classifier's, or with `regression` the squared error.
+    The loss is a classifier's, or with `regression` the mean squared error.
     """
     if regression and getattr(net, "needs_classes", False):
         raise DoesNotFit(f"{type(net).__name__} learns from classes, and the targets of this data "
@@ -267,9 +266,9 @@ def wrap(net, label_smoothing=0.0, regression=False):
 
 
 def misfits(weights, net):
-    """Names of the tensors of a state_dict that are not as this network's, in order.
+    """Names of a state_dict's tensors that do not match this network's, in order.
 
-    load_state_dict casts in silence, complex or whole numbers too.
+    load_state_dict casts in silence, even complex or whole numbers.
     """
 
     def kinds(state):

@@ -82,8 +82,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for (B, H, T, D): matmuls in the inputs' dtype, softmax in fp32.
 
-    q is divided before the product. After the product is too late for fp16, where it may already be
-    above 65504.
+    Dividing q comes before the product: in fp16 the product may already be above 65504.
     """
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # B, H, T, T
     return scores.float().softmax(-1).to(v.dtype) @ v
@@ -164,7 +163,7 @@ class Fused:
     """Calls a path by name: the fused path if `names` holds the name and the path is verified, else
     the plain path.
 
-    The check runs at first use, for each device and dtypes. torch.compile cannot trace it: there an
+    The check runs at first use, for each device and dtype. torch.compile cannot trace it: there an
     earlier choice (of one eager step) holds, else the plain path, which torch.compile fuses itself.
     """
 
@@ -222,7 +221,7 @@ class TimestepEmbedding(nn.Module):
 class LabelEmbedding(nn.Module):
     """Labels (B,) and a mask (B,) of those to leave out -> (B, dim).
 
-    Every label outside the classes is an error.
+    A label outside the classes is an error.
     """
 
     def __init__(self, num_classes: int, dim: int):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
 """
-SLatVAE: a structured-latent autoencoder. On its original, AdamW once wrote NaN into every half
-weight.
+SLatVAE: a structured-latent autoencoder. AdamW once wrote NaN into every half weight of its
+original.
 
 After TRELLIS (arXiv 2412.01506), written anew for images. In TRELLIS a shape is a sparse set of
 active voxels with a small latent on each. One transformer encodes the set, another decodes it. Here
 the voxels are patches:
 
     thumbnail    The mean colour of every patch, enlarged bilinearly. This is the background. The
-                 decoder gets it free.
+                 decoder gets it for free.
     active       The share of the patches that the background renders worst, half of them or three
                  quarters: the same number in every image of a batch.
     latent       A few numbers (mean, log-variance) for each active patch. They hold what the
@@ -40,7 +40,7 @@ a half torso.
 
 Differences from TRELLIS: images for voxels, so 2 coordinates for 3 and patches for DINOv2 features;
 a background, which the decoder reads; full attention for shifted windows of 8; the loss is a mean
-square error of patches, not L1, SSIM and LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is
+squared error of patches, not L1, SSIM and LPIPS of renderings; KL weight 1e-5, not 1e-6; logvar is
 clamped; the last layers of encoder and decoder do not start at 0; one decoder, of patches, not of
 Gaussians, radiance fields or meshes.
 
@@ -83,7 +83,7 @@ PRESETS = {
     "slat_vae-b": dict(patch_size=4, dim=768, depth=12, heads=12, latent=8),
 }
 
-# of the KL in nats a token, beside a mean square error: bounds the latents; more blurs the picture
+# of the KL in nats a token: it bounds the latents, and a larger one blurs the picture
 KL_WEIGHT = 1e-5
 # std 4.5e-5 to 148: z stays far below 65504. Outside this range logvar has no gradient
 LOGVAR = (-20.0, 10.0)
@@ -322,7 +322,7 @@ class SLatVAE(nn.Module):
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images to the mean loss (fp32 scalar) and metrics of shape (B,). labels are not used.
 
-        loss: mean square error of the active patches + KL_WEIGHT * kl. mse: that of the whole
+        loss: mean squared error of the active patches + KL_WEIGHT * kl. mse: that of the whole
         picture. kl: nats an active patch. Errors are in units of the normalised images.
         """
         coords, background = self.structure(images)

@@ -24,10 +24,10 @@ Both versions differ from the papers in three places. The shift brings distant r
 together; here they are hidden from each other by -inf, not by -100, because -100 hides nothing once
 logits reach 100. This makes no NaN: every token sees itself. k has no bias: version 2 has none, and
 in version 1 softmax ignores it. The residual stream is fp32: in bf16 a branch below 2^-9 of the
-stream would be lost. Other differences from microsoft/Swin-Transformer: a grid smaller than its
-window is refused; there the window shrinks. Nothing is rescaled from a pretrained window. There is
-no dropout and no absolute position. Small presets begin with Xavier's init, the published sizes
-with the published one.
+stream would be lost. Other differences from microsoft/Swin-Transformer: this file refuses a grid
+smaller than its window; there the window shrinks. Nothing is rescaled from a pretrained window.
+There is no dropout and no absolute position. Small presets begin with Xavier's init, the published
+sizes with the published one.
 
 Copy this file alone: it needs torch and nothing else.
 
@@ -340,7 +340,7 @@ class Swin(nn.Module):
         if version not in (1, 2):
             raise ValueError(f"version {version} is neither 1 nor 2")
         if version == 2 and not fp32_logits:
-            raise ValueError("fp32_logits=False is version 1's: version 2 has its cosines in fp32")
+            raise ValueError("fp32_logits=False needs version 1: version 2 has fp32 cosines")
         if image_size % patch_size:
             raise ValueError(
                 f"image_size {image_size} is not a multiple of patch_size {patch_size}"

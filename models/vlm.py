@@ -93,7 +93,7 @@ PRESETS = {
 
 
 class TooLong(ValueError):
-    """Image tokens, question and answer are more than max_length."""
+    """Image, question and answer take more than max_length tokens."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -132,7 +132,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryAngles(nn.Module):
     """int64 positions (B, T) -> cos and sin, fp32 (B, 1, T, head_dim / 2).
 
-    O3 would cast buffers to half: none here.
+    No buffers: O3 would cast them to half.
     """
 
     def __init__(self, head_dim: int, base: float = 10_000.0):

@@ -81,7 +81,7 @@ CACHED = 2**19
 # --- the selective scan ---------------------------------------------------------------------------
 
 
-# a graph break is cheap; inductor unrolls the steps, compiles 95 s and runs half as fast
+# a graph break is cheap; inductor unrolls the steps, compiles for 95 s and runs half as fast
 @torch.compiler.disable
 def selective_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
     """h_t = exp(delta_t A) h_{t-1} + delta_t B_t u_t, y_t = C_t h_t + D u_t, from h = 0; parallel
@@ -412,7 +412,9 @@ class VMamba(nn.Module):
     ):
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"image_size {image_size} is no multiple of patch_size {patch_size}")
+            raise ValueError(
+                f"image_size {image_size} is not a multiple of patch_size {patch_size}"
+            )
         if len(dims) != len(depths):
             raise ValueError(f"{len(dims)} dims for {len(depths)} stages")
         if (stem, patch_size) != (2, 4) and stem != 1:
