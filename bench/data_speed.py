@@ -15,7 +15,7 @@ do). Each round measures in turn, on all cores:
     start      loading CIFAR-10 without and with a cache
     step       a training step of cifarnet in bf16, 256 images; and the batch that it takes
 
-What data costs is a start and an epoch's batches, as a share of the epoch's steps (goal: 0.05).
+Data costs a start and an epoch's batches, as a share of the epoch's steps (goal: 0.05).
 """
 
 import os
@@ -50,7 +50,7 @@ def seconds(function, *args):
 
 
 def take(iterator, count):
-    """Each batch is let go before the next comes, as in training."""
+    """Drop each batch before the next comes, as training does."""
     for _ in range(count):
         next(iterator)
 
@@ -80,7 +80,7 @@ def folder_ratios(folder, image_size, batch_size):
     ])
     images = datasets.ImageFolder(folder / "train", transform)
     loader = iter(DataLoader(images, batch_size, shuffle=True, num_workers=CORES, drop_last=True))
-    take(loader, 2 * CORES)  # until what they read ahead while they started is used up
+    take(loader, 2 * CORES)  # until they have used up what they read ahead at their start
     theirs = seconds(take, loader, 20)
     return {"decode / build": building / decoding, "batches / loader": theirs / ours}
 

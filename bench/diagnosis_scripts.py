@@ -3,10 +3,10 @@ How often does `python autopsy SCRIPT` name the fault of a script?
 
     python bench/diagnosis_scripts.py        # a process a script: four minutes on one CPU core
 
-Each script is distilled from a published report (the address stands beside it): how a training loop
+Each script is distilled from a published report (its address is beside it): how a training loop
 meets a bad number, apart from the operation that made it. It raises, it passes over the batch, its
-optimizer makes the NaN, its weights never move. What a right answer is was written down and
-committed before the first run: the exit code, words of the report, and the line marked `<- guilty`.
+optimizer makes the NaN, its weights never move. We committed the right answers before the first
+run: the exit code, words of the report, and the line marked `<- guilty`.
 """
 import re
 import subprocess
@@ -261,7 +261,7 @@ def loss_of(step):
         return net(data(step)).float().square().mean()
 loop(net, loss_of)
 """),
-    # --- From here on: written and committed before the mending of version 3.0.0 began.
+    # --- From here on: committed before the work on version 3.0.0 began.
     "no_onset_in_the_sample": ("https://github.com/york135/CTC_CE_for_AST/issues/3", 3,
                                "-> divergence(.|\n)*division by zero", """
 net = nn.Linear(4, 1)

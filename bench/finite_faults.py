@@ -1,11 +1,11 @@
 """Finite and wrong: what does `python autopsy SCRIPT.py` say of a run without a NaN?
 
-30 healthy scripts, of which nothing may be said, and 20 faulty ones, each with what the output has
-to hold (regular expressions, written down before the tool was run on any of them). The first run is
-finite_faults-first-cpu.json: 29 and 17. Two faulty scripts were then corrected, because their loss
+On 30 healthy scripts autopsy must stay silent. Each of 20 faulty ones has regular expressions for
+its output, which we wrote before we ran the tool on any of them. The first run is
+finite_faults-first-cpu.json: 29 and 17. Then we corrected two faulty scripts, because their loss
 did not jump at all (the row of padding had an easy label, the rate of 1.2 did no harm: 12 does).
 
-    python bench/finite_faults.py [NAME...]      names alone: their output, and no file
+    python bench/finite_faults.py [NAME...]      with names: prints their output, writes no file
 """
 
 import json

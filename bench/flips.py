@@ -1,10 +1,10 @@
 """
-A bit flips in the weights or moments of one rank of three: is it seen, named, repaired?
+A bit flips in weights or moments of one rank of three: do they see, name, repair it?
 
     torchrun --standalone --nproc_per_node=3 bench/flips.py     100 flips in 25 runs, half a minute
 
 Each run takes ten steps and meets four flips, each in a random tensor on a random rank. The fifth
-would end the run. All numbers stay finite. Every second step is verified.
+would end the run. All numbers stay finite. It verifies every second step.
 """
 
 import os

@@ -9,10 +9,10 @@ All that only a GPU can tell, in three calls of at most 570 seconds:  bash run.s
     python bench/gpu.py accuracy --airbench cifar10-airbench --data-dir DIR
     python bench/gpu.py --device cpu --smoke       do its parts run? All three stages
 
-The parts of a stage stand in the order of their worth. Each is a process of its own and writes its
-raw file in --results after each round. What a stage has not finished goes on where it was when the
-same stage is called again with the same code. What fails does not keep the rest from being
-measured. gpu/PART.json in --results has exit code, seconds and last line, gpu/PART.txt all lines.
+A stage runs its most valuable parts first. Each part is a process of its own and writes its raw
+file in --results after each round. If you call a stage again with the same code, an unfinished part
+goes on where it was. A part that fails does not stop the others. In --results, gpu/PART.json has
+exit code, seconds and last line, gpu/PART.txt all lines.
 """
 
 import json
@@ -39,7 +39,7 @@ STAGES = {
 
 
 def command(part, args):
-    """What runs this part; None: it cannot be run here."""
+    """The command of this part; None if it cannot run here."""
     own = ROOT / "bench" / f"{part}.py"
     program = [str(own)] if own.exists() else [str(ROOT / "bench" / "gpu_parts.py"), part]
     words = [sys.executable, *program, f"--device={args.device}", f"--results={args.results}"]
@@ -53,12 +53,12 @@ def command(part, args):
 
 
 def family(pid):
-    """Linux: a process and all that it has started, and those, in whatever session they are."""
+    """Linux: a process and all its descendants, in whatever session they are."""
     return [pid, *(member for child in children(pid) for member in family(child))]
 
 
 def ended(words, out, seconds):
-    """The exit code; 124: time was up. Nothing that was started outlives this call."""
+    """The exit code; 124: time was up. None of its processes outlives this call."""
     process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
                                env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
     try:
@@ -76,7 +76,7 @@ def ended(words, out, seconds):
 
 
 def run(part, args, seconds):
-    """Run a part unless its result is there; True if it ended well."""
+    """Run a part unless it has its result; True if it ended well."""
     path = args.results / "gpu" / f"{part}.json"
     head = record.header(part, args)
     before = json.loads(path.read_text()) if path.exists() else {}

@@ -1,12 +1,12 @@
 """
-The parts of bench/gpu.py that are no bench of their own. Each is a table of rows.
+The parts of bench/gpu.py that are not benches themselves. Each is a table of rows.
 
     python bench/gpu_parts.py PART                  one of PARTS, at the end of this file
     python bench/gpu_parts.py PART --device cpu --smoke
 
-A row is one measurement. It says "well": whether all is as it should be. The raw file is written
-after each row. A part that was cut short goes on with the next row, and a part that did not end
-well takes those rows again that were not well.
+A row is one measurement. Its "well" says whether all is as it should be. A part writes its raw file
+after each row. A part that was cut short goes on with the next row; one that did not end well
+repeats the rows that were not well.
 """
 
 import gc
@@ -67,8 +67,8 @@ def train(args, *more, **flags):
 # --- Bad samples in the data
 
 EPOCH = 300  # steps
-# Step: what is wrong with one of its images, the verdict, a part of what has to be done. After a
-# rejected step the next 50 are recorded, kernel by kernel; the fourth after them is a graph again.
+# Step: what is wrong with one of its images, the verdict, a part of the action. After a rejected
+# step the next 50 are recorded, kernel by kernel; the fourth after them is a graph again.
 FAULTS = {
     70: ("wild", "divergence", "one step alone"),
     75: ("wild", "divergence", "back to the weights"),
@@ -92,7 +92,7 @@ def spoiled(batch_size):
     places = {}
     for step, (fault, *_) in FAULTS.items():
         drawn = stream.global_indices(step - 1).tolist()
-        # Every tenth image is looked at before the first step. In the second epoch it comes late.
+        # The statistics read every tenth image: take another. In the second epoch it comes late.
         bad = places[step] = max((i for i in drawn if i % 10), key=again.index)
         if fault == "label":
             labels[bad] = 77
@@ -103,7 +103,7 @@ def spoiled(batch_size):
     ones = [1.0] * len(DEVIATIONS)
     data = Dataset("spoiled", *split, classes=synthetic.CLASSES, mean=[*mean, 0.0, 0.0],
                    std=[*std, *ones])  # fmt: skip
-    data.std[3:] = DEVIATIONS  # a data set of one's own is refused with these
+    data.std[3:] = DEVIATIONS  # train.py refuses these with your own data set
     return data, places
 
 
@@ -147,7 +147,7 @@ def planted(args, precision, steps=2 * EPOCH, **flags):
 
 
 def one_of_two(args):
-    """A process of the row of two ranks: on one GPU, which NCCL refuses, they talk by gloo."""
+    """One process of the row of two ranks: NCCL refuses one GPU for both, so they use gloo."""
     if args.device == "cuda" and torch.cuda.device_count() < 2:
         os.environ["LOCAL_RANK"] = "0"
         dist.init_process_group("gloo")
@@ -213,14 +213,14 @@ def step_of(args, name):
 
 
 def memory():
-    """What tensors hold, and what was taken from the GPU for a step and for a graph."""
+    """What tensors hold, and what a step and a graph took from the GPU."""
     gc.collect()
     held, taken = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return {"held": held / 2**20, "taken": taken / 2**20}
 
 
 def counted(step, device):
-    """Kernels on the device and launches by the host; on a CPU operations. The table is printed."""
+    """Kernels on the device and launches by the host; on a CPU operations. Prints the table."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -244,7 +244,7 @@ def tests(args):
     def passed(path):
         words = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", str(path)]
         code = subprocess.run(words, cwd=ROOT).returncode
-        return {"well": code in (0, 5), "code": code}  # 5: there is none
+        return {"well": code in (0, 5), "code": code}  # 5: no test
 
     files = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
              if "cuda" in path.read_text() and (path.stem == "test_graphs" or not args.smoke)]
@@ -301,7 +301,7 @@ def main(argv=None):
     for name, make in PARTS[args.part](args).items():
         if rows.get(name, {}).get("well"):  # an earlier process has it
             continue
-        gc.collect()  # what the row before has left in reference cycles is not this one's memory
+        gc.collect()  # else the row before still holds memory in reference cycles
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:

@@ -12,8 +12,8 @@ clip_grad_norm_, AdamW.
 Each contestant has its own copy of the same network and takes the same batches. They take turns in
 one process: a round times a block of steps of each in a new random order, and a ratio is the
 median of ratios within rounds. Costly peers are timed in every fourth round. On a GPU a block
-begins and ends with a synchronisation; whatever else waits for the device (the peers' `.item()`)
-does so by its own doing.
+begins and ends with a synchronisation; any other wait for the device (the peers' `.item()`) is the
+contestant's own.
 
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows.
 The pair "CUDA graph" takes Python out; ours is compared with its own bare partner there. Then come
@@ -111,7 +111,7 @@ def growth(kind, smoke):
 
 
 def watch_under_and_overflow(net):
-    """The way of transformers' DebugUnderflowOverflow: a forward hook on every module takes the
+    """As transformers' DebugUnderflowOverflow does: a forward hook on every module copies the
     smallest and largest magnitude of weights, inputs and outputs to the host."""
     frames = collections.deque(maxlen=21)
 
@@ -131,7 +131,7 @@ def all_finite(params):
 
 
 class Work:
-    """A network, of which each contestant takes a copy, and the batches that they all take.
+    """A network that each contestant copies, and the batches that they all take.
 
     `build` makes the network, `shape` is that of a batch.
     """
@@ -211,7 +211,7 @@ def guarded(work):
 def ours(work, graph=False):
     """train.py's step."""
     model, forward = work.copied()
-    net = getattr(model, "net", model)  # some networks have their loss in themselves
+    net = getattr(model, "net", model)  # some networks compute their own loss
     run = Run(
         net=net, model=model, ddp=forward, compiled=forward, device=work.device, accum=1,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
@@ -341,7 +341,7 @@ def main(argv=None):
     names += ["bare, CUDA graph", "ours, CUDA graph"] if args.graph else []
 
     def compare(title, measured, key="ratios"):
-        """Unless an earlier process has it: its rounds, in the table and in the raw file."""
+        """Measure a comparison, unless an earlier process did, for table and raw file."""
         if title not in head["milliseconds"]:
             table(title, measured(), head, key)
             record.keep(head, args)

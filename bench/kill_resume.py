@@ -9,10 +9,10 @@ SIGKILL at a random moment of its training, `--resume auto`, SIGKILL, `--resume 
 has had its share of kills and may end. Everything is `python train.py` in processes of its own,
 with accumulation, an averaged model and a checkpoint every second step. Every second kill is aimed:
 after its random moment it waits for a save to begin (a temporary folder appears), and strikes
-within a millisecond. With 2 ranks a third of the kills take only one of them: the other has to
-leave by itself. After each kill every file must be whole; at the end last.pt (weights, moments,
-average, loss scale, counters, generators), best.pt and every line of metrics.jsonl must be those of
-the run that was left alone, bit for bit.
+within a millisecond. With 2 ranks a third of the kills take only one of them: the other must end by
+itself. After each kill every file must be whole; at the end last.pt (weights, moments, average,
+loss scale, counters, generators), best.pt and every line of metrics.jsonl must be those of the run
+that was left alone, bit for bit.
 
 tests/test_resume.py takes Job, differences and result from here.
 """
@@ -105,7 +105,7 @@ class Job:
         return True
 
     def kill(self, ranks=None):
-        """SIGKILL to all ranks (and what torchrun has started), or to those; then end()."""
+        """SIGKILL to these ranks or all (and what torchrun has started); then end()."""
         for i, process in enumerate(self.processes):
             if ranks is None or i in ranks:
                 workers = children(process.pid)
@@ -144,10 +144,10 @@ def differences(a, b, name=""):
 
 
 def result(folder):
-    """What a finished run leaves behind and its death must not change."""
+    """What a finished run leaves behind, which kills must not change."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
-    lines = [line for line in lines if line.get("event") != "end"]  # it tells seconds
-    machine = re.compile("(bf16|fp16|tf32|O[123]): ")  # told at each start
+    lines = [line for line in lines if line.get("event") != "end"]  # holds seconds
+    machine = re.compile("(bf16|fp16|tf32|O[123]): ")  # said at each start
     lines = [line for line in lines if not machine.match(line.get("text", ""))]
     last = checkpoint.load(folder / "last.pt")
     for rng in last["rng"]:
@@ -156,7 +156,7 @@ def result(folder):
 
 
 def lost(folder, before):
-    """Checkpoints that a kill has damaged or made vanish."""
+    """Checkpoints that a kill has damaged or deleted."""
     names = {path.name for path in folder.glob("*.pt")}
     bad = sorted(before - names)
     for name in sorted(names):

@@ -5,9 +5,9 @@ Odd runs: 62 that look lost and are healthy, and 46 that are lost with finite nu
     python bench/odd_runs.py "one class" "rate 0"  these
 
 A watch that cries wolf is switched off, and one that never does is none. So a healthy run must end
-"done" without a cure. A lost one must be noticed: it ends "diverged", or a sentence stands in the
-`warnings` of its last line. Most rows train a small network with a frozen norm, a zero bias, Muon
-and two rates, on images of 8 x 8 pixels that it learns within a few epochs.
+"done" without a cure. train.py must notice a lost one: it ends "diverged", or `warnings` in its
+last line hold a sentence. Most rows train a small network with a frozen norm, a zero bias, Muon and
+two rates, on images of 8 x 8 pixels that it learns within a few epochs.
 """
 
 import sys

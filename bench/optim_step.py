@@ -11,7 +11,7 @@ is 32 bytes a parameter (norm: read g; AdamW: read p, g, m, v, write p, m, v) at
 copy of the same size, timed in the same rounds.
 
 On a GPU a sample is up to 20 steps between two synchronisations: throughput with a full queue, not
-latency. (Unscaled 20 times the gradients get tiny, which takes a GPU no longer.)
+latency. (20 unscalings make the gradients tiny; a GPU takes no longer for it.)
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The precision ladder: fp32, tf32, bf16, O1, O2 and O3 on one recipe.
     python bench/precision_ladder.py                 5 minutes on 2 CPU cores, a minute on a GPU
     python bench/precision_ladder.py --dataset cifar10 --data-dir DIR --steps 1500 --seeds 5
 
-Each rung is `train.py --precision ...` with its default recipe, called in this process; what it
-refuses stands in the table with its reason. A rung that the machine can only emulate is left out,
-and the table says so. Images a second are of training alone, after each rung has warmed up; ratios
-are taken within a seed. Memory is the peak of a run, on CUDA only.
+Each rung is `train.py --precision ...` with its default recipe, called in this process; if it
+refuses, the table gives the reason. The bench leaves out a rung that the machine can only emulate,
+and says so. Images a second count training alone, after each rung has warmed up; ratios are within
+a seed. Memory is the peak of a run, on CUDA only.
 """
 
 import gc
@@ -63,7 +63,7 @@ def main(argv=None):
     args.seeds = 1 if args.smoke else args.seeds or (3 if cuda else 2)
 
     def run(rung, steps, seed):
-        gc.collect()  # what the run before has left in reference cycles is not this one's memory
+        gc.collect()  # else the run before still holds memory in reference cycles
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         flags = {"model": args.model, "dataset": args.dataset, "data-dir": args.data_dir,

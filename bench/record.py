@@ -43,7 +43,7 @@ def arguments(doc: str, device: str | None = None) -> argparse.ArgumentParser:
 
 
 def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The head of a raw file. Paths among the arguments are left out."""
+    """The head of a raw file, without the paths among the arguments."""
     return {
         "bench": bench,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -57,7 +57,7 @@ def header(bench: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" if files were changed since, but for raw files; "" without git."""
+    """HEAD, with "-dirty" if files other than raw ones have changed; "" without git."""
     if not shutil.which("git"):
         return ""
 
@@ -100,7 +100,7 @@ def ratio(rounds: Sequence[dict[str, float]], a: str, b: str) -> dict[str, Any]:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was asked for: what is read before a clock is."""
+    """Wait until the device has done its work; call it before you read a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -145,7 +145,7 @@ def draw_few() -> None:
 def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]:
     """train.py in this process: exit code, its last line, the lines of metrics.jsonl.
 
-    A flag whose value is None is left out. What it refuses is {"refused": its sentence}.
+    It leaves out a flag whose value is None. A refusal is {"refused": its sentence}.
     """
     import train
     from data import synthetic
@@ -176,10 +176,10 @@ def raw_file(record: dict[str, Any], args: argparse.Namespace) -> Path:
 
 
 def begin(bench: str, args: argparse.Namespace, *tables: str, **more: Any) -> dict[str, Any]:
-    """A raw file's head, with empty `tables`; or the raw file of the same measurement, as far as it
-    came before it was cut short.
+    """A raw file's head, with empty `tables`; or the raw file of the same measurement, if that was
+    cut short.
 
-    The same: code, arguments, machine, versions and `more`. A complete one is made anew.
+    "Same" means code, arguments, machine, versions and `more`. A complete file is made anew.
     """
     head = header(bench, args) | more
     path = raw_file(head, args)
@@ -198,7 +198,7 @@ def keep(record: dict[str, Any], args: argparse.Namespace, complete: bool = Fals
     path = raw_file(record, args)
     path.parent.mkdir(parents=True, exist_ok=True)
     mark = {} if complete else {"unfinished": True}
-    whole = path.with_suffix(".tmp")  # who is killed here leaves the file of the round before
+    whole = path.with_suffix(".tmp")  # a kill here leaves the file of the round before
     whole.write_text(json.dumps(record | mark) + "\n")
     whole.replace(path)
 

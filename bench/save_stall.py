@@ -4,11 +4,11 @@ How long a checkpoint holds up the loop: cifarnet, saved every BLOCK steps again
     python bench/save_stall.py          # about 2 minutes on 2 CPU cores, 20 seconds on a GPU
 
 Blocks of training steps take turns: one kind ends with a save of model, optimizer and average in
-the background, as in train.py, the other does not. Measured are the call to save() itself (the
-snapshot) and the whole block, in which the writer thread of the save before may still compete for
-the processor. train.py saves once an epoch, 195 steps of this size; so does this on a GPU, where 10
+the background, as in train.py, the other does not. The bench times the call to save() itself (the
+snapshot) and the whole block, in which the writer of the save before may still compete for the
+processor. train.py saves once an epoch, 195 steps of this size; so does this on a GPU, where 10
 steps take less time than the disk, and save() would wait for the file before. On a CPU it is every
-10 steps. One save, which allocates the snapshot's memory, comes before the clock.
+10 steps. An untimed save allocates the snapshot's memory first.
 """
 
 import sys

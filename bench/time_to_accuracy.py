@@ -5,23 +5,23 @@ Time to accuracy on CIFAR-10: the default recipe beside cifar10-airbench's recor
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --flags "--lr 8e-3"
 
-Both recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. (The raw
-files were made by a version that changed places after every epoch.) The raw file is written after
-every run, with the means so far: a bench that is cut short goes on with the next run, and what
-max-autotune compiled for the peer lies in .cache/inductor.
+Both recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. (An
+earlier version, which took turns after every epoch, made the raw files.) The bench writes its raw
+file after every run, with the means so far: if it is cut short, it goes on with the next run. What
+max-autotune compiled for the peer is in .cache/inductor.
 
-Timed is training alone, as the peer does it: no loading, no evaluation. Both clocks are read when
-the device has done its work: the peer synchronises itself, for ours the bench does. Ours is what
-train.py counts, guards and checkpoints included; the whitening is computed before its clock starts
-(the peer's clock has it: milliseconds).
-After every epoch both are evaluated plainly and with airbench's test-time augmentation ("tta"; on a
-CPU, where it takes half a minute, after the last one), ours in fp32, the peer in its own precision.
-The goal is the accuracy that the peer ends at, the mean of its seeds: for each recipe the bench
-prints the first epoch after which the mean of its seeds is as good, and the seconds until then.
+The bench times training alone, as the peer does: no loading, no evaluation. It reads both clocks
+when the device has done its work: the peer synchronises itself, for ours the bench does. Our time
+is what train.py counts, guards and checkpoints included; the whitening is computed before its clock
+starts (the peer's clock has it: milliseconds). After every epoch both are evaluated plainly and
+with airbench's test-time augmentation ("tta"; on a CPU, where it takes half a minute, after the
+last one), ours in fp32, the peer in its own precision. The goal is the accuracy that the peer ends
+at, the mean of its seeds: for each recipe the bench prints the first epoch after which the mean of
+its seeds is as good, and the seconds until then.
 
-On CUDA the peer's file runs as it is. It knows no CPU: there the substitutions of PORT are made in
-its source, and it computes in bf16 where our policy does, else in fp32. --smoke takes 100 drawn
-images and one seed.
+On CUDA the peer's file runs as it is. It knows no CPU: there PORT's substitutions change its
+source, and it computes in bf16 where our policy does, else in fp32. --smoke takes 100 drawn images
+and one seed.
 """
 
 import hashlib
@@ -179,8 +179,8 @@ def peers_model(peer, device):
 
 
 def run_peer(peer, model, folder, seed):
-    """The same of the peer: after every epoch its main() hands its variables to whoever prints
-    them; here we listen."""
+    """The same of the peer: after every epoch its main() passes its variables to a printer, which
+    we replace."""
     rows, loader = [], peer.CifarLoader
 
     def listen(variables, is_final_entry):

@@ -1,15 +1,14 @@
 """
-Every model really trained, by train.py's defaults for that model: what does its recipe reach?
+Train every model with train.py's defaults for that model: what does its recipe reach?
 
     python bench/train_models.py --data-dir CIFAR10_FOLDER
     python bench/train_models.py --data-dir CIFAR10_FOLDER --models vit resnet18 --precisions fp32
     python bench/train_models.py --dataset imagefolder --data-dir TINY --models resnet18 swin-v2
 
 Each run is `train.py --model NAME --epochs N` in a folder of its own under --runs; N is the
-recipe's. A run that is there already is not repeated, and one that was stopped goes on from its
-checkpoint. Each leaves a raw file in bench/results/trained: its recipe, its figures after each
-epoch, hardware, versions and commit. The figure of a run is that of its last epoch, not of its
-best one.
+recipe's. It does not repeat a finished run; a stopped one goes on from its checkpoint. Each leaves
+a raw file in bench/results/trained: its recipe, its figures after each epoch, hardware, versions
+and commit. The figure of a run is that of its last epoch, not of its best one.
 """
 
 import json

@@ -1,13 +1,13 @@
 """
-What `python autopsy SCRIPT` costs: time of a training step under the watcher, beside the same
-script alone.
+What `python autopsy SCRIPT` costs: time of a training step under autopsy, beside the same script
+alone.
 
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
 
 The script trains a transformer of 10.7 million parameters, or a network of eight convolutions with
 BatchNorm (`--model conv`), with AdamW, and prints the seconds of each step. It runs as a process of
-its own, alone and under the watcher in turns. A ratio is that of the two medians of one turn; the
-first steps of each run, in which memory is allocated, do not count.
+its own, alone and under autopsy in turns. A ratio is that of the two medians of one turn; the first
+steps of each run, in which memory is allocated, do not count.
 """
 
 import statistics
@@ -87,7 +87,7 @@ def main():
             for way in list(WAYS)[:: 1 if turn % 2 else -1]:
                 printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
             assert len(printed["alone"]) == count
-            assert printed["alone"] == printed["watched"], "the watcher changed a printed figure"
+            assert printed["alone"] == printed["watched"], "autopsy changed a printed figure"
             rounds.append(seconds)
             print(f"turn {turn + 1}: seconds a step {seconds}")
             record.keep(head, args)

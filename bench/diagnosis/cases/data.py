@@ -45,7 +45,7 @@ def ground_truth_box_without_height():
 @case("data", "https://github.com/milesial/Pytorch-UNet/issues/291", "data", samples=(1,),
       fix="samples")
 def grey_value_for_a_label():
-    """A mask was stored as grey values: label 192 where there are two classes. Run, it raises
+    """A mask was stored as grey values: label 192 where there are two classes. It raises
     IndexError.
     """
     y = torch.zeros(4, 5, dtype=torch.long)

@@ -1,5 +1,5 @@
-"""This repository's autopsy, as a run calls it: the record is made, the step is run and goes bad
-(and writes into buffers what it writes), then it is examined.
+"""This repository's autopsy, called as a run calls it: make the record, run the step, which goes
+bad (and may write into buffers), then examine it.
 
 Source: docs/autopsy.md
 """

@@ -1,9 +1,9 @@
 """msprobe (MindStudio Probe): dump the statistics of the bad step, then `msprobe overflow_check` on
 the dump. It reports the first call whose inputs are finite and whose output is not.
 
-The call is made before the network, as its quick start does. "mix" is the level that writes down
-modules and calls of torch. For a bad backward its report shows no stack; there the stack of the
-same call's forward is taken from the dump, in its favour.
+We call it before we build the network, as its quick start does. "mix" is the level that writes down
+modules and calls of torch. For a bad backward its report shows no stack; we then take the stack of
+the same call's forward from the dump, in its favour.
 
 Source: https://gitcode.com/Ascend/msprobe/blob/master/docs/en/quick_start/pytorch_quick_start.md
 and https://gitcode.com/Ascend/msprobe/blob/master/docs/en/overflow_check/overflow_check_instruct.md
