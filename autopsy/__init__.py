@@ -70,6 +70,11 @@ The watch, which runs somebody's script. It imports the examination, never the o
     still        what do the weights do?                reasons      which do not move, and why?
     swallowed    an inf of float16 that went away?      watch        what the script does
     script       from first line to exit code
+
+Two questions that one may ask before anything is bad (docs/autopsy.md):
+
+    halves       what would autocast do in half?        overflow     what would leave half?
+    differences  is a backward the slope?               gradients    is a finite gradient right?
 """
 
 from .locator import Locator

@@ -171,7 +171,7 @@ class Locator(TorchDispatchMode):
             out = func(*args, **kwargs)
         except Exception:
             spans = spans or spans_of(inputs)
-            birth = self._birth(func, spans)
+            birth = self.birth(func, spans)
             if given.get("api_name"):  # of torch.linalg, whose check it is
                 birth = replace(birth, op=f"torch.{given['api_name'].removeprefix('torch.')}")
             self.failed = self.failed or self._earliest(spans, func)[1] or birth
@@ -230,8 +230,8 @@ class Locator(TorchDispatchMode):
             return next(self._clock), replace(birth, entered=str(func))
         if is_mask(span) and (wanted or number == LAWFUL):
             passed_on = rule.copies and is_bad(spans[0][1])
-            return LAWFUL, birth or (None if passed_on else self._birth(func, spans, t))
-        birth = self._birth(func, spans, t)
+            return LAWFUL, birth or (None if passed_on else self.birth(func, spans, t))
+        birth = self.birth(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
@@ -280,11 +280,11 @@ class Locator(TorchDispatchMode):
         if not name or not func:
             return NOBODY
         self.samples.cut(t)
-        birth = replace(self._birth(func, spans, t), source=name)
+        birth = replace(self.birth(func, spans, t), source=name)
         number = LAWFUL if mask else next(self._clock)
         return self.causes.setdefault(storage, (number, birth))
 
-    def _birth(self, func, spans, out=None):
+    def birth(self, func, spans, out=None):
         """All that is known at this operation: it made a bad number, or is the first to use one."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
@@ -346,6 +346,6 @@ class Locator(TorchDispatchMode):
             names, wrong = out_of_range(what, index, low, high, ignore)
             if names:
                 self.samples.cut(index)
-                birth = self._birth(func, spans_of(inputs))
+                birth = self.birth(func, spans_of(inputs))
                 self.failed = replace(birth, names=names, samples=self.samples.of(index, wrong))
                 raise IndexError(names[0])

@@ -34,7 +34,7 @@ def replay(tape, targets, step):
     """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose results
     are judged, beside the losses."""
     calls = tape.needed(targets)
-    net = _net_of(calls)
+    net = net_of(calls)
     params = dict(net.named_parameters())
     within = set(params.values())
     leaves = dict.fromkeys(t for call in calls for _, t in call.given() if t.is_leaf)
@@ -69,7 +69,7 @@ def _never_written(tape, params, net):
     return {name: room for name, room in rooms.items() if room[1] and name in unwritten}
 
 
-def _net_of(calls):
+def net_of(calls):
     """One module that holds all that were called or given to a call."""
     called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
     modules = [x for x in called if isinstance(x, nn.Module)]

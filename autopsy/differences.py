@@ -1,0 +1,222 @@
+"""
+Differences: is the backward of a function the slope of its forward?
+
+It notes the calls of custom autograd.Functions and of operations that are not torch's, and asks
+central differences, in float64 or, where a kernel knows no float64, in fp32, on a few random
+directions. It accuses nobody whose forward is a step or the identity: there the backward is a
+choice (straight-through, gradient reversal). It draws from generators of its own, and writes into
+copies.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .frames import frames_now, line_of, said
+from .step import rng_states, set_rng_states
+from .tensors import device_of
+
+MOST = 16  # calls of custom functions that are compared
+DIRECTIONS = 5
+# dtype: (relative step, tolerance): the step is near the third root of the last bit
+TYPES = {torch.float64: (1e-5, 5e-3), torch.float32: (1e-2, 5e-2)}
+TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "mkldnn", "profiler")
+
+
+class Custom(TorchDispatchMode):
+    """Counts operations, and keeps the calls of those that are not torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.calls, self.depth = 0, {}, 0
+        self.random = False  # whether an operation drew random numbers
+
+    def __enter__(self):
+        original = vars(torch.autograd.Function)["apply"]
+
+        def apply(function, *args, **kwargs):
+            own = original.__get__(None, function)
+            if function.__module__.startswith("torch."):
+                return own(*args, **kwargs)
+            if not self.depth:
+                wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
+                self.keep(function.__name__, own, args, kwargs, wanted)
+            self.depth += 1
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        self.undo = ExitStack()
+        patch = mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
+        self.undo.enter_context(patch)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.undo.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        kwargs = kwargs or {}
+        forward = torch._C._current_autograd_node() is None and not self.depth
+        if forward and func.namespace not in TORCH:
+            self.keep(str(func), func, args, kwargs, None)
+        return func(*args, **kwargs)
+
+    def keep(self, name, function, args, kwargs, wanted):
+        line = line_of(frames_now())
+        if (name, line) in self.calls or len(self.calls) >= MOST:
+            return
+        held = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+        rng = rng_states(device_of(args))
+        self.calls[name, line] = function, held, kwargs, wanted, rng
+
+    def answers(self):
+        """What central differences say: (wrong ones, names of those not known, how many right)."""
+        named, unknown, right = [], [], 0
+        for (name, line), call in self.calls.items():
+            try:
+                with torch.enable_grad():
+                    answer = differs(*call)
+            except Exception as error:
+                unknown.append(f"{name} ({said(error)})")
+                continue
+            if answer is None:
+                unknown.append(f"{name} (its forward is a step, an identity, or not smooth)")
+            elif answer:
+                named.append(f"{line}: {name}: {answer}")
+            right += answer == ""
+        return named, unknown, right
+
+
+def differs(function, args, kwargs, wanted, rng):
+    """"" where they agree, None where nothing can be said, else a sentence. `wanted`: whether an
+    argument needs a gradient; None: nothing is known of that."""
+    device = device_of(args)
+    before = rng_states(device)
+    try:
+        return Slope(function, args, kwargs, wanted, rng, torch.float64).differs()
+    except Exception:  # a kernel that knows no float64
+        return Slope(function, args, kwargs, wanted, rng, torch.float32).differs()
+    finally:
+        set_rng_states(before, device)
+
+
+class Slope:
+    """One function at one point."""
+
+    def __init__(self, function, args, kwargs, wanted, rng, dtype):
+        self.function, self.kwargs, self.rng, self.dtype = function, kwargs, rng, dtype
+        self.args = [a.to(dtype) if _real(a) else a for a in args]
+        self.known = wanted is not None
+        real = [k for k, a in enumerate(args) if _real(a) and a.numel()]
+        self.wanted = [k for k in real if not self.known or wanted[k]]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def at(self, k=None, shift=None, graph=False):
+        """Its real results, where argument k is shifted."""
+        args = [a.clone() if isinstance(a, Tensor) else a for a in self.args]
+        if k is not None:
+            args[k] = args[k] + shift
+        if graph:
+            for j in self.wanted:
+                args[j].requires_grad_()
+        set_rng_states(self.rng, device_of(args))
+        # a function may write into what it is given, but not into a leaf
+        with torch.set_grad_enabled(graph):
+            given = [a * 1 if graph and j in self.wanted else a for j, a in enumerate(args)]
+            out = self.function(*given, **self.kwargs)
+        outs = [t for t in (out if isinstance(out, tuple | list) else [out]) if _real(t)]
+        return outs, args
+
+    def differs(self):
+        outs, args = self.at(graph=True)
+        weights = [self._random(t) for t in outs]
+        leaves = [args[k] for k in self.wanted]
+        both = zip(outs, weights, strict=True)
+        live = [(t * w).sum() for t, w in both if t.requires_grad]
+        if not live or not leaves:
+            return None
+        slopes = torch.autograd.grad(sum(live), leaves, allow_unused=True)
+        # what has no graph on purpose (mark_non_differentiable) has no slope
+        weights = [w * t.requires_grad for t, w in zip(outs, weights, strict=True)]
+        answers = []
+        for k, slope in zip(self.wanted, slopes, strict=True):
+            if slope is None and not self.known:
+                continue
+            answer = self._argument(k, slope, weights)
+            if answer is None:
+                return None
+            answers.append(answer)
+        return next(filter(None, answers), "")
+
+    def _argument(self, k, slope, weights):
+        """Along each direction: what the backward gives, and what central differences give."""
+        size, tolerance = TYPES[self.dtype]
+        x = self.args[k]
+        slope = torch.zeros_like(x) if slope is None else slope.to(x.dtype)
+        h = size * max(float(x.double().square().mean().sqrt()), 1e-3)
+        seen, wrong = 0, []
+        for _ in range(DIRECTIONS):
+            u = self._random(x)
+            coarse = _inner(self._slopes(k, u, h), weights)
+            slopes = self._slopes(k, u, h / 4)
+            if self._is_choice(x, u, slopes, slope, weights):
+                return None
+            fine = _inner(slopes, weights)
+            given = _inner([slope * u], [torch.ones_like(u)])
+            scale = max(float(slope.double().norm()), abs(fine))
+            if abs(coarse - fine) > tolerance * scale / 4:
+                continue  # a kink or noise between the two
+            seen += 1
+            if abs(given - fine) > tolerance * scale:
+                wrong.append((abs(given - fine), given, fine))
+        if seen < 3:
+            return None
+        if 2 * len(wrong) <= seen:
+            return None if wrong else ""
+        _, given, fine = max(wrong)
+        return (
+            f"its backward gives {given:.4g} for argument {k} along a random direction, central "
+            f"differences give {fine:.4g} (so in {len(wrong)} of {seen} directions)"
+        )
+
+    def _slopes(self, k, u, h):
+        (up, _), (down, _) = self.at(k, h * u), self.at(k, -h * u)
+        return [(a - b).double() / (2 * h) for a, b in zip(up, down, strict=True)]
+
+    def _is_choice(self, x, u, slopes, slope, weights):
+        """A forward that is constant, or the identity, nearby."""
+        flat = [s.abs() <= 1e-6 for s in slopes]
+        if all(bool(f.all()) for f in flat):
+            return bool(slope.abs().amax() > 0)
+        if len(slopes) != 1 or slopes[0].shape != x.shape:
+            return False
+        loose = 1e-4 if self.dtype is torch.float64 else 1e-2
+        same = (slopes[0] - u).abs() <= loose * (1 + u.abs())
+        if bool(same.all()):
+            return True
+        # the identity, and constant elsewhere: its backward may pass everything on
+        w = weights[0]
+        along = w * (slope * w).sum() / w.square().sum()
+        passes = float((slope - along).norm()) <= 1e-3 * float(slope.norm())
+        return passes and bool((same | flat[0]).all())
+
+    def _random(self, t):
+        drawn = torch.randn(t.shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return drawn.to(t.device, self.dtype)
+
+
+def _inner(slopes, weights):
+    return sum(float((s * w.double()).sum()) for s, w in zip(slopes, weights, strict=True))
+
+
+def _real(a):
+    return isinstance(a, Tensor) and a.is_floating_point()

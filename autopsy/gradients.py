@@ -1,0 +1,304 @@
+"""
+Gradients: is a gradient that is finite also right?
+
+One step is made again: as it was, twice, and in another way: eagerly, with plain attention, without
+checkpoints, in the same types and in wider ones. A tensor's gradient may differ from the wide one
+by rounding: BEYOND times what the other way in the same types shows (where that is not enough, with
+weights that are shaken by their last bit, too), what two runs of the same show, and sqrt(n) * u for
+the n operations of the step (u: half of the last bit). What is not torch's own is compared with
+central differences. It puts back weights, buffers, gradients and random numbers; the script ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from .differences import Custom
+from .frames import said
+from .ledger import moved_by
+from .modes import InDtype, compiled_code, without_checkpoints
+from .replay import net_of
+from .step import StepRecord
+from .tape import BACKWARD
+from .tensors import HALF, NARROW, numbers_of
+from .watch import Watch
+
+BEYOND = 8
+SHAKEN = 3  # times, with other last bits
+FAINT = 1e-6  # of the largest gradient: below it is rounding
+ZEROS = 0.5  # of a gradient, which fp16 made 0
+
+
+WAYS = {  # what is done otherwise: its context
+    "without compiled code": partial(compiled_code, "force_eager"),
+    "with plain attention": partial(sdpa_kernel, SDPBackend.MATH),
+    "without checkpoints": without_checkpoints,
+}
+
+
+DRAWS = (
+    "compiled code and fused attention draw other random numbers than eager code does (for "
+    "compiled code set torch._inductor.config.fallback_random = True, or leave out the dropout)"
+)
+
+
+class GradientCheck(Watch):
+    """Watches a script up to the optimizer step number `at`. `code` and `text` are its answer."""
+
+    def __init__(self, at=1):
+        super().__init__()
+        self.at = at
+        self.answer = 4, f"no step {at} of an optimizer was seen (from 0): nothing is known"
+
+    def check(self, optimizer):
+        """In place of what the watch does before a step."""
+        passes = [c for c in self.tape.calls if c.function is BACKWARD]
+        fresh = any(call.number > self.tape.latest for call in passes)  # not so before a closure
+        if not fresh or self.tape.steps_of.get(id(optimizer), 0) < self.at:
+            super().check(optimizer)
+            return
+        step = f"step {self.at}"
+        if self.hooks.world > 1:
+            self.answer = 4, f"{step}: run one process for this check; nothing is known"
+            raise SystemExit
+        try:
+            code, text = Step(self.tape, optimizer).check()
+        except Exception as error:
+            code, text = 4, f"it could not be made again ({said(error)}): nothing is known"
+        self.answer = code, f"{step}: {text}"
+        raise SystemExit
+
+    @property
+    def code(self):
+        return 3 if self.findings.symptom else self.answer[0]
+
+    @property
+    def text(self):
+        """At most 12 lines."""
+        if self.findings.symptom:  # of a step before
+            return self.findings.text or self.findings.symptom
+        return self.hooks.failure or self.answer[1]
+
+
+class Step:
+    """The step on the tape, as often as needed."""
+
+    def __init__(self, tape, optimizer):
+        self.tape, self.order = tape, []
+        self.calls = _calls(tape)
+        self.net = net_of(self.calls)
+        self.params = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
+        known = set(self.params.values())
+        leaves = dict.fromkeys(t for c in self.calls for _, t in c.given() if t.is_leaf)
+        free = [t for t in leaves if t.requires_grad and t.grad is not None and t not in known]
+        self.params |= {f"tensor {k}": t for k, t in enumerate(free)}
+        self.moved = {id(p) for p in moved_by(optimizer)}
+        kinds = {dtype for call in self.calls for _, dtype in call.autocast}
+        kinds |= {p.dtype for p in self.params.values()}
+        self.half = next((kind for kind in HALF if kind in kinds), None)
+        self.unit = max((torch.finfo(kind).eps / 2 for kind in kinds), default=0.0)
+
+    def check(self):
+        """(exit code, text)"""
+        now = StepRecord(0, self.net)
+        grads = [(p, p.grad) for p in self.params.values()]
+        try:
+            return self._checked({name: _wide(p.grad, p) for name, p in self.params.items()})
+        finally:
+            now.restore()
+            for p, g in grads:
+                p.grad = g
+
+    def _checked(self, own):
+        first, second = self.once(), self.once()
+        if not all(_parallel(own[name], g) for name, g in first.items()):
+            self.params = {n: p for n, p in self.params.items() if id(p) in self.moved}
+        if not self.params or not all(_parallel(own[n], first[n]) for n in self.params):
+            return 4, (
+                "made again, it has other gradients than the script: old ones that were not set "
+                "to 0, or changed by hand. Nothing is known"
+            )
+        custom = Custom()
+        plain = self.once(WAYS, custom=custom)
+        reference = "fp32" if self.half else "fp64"
+        try:
+            truth = self.once(WAYS, torch.float32 if self.half else torch.float64)
+        except Exception:  # an operation that knows its own type only
+            reference, truth = "its own types", plain
+        rounding = {n: float((plain[n] - truth[n]).norm()) for n in truth}
+        for n, t in truth.items():
+            noise = float((first[n] - second[n]).norm())
+            rounding[n] += noise + self.unit * custom.count**0.5 * float(t.norm())
+        wrong = self._wrong(first, truth, rounding)
+        if wrong:
+            for seed in range(SHAKEN):
+                shaken = self.once(WAYS, shake=seed)
+                for n in truth:
+                    rounding[n] = max(rounding[n], float((shaken[n] - truth[n]).norm()))
+            wrong = self._wrong(first, truth, rounding)
+        blamed = self._who(wrong, truth, rounding) if wrong else ""
+        named, unknown, right = custom.answers()
+        if wrong and custom.random and not _draws_alike(blamed):
+            wrong = {}
+            unknown.append(DRAWS)
+        lost = self._lost(first, truth) if self.half is torch.float16 else {}
+        if named or wrong or lost:
+            lines = [*named[:4], *self._lines(wrong | lost, first, truth)]
+            lines += [f"it is right {blamed}: look there"] if wrong and blamed else []
+            head = f"a gradient is wrong, compared in {reference}:"
+            return 3, "\n  ".join([head, *lines])
+        if DRAWS in unknown:
+            return 4, f"nothing is known: {DRAWS}"
+        agree = f"; {right} custom functions agree with central differences" if right else ""
+        rest = f"; not compared: {', '.join(unknown)}"[:300] if unknown else ""
+        return 0, (
+            f"the gradients of {len(first)} tensors are those of the step in {reference}, "
+            f"{', '.join(WAYS)}, up to {_largest(first, truth):.1e}{agree}{rest}"
+        )
+
+    def _lines(self, found, first, truth):
+        """A line for each of some tensors: {name: why}."""
+        for n, why in [*found.items()][:5]:
+            off = f"off by {_off(first[n], truth[n]):.2g} of its norm{why}"
+            yield f"gradient of {n.replace('_orig_mod.', '')}: {off}"
+        if len(found) > 5:
+            yield f"and {len(found) - 5} more"
+
+    def once(self, ways=(), dtype=None, custom=None, shake=None):
+        """The gradients of the step, made in these ways."""
+        self.tape.buffers_back(self.calls)
+        for p in self.params.values():
+            p.grad = None
+        made, order = {}, []
+        of = (*NARROW, torch.float32) if dtype is torch.float64 else NARROW
+        with ExitStack() as stack:
+            for way in ways:
+                stack.enter_context(WAYS[way]())
+            if shake is not None:
+                stack.enter_context(self._shaken(shake))
+            if dtype:
+                stack.enter_context(InDtype(dtype, of, self.net))
+            if custom:
+                stack.enter_context(custom)
+            for name, p in self.params.items():
+                told = p.register_post_accumulate_grad_hook(lambda _, n=name: order.append(n))
+                stack.callback(told.remove)
+            for call in self.calls:
+                (_wider(call, dtype, of) if dtype else call).repeat(made)
+        self.order = [*dict.fromkeys((*order, *self.params))]
+        return {name: _wide(self.params[name].grad, self.params[name]) for name in self.order}
+
+    @contextmanager
+    def _shaken(self, seed):
+        """Weights that differ in their last bit: what rounding can do to this step."""
+        generator = torch.Generator().manual_seed(seed)
+        held = [(p, p.data) for p in self.params.values() if p.layout is torch.strided]
+        for p, data in held:
+            signs = torch.randint(0, 2, p.shape, generator=generator, device="cpu") * 2 - 1
+            p.data = data * (1 + 2 * self.unit * signs.to(data.device, data.dtype))
+        try:
+            yield
+        finally:
+            for p, data in held:
+                p.data = data
+
+    def _wrong(self, grads, truth, rounding):
+        """{name: why}, in the order of the backward."""
+        found = {}
+        for name, t in truth.items():
+            apart = float((grads[name] - t).norm())
+            if not apart <= BEYOND * rounding[name]:
+                norm = float(t.norm()) or 1.0
+                found[name] = f" (rounding: {rounding[name] / norm:.1g}){_shape(grads[name], t)}"
+        return found
+
+    def _lost(self, first, truth):
+        """Gradients that fp16 has made 0."""
+        total = max((float(t.norm()) for t in truth.values()), default=0.0)
+        found = {}
+        for name, t in truth.items():
+            zeros = float(((first[name] == 0) & (t != 0)).double().mean())
+            if zeros > ZEROS and _off(first[name], t) > 0.5 and float(t.norm()) > total / 2000:
+                words = "it is too small for float16, use torch.amp.GradScaler"
+                found[name] = f"; {zeros:.0%} of it is 0: {words}"
+        return found
+
+    def _who(self, wrong, truth, rounding):
+        """The way that alone makes it right, or ""."""
+        for way in WAYS:
+            if not self._wrong(self.once([way]), truth, rounding).keys() & wrong.keys():
+                return way
+        return ""
+
+
+def _calls(tape):
+    """The calls that lead to the backward passes since the last step of any optimizer: others may
+    have had passes of their own before, and their gradients were set to 0."""
+    calls, needed = [], set()
+    for call in reversed(tape.calls):
+        fresh = call.number > tape.latest and call.grad
+        if fresh or (call.function is not BACKWARD and call.leads_to(needed)):
+            calls.append(call)
+            needed.update(made.number for made in call.uses())
+    return calls[::-1]
+
+
+def _wider(call, dtype, of):
+    """With its batch in this type: some operations look at it before InDtype can."""
+
+    def one(t):
+        batch = isinstance(t, torch.Tensor) and t.dtype in of and not t.requires_grad
+        return t.to(dtype) if batch else t
+
+    args, kwargs = tree_map(one, (call.args, call.kwargs))
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _wide(g, p):
+    """In float64 on the CPU; zeros where there is none."""
+    if g is None:
+        return torch.zeros(p.shape, dtype=torch.float64, device="cpu")
+    g = g.detach().to_dense() if g.layout is torch.sparse_coo else numbers_of(g.detach())
+    return g.cpu().double()
+
+
+def _parallel(own, g):
+    """Equal, up to a factor: the script may have clipped it, or divided it by a loss scale."""
+    product, norms = float((own * g).sum()), float(own.norm()) * float(g.norm())
+    return product > 0.999 * norms if norms else float(own.norm()) == float(g.norm())
+
+
+def _off(g, truth):
+    norm = float(truth.norm())
+    return float((g - truth).norm()) / norm if norm else float(g.norm())
+
+
+def _largest(grads, truth):
+    """The largest difference. Some gradients should be 0, like that of a bias before BatchNorm."""
+    total = max((float(t.norm()) for t in truth.values()), default=0.0)
+    real = [n for n, t in truth.items() if float(t.norm()) > FAINT * total]
+    return max((_off(grads[n], truth[n]) for n in real), default=0.0)
+
+
+def _draws_alike(way):
+    """Whether the step draws the same random numbers in this way as without it."""
+    inductor = sys.modules.get("torch._inductor.config")
+    compiled = way == "without compiled code" and getattr(inductor, "fallback_random", False)
+    return compiled or way == "without checkpoints"
+
+
+def _shape(g, truth):
+    """How it differs: by a factor, or in its direction."""
+    norms = float(g.norm()) * float(truth.norm())
+    if not norms:
+        return ", one of them is 0"
+    cosine = float((g * truth).sum()) / norms
+    factor = float(g.norm()) / float(truth.norm())
+    return f", cosine {cosine:.3f}, {factor:.3g} times as long"

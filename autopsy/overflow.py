@@ -1,0 +1,275 @@
+"""
+Overflow: what would leave half precision, before the switch to autocast?
+
+It reads a few steps of a script as they are, and asks of each operation that autocast would compute
+in half: how far are its numbers from the end of fp16 (65504)? Does half lose a small difference,
+make a divisor 0, or make neighbouring positions equal? Does a gradient become 0? Then it ends the
+script. It changes no number.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .advice import VERDICTS
+from .frames import said
+from .halves import Halves
+from .locator import Locator
+from .operations import rule_of
+from .tensors import HALF, LIMIT, exchange_dtype, flat_tensors, numbers_of, storage_of
+
+STEPS = 3
+MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16
+OVER = 65520.0  # from here on fp16 rounds to inf
+NEAR = 8  # less than three bits below the end
+LOST = 0.5  # of the norm of a gradient
+GONE = 0.9  # of the norm of a difference
+FAINT = 1e-5  # of the largest gradient: below it is rounding, like that of a bias before BatchNorm
+ROOM = 8  # findings that are told one by one
+# Operations that break at 0, and by which argument
+BREAK_AT_0 = {"div": 1, "reciprocal": 0, "rsqrt": 0, "sqrt": 0}
+BREAK_AT_0 |= dict.fromkeys(("log", "log2", "log10"), 0)
+DIFFERENCES = ("sub", "rsub", "add")
+SCALER = "a loss scale (torch.amp.GradScaler)"
+EARLIER = (
+    "what half has rounded stays rounded: begin fp32 where these numbers are made, or write it "
+    "otherwise (logsigmoid, log_softmax, expm1, torch.var, a larger eps)"
+)
+PASSES_ON = ("where", "view", "clone", "copy", "to_copy", "cat", "stack", "index", "t", "transpose")
+
+
+class Overflow(Locator):
+    """Reads a few steps of a script and then ends it. `code` and `text` are its answer."""
+
+    def __init__(self, steps=STEPS):
+        super().__init__()
+        self.halves = Halves()
+        self.lost = WeakKeyDictionary()  # storages with numbers that half makes 0: what says so
+        self.over = WeakKeyDictionary()  # storages with numbers beyond the end
+        self.found = {}  # (line, phase, kind): (how bad, words)
+        self.flow = []  # of gradients: (root of the mean square, share that is lost, words)
+        self.last, self.steps, self.results = steps, 0, 0
+        self.failure = ""  # of ours
+
+    def __enter__(self):
+        self.hooks = (
+            register_optimizer_step_pre_hook(self.begins),
+            register_optimizer_step_post_hook(self.ends),
+        )
+        torch.compiler.set_stance("force_eager")
+        super().__enter__()
+        self.halves.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.halves.__exit__(*error)
+        super().__exit__(*error)
+        torch.compiler.set_stance("default")
+        for hook in self.hooks:
+            hook.remove()
+
+    def begins(self, optimizer, args, kwargs):
+        self.paused = len(args) == 1 and not kwargs.get("closure")  # weights stay in fp32
+
+    def ends(self, optimizer, args, kwargs):
+        self.paused = False
+        self.steps += 1
+        self.halves.forget()
+        largest = max((size for size, *_ in self.flow), default=0.0)
+        lost = [flow for flow in self.flow if flow[0] > FAINT * largest and flow[1] > LOST]
+        if lost:
+            first, worst = lost[0], max(share for _, share, _ in lost)
+            also = f"; {len(lost) - 1} more lose over half of their norm" if lost[1:] else ""
+            self.found["", "backward", "gradient"] = 1 + worst / 2, f"{first[2]}{also}: {SCALER}"
+        self.flow = []
+        if self.steps >= self.last:
+            raise SystemExit
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a tensor that wraps others: their operations come here next
+        out = func(*args, **kwargs)
+        if self.paused or self.failure or func.namespace != "aten":
+            return out
+        try:
+            self.judge(func, args, kwargs, out)
+        except Exception as error:  # ours, not the script's
+            self.failure = f"{func} could not be read ({said(error)}): nothing is known"
+        return out
+
+    def judge(self, func, args, kwargs, out):
+        """One operation of the script."""
+        given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]
+        made = [t for t in flat_tensors(out) if t.is_floating_point() and t.numel()]
+        name = func._schema.name.partition("::")[2].strip("_")
+        half = self.halves.in_half(name, given, made)
+        backward, rule = self.halves.backward, rule_of(func)
+        with _disable_current_modes(), torch.no_grad():
+            if not backward and not rule.writes:  # it overwrites its evidence
+                self.zeros(func, name, args)
+                if name in DIFFERENCES and made:
+                    self.difference(func, args, made[0])
+            if half and name not in PASSES_ON and not rule.empty:
+                self.results += 1
+                self.result(func, name, args, kwargs, given, made)
+
+    def result(self, func, name, args, kwargs, given, made):
+        """Of an operation in half."""
+        product = self.halves.is_product(name)
+        if product:
+            wide = [t for t in given if not self.halves.is_half(t)]
+            self.sizes(func, "of what it is given", wide)
+            if not self.halves.backward:
+                self.positions(func, wide)
+        if any(t.dtype is torch.float16 for t in made):
+            made = self.in_fp32(func, args, kwargs, made)
+        self.sizes(func, "of the result", made, given)
+        if product and self.halves.backward:
+            for t in made[:2]:  # the third is a bias
+                self.flows(func, t)
+
+    def note(self, func, kind, badness, words):
+        birth = self.birth(func, ())
+        place = birth.line, birth.phase, kind
+        if badness > self.found.get(place, (0,))[0]:
+            self.found[place] = badness, f"{_place(func, birth)}: {words}"
+
+    def sizes(self, func, which, tensors, given=()):
+        """A result is beyond the end because what it was made of is: that is the first's affair."""
+        passed_on = any(storage_of(t) in self.over for t in given)
+        for t in tensors:
+            numbers = numbers_of(t).float()
+            real = (numbers >= -LIMIT) & numbers.isfinite()  # -inf and finfo.min are masks
+            size = float(torch.where(real, numbers, 0.0).abs().amax()) if t.numel() else 0.0
+            if size * NEAR <= MOST:
+                continue
+            over = f"{size / MOST:.3g} times the end of fp16 ({MOST:.0f})"
+            if size < OVER:
+                over = f"{size / MOST:.0%} of the end of fp16 ({MOST:.0f})"
+            else:
+                self.over[storage_of(t)] = True
+            if not passed_on:
+                self.note(func, "size", size / OVER, f"{size:.3g} {which}, {over}")
+
+    def in_fp32(self, func, args, kwargs, made):
+        """What is inf in fp16 already, as it is in fp32."""
+        seeded = torch.Tag.nondeterministic_seeded in func.tags or rule_of(func).writes
+        if seeded or not any(bool(t.isinf().any()) for t in made):
+            return made
+        try:
+            args, kwargs = exchange_dtype((args, kwargs), torch.float32, HALF)
+            return [t for t in flat_tensors(func(*args, **kwargs)) if t.is_floating_point()]
+        except Exception:  # a kernel that knows half only
+            return made
+
+    def positions(self, func, tensors):
+        """0, 1, 2 ... as real numbers: from 256 on two neighbours are one number in bf16."""
+        for t in tensors:
+            numbers = numbers_of(t).float()
+            steps = [numbers.diff(dim=d) for d in range(numbers.dim()) if numbers.shape[d] > 256]
+            if any(bool((step == 1).all()) for step in steps):
+                size = float(numbers.amax())
+                equal = float((numbers.bfloat16() != numbers).float().mean())
+                words = f"bf16 rounds {equal:.0%} of them (exact up to 256; fp16 up to 2048)"
+                if equal:
+                    self.note(func, "whole", 1 + equal, f"whole numbers up to {size:.0f}, {words}")
+
+    def zeros(self, func, name, args):
+        """Numbers that half makes 0 matter where they are divided by, or go into a log."""
+        at = BREAK_AT_0.get(name, inf)
+        t = args[at] if at < len(args) else None
+        if not isinstance(t, torch.Tensor) or not self.halves.is_half(t):
+            return
+        numbers = numbers_of(t.detach()).float()
+        gone = (numbers != 0) & (numbers.half() == 0)
+        why = self.lost.get(storage_of(t), "")
+        if bool(gone.any()):
+            least = float(numbers[gone].abs().amin())
+            many = f"{int(gone.sum())} of {gone.numel()} numbers"
+            why = f"{many} like {least:.2g} become 0 in fp16 (below 3e-08)"
+        if why and (name != "sqrt" or t.requires_grad):
+            slope = "its slope" if name == "sqrt" else "the result"
+            self.note(func, "zero", 1e3, f"{why}: {slope} is then inf or NaN")
+
+    def difference(self, func, args, out):
+        """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of
+        a difference that is much smaller."""
+        operands = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if not any(t.dtype is torch.float32 and self.halves.is_half(t) for t in operands):
+            return
+        exact = numbers_of(out.detach()).double()
+        norm, kinds = float(exact.norm()), []
+        for dtype in HALF:
+            rounded = [
+                a.to(dtype).to(a.dtype) if torch.is_tensor(a) and self.halves.is_half(a) else a
+                for a in args
+            ]
+            inexact = numbers_of(func(*rounded)).double()
+            kind = str(dtype).removeprefix("torch.")
+            gone = (exact != 0) & (inexact == 0)
+            if bool(gone.any()):
+                many = f"{int(gone.sum())} of {gone.numel()} numbers"
+                self.lost[storage_of(out)] = f"{many} become 0 in {kind}, and not in fp32"
+            off = float((inexact - exact).norm())
+            if norm and GONE * norm < off < inf:
+                kinds.append(f"{off / norm:.0%} of its norm in {kind}")
+        if kinds:
+            words = f"a difference of large numbers, off by {' and '.join(kinds)}"
+            self.note(func, "difference", 2.0, words)
+
+    def flows(self, func, t):
+        """How much of a gradient is left in fp16 at this loss scale."""
+        numbers = numbers_of(t).double()
+        norm = float(numbers.norm())
+        if norm and float(numbers.abs().amax()) <= MOST:
+            off = float((numbers - numbers.half().double()).norm())
+            zeros = float(((numbers != 0) & (numbers.half() == 0)).double().mean())
+            size = f"{float(numbers.abs().amax()):.2g}"
+            words = f"{zeros:.0%} of its numbers become 0 in fp16 at this loss scale"
+            at = _place(func, self.birth(func, ()))
+            told = f"{at}: {words} (the largest is {size})"
+            self.flow.append((norm / numbers.numel() ** 0.5, off / norm, told))
+
+    @property
+    def code(self):
+        if self.failure or not self.steps:
+            return 4
+        return 3 if any(badness >= 1 for badness, _ in self.found.values()) else 0
+
+    @property
+    def text(self):
+        """At most 12 lines, the worst first."""
+        if self.failure:
+            return self.failure
+        if not self.steps:
+            return "no step of an optimizer was seen: nothing is known"
+        about = f"{self.results} results of {self.steps} steps that autocast would compute in half"
+        lines = [f"  {words}" for _, words in sorted(self.found.values(), reverse=True)]
+        if not lines:
+            return f"{about}: none is within a factor of {NEAR} of {MOST:.0f}, and none is lost"
+        if len(lines) > ROOM:
+            lines[ROOM:] = [f"  and {len(lines) - ROOM} more"]
+        if not self.code:
+            return "\n".join([f"{about}: none leaves fp16, these come near its end:", *lines])
+        head = f"would leave half precision, of {about}:"
+        kinds = {key[2] for key, (badness, _) in self.found.items() if badness >= 1}
+        if kinds & {"size", "whole", "zero", "difference"}:
+            lines.append(f"  try: {VERDICTS['precision'][1]}")
+        if kinds & {"zero", "difference"}:
+            lines.append(f"  {EARLIER}")
+        return "\n".join([head, *lines])
+
+
+def _place(func, birth):
+    within = f" in {birth.module}" if birth.module else ""
+    backward = f" (backward of {birth.node})" if birth.phase == "backward" else ""
+    return f"{birth.line}: {func}{within}{backward}"
