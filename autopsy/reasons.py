@@ -16,6 +16,11 @@ from torch import nn
 from .still import READ
 from .tensors import HALF, few
 
+CUTS = {
+    "": "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()",
+    "no_grad": "they run under torch.no_grad()",
+    "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
+}
 DENSE = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -36,11 +41,16 @@ class Reasons:
         for seen in self.still.optimizers.values():
             if seen.steps >= READ:
                 yield from self._of(seen, [w for w in weights if w.optimizer is seen])
-        if cut := [w for w in self.still.cut if w.starved]:
-            yield (
-                f"no gradient has reached {self._names(cut)}, though the loss depends on them: "
-                "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()"
-            )
+        for without, why in CUTS.items():
+            cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
+            # what is in eval() is not to be trained
+            cut = [w for w in cut if not without or (w.module() and w.module().training)]
+            if cut:
+                yield (
+                    f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
+                    f"and the loss depends on them: {why}"
+                )
+        yield from self._idle()
         yield from self._in_no_optimizer()
         yield from self._frozen_between()
 
@@ -53,7 +63,9 @@ class Reasons:
         if not seen.fed and mine:
             why = "it holds other tensors than the modules that were called (was it built before "
             why += "the model was copied, moved or replaced?)"
-            if any(w.module for w in mine):
+            if not any(w.p.requires_grad for w in mine):
+                why = "requires_grad is False for each"
+            elif any(w.module for w in mine):
                 why = "is zero_grad() called between backward() and step()?"
             yield (
                 f"{seen.name} has made {seen.steps} steps, and none of its {len(mine)} parameters "
@@ -100,10 +112,21 @@ class Reasons:
         alive = {tuple(w.p.shape) for w in mine if any(w.grads)}
         dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
         dead = [w for w in dead if w.module and isinstance(w.module(), DENSE)]
-        if dead and not any(tuple(w.p.shape) in alive for w in dead if w.p.dim() > 1):
+        whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
+        if whole and not any(tuple(w.p.shape) in alive for w in whole):
             yield (
                 f"the gradient of {self._names(dead)} was exactly 0 at every step read: a ReLU "
                 "that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss scaling)?"
+            )
+
+    def _idle(self):
+        """Optimizers that make no step, though their weights get gradients."""
+        idle = [w for w in self.living if w.idle and not w.optimizer and w.fed and w.stands]
+        for name in dict.fromkeys(w.idle for w in idle):
+            some = [w for w in idle if w.idle == name]
+            yield (
+                f"{name} has made no step, though {self._names(some)}, which it holds, got "
+                "gradients at every step read and never changed: does the script reach step()?"
             )
 
     def _in_no_optimizer(self):
@@ -115,14 +138,18 @@ class Reasons:
         left = [
             (k, w)
             for k, w in enumerate(self.living)
-            if not w.optimizer and w.fed and w.stands and w.p.numel() > largest
+            if not (w.optimizer or w.idle) and w.fed and w.stands and w.p.numel() > largest
             if w.module() and w.module().training
         ]
         parents = set()  # modules within which something is trained
         for k in trained:
             parents |= {m for root in self.names.roots for m in _above(root, self.living[k].p)}
         early = [w for k, w in left if trained and k < trained[0] and not w.unlisted]
-        if any(w.module() not in parents for w in early):  # the first modules, on purpose
+        followed = self.still.optimizers.values()
+        lost = [seen for seen in followed if seen.steps > READ and seen.strays]
+        shared = [w for w in self.living if w.shared]
+        on_purpose = any(w.module() not in parents for w in early)  # the first modules
+        if on_purpose and not lost and not shared:
             left = [(k, w) for k, w in left if w not in early]
         left = [w for _, w in left] if trained else []
         for unlisted in (True, False):
@@ -130,6 +157,11 @@ class Reasons:
                 why = "add them, or requires_grad_(False) if they are not meant to train"
                 if unlisted:
                     why = "they lie in a plain Python list: use nn.ModuleList"
+                elif lost:
+                    why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
+                    why += "build it after the model is complete"
+                elif shared:
+                    why = f"two optimizers hold {self._names(shared)} instead"
                 yield (
                     f"{self._names(some)} got gradients at every step read, are in no optimizer "
                     f"and never changed: {why}"

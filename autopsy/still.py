@@ -5,24 +5,29 @@ It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimi
 few numbers of each tensor, which stay on the device until the script ends. Once, after the third
 step, it makes the forward pass again, to see whether the loss depends on weights that get no
 gradient; it moves these for that and puts them back bit by bit. Apart from that it touches nothing.
-reasons.py says what all this means.
+Then, and while no optimizer has made a step, it looks for optimizers that make none. reasons.py
+says what all this means.
 """
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .forward import Forward
+from .frames import frames_now
 from .ledger import moved_by
-from .spike import Forward
 from .tensors import numbers_of
 
 SAMPLE = 64  # numbers of a tensor that are followed
 READ = 3  # times at least
+LATELY = 8  # steps
 
 
 class Followed:
@@ -33,6 +38,7 @@ class Followed:
         self.steps = self.fed = 0  # fed: steps in which a parameter had a gradient
         self.zero = {}  # group: the step since which its rate is 0
         self.highest = 0.0  # rate
+        self.strays = 0  # parameters without a gradient, which no module holds
 
 
 class Weight:
@@ -42,9 +48,13 @@ class Weight:
         self.alive, self.name, self.module = ref(p), name, module and ref(module)
         self.unlisted = unlisted  # its module lies in a plain list
         self.optimizer = None
+        self.shared = False  # by two optimizers
+        self.idle = ""  # the optimizer that holds it and has made no step
+        self.without = ""  # what its forward ran in, in place of a graph
         self.group = 0
         self.masters = False  # it may have wider ones
-        self.norms, self.grads = [], []  # None: no gradient
+        self.norms = []
+        self.grads = []  # None: no gradient
         self.rate = 0.0
         self.steps = []
         self.first = self.now = self.update = None  # of a sample
@@ -79,11 +89,15 @@ class Still:
     """The weights of all optimizers and modules."""
 
     def __init__(self, hooks, names, ledger, tape):
-        self.hooks, self.names = hooks, names
-        self.ledger, self.tape = ledger, tape
+        self.hooks = hooks
+        self.names = names
+        self.ledger = ledger
+        self.tape = tape
         self.weights = WeakIdKeyDictionary()  # parameter: Weight, in the order of the forward
         self.optimizers = {}  # id: Followed
+        self.called = {}  # modules of the last steps: they live until the end of the script
         self.cut = []  # weights without a gradient, on which the loss depends
+        self.passes = 0  # backward, before the first step of any optimizer
 
     def stepped(self, optimizer):
         """After a step, before the tape forgets it."""
@@ -92,6 +106,10 @@ class Still:
             seen = self.optimizers[id(optimizer)] = Followed(optimizer)
         step = seen.steps
         seen.steps += 1
+        late = {m: at for m, at in self.called.items() if at > self.tape.steps - LATELY}
+        called = [call.function for call in self.tape.calls if call.grad]
+        roots = [root for root in called if isinstance(root, nn.Module)]
+        self.called = late | dict.fromkeys(roots, self.tape.steps)
         seen.fed += bool(moved_by(optimizer))
         for k, group in enumerate(optimizer.param_groups):
             rate = group.get("lr", 1.0)
@@ -103,20 +121,41 @@ class Still:
             seen.highest = max(seen.highest, rate if known else 0.0)
         if step & (step - 1) == 0:
             self._read(optimizer, seen)
-        if step == READ - 1 and self.hooks.world == 1:
-            self._cut_off(seen)
+        if step == READ - 1:
+            self._find_idle()
+            if self.hooks.world == 1:
+                self._cut_off(seen)
 
-    def _read(self, optimizer, seen):
+    def passed(self):
+        """After a backward pass, before the first step of any optimizer."""
+        self.passes += 1
+        if self.passes > READ and self.passes & (self.passes - 1) == 0:
+            self._find_idle()
+            self._read()
+
+    def _find_idle(self):
+        """Optimizers that have made no step."""
+        optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+        for x in optimizers:
+            params = [p for group in x.param_groups for p in group["params"]]
+            for p in params if id(x) not in self.optimizers else ():
+                self.weights.setdefault(p, Weight(p)).idle = type(x).__name__
+
+    def _read(self, optimizer=None, seen=None):
         called = [getattr(call.function, "_orig_mod", call.function) for call in self.tape.calls]
         for root in dict.fromkeys([*called, *self.names.roots]):
             if root in self.names.roots:
                 self._list(root)
-        for k, group in enumerate(optimizer.param_groups):
+        for k, group in enumerate(optimizer.param_groups if optimizer else ()):
             for p in group["params"]:
                 w = self.weights.setdefault(p, Weight(p))
+                w.shared |= w.optimizer not in (None, seen)
                 w.optimizer, w.group, w.rate = seen, k, group.get("lr", 1.0)
                 if p.grad is not None and p.is_floating_point():
                     self._sample(w, optimizer, group)
+        if seen:
+            mine = [w for w in self.weights.values() if w.optimizer is seen]
+            seen.strays = sum(not w.module and w.starved for w in mine)
         for p, w in self.weights.items():
             if w.optimizer in (None, seen) and p.is_floating_point():
                 data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
@@ -168,11 +207,12 @@ class Still:
         cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
         if not cut or len(cut) == len(mine):
             return
-        params, on_purpose = [w.p for w in cut], set()
+        params, without = [w.p for w in cut], {}
 
         def before_forward(module, args):
             if not torch.is_grad_enabled():
-                on_purpose.add(module)
+                saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
+                without[module] = "checkpoint" if saves else "no_grad"
 
         hooks = [w.module().register_forward_pre_hook(before_forward) for w in cut]
         copies = [p.detach().clone() for p in params]
@@ -190,4 +230,5 @@ class Still:
                     p.copy_(copied)
         for hook in hooks:
             hook.remove()
-        self.cut = [w for w in self.cut if w.module() not in on_purpose]
+        for w in self.cut:
+            w.without = without.get(w.module(), "")

@@ -617,6 +617,68 @@ def test_a_healthy_run_is_not_accused(run, fault):
     assert done.returncode == 0 and done.stderr.count("autopsy: ") == 1, done.stderr
 
 
+LOOP = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(fault != "no grad"):
+            x = self.body(x)
+        return self.head(x.relu())
+
+def main():
+    net, critic = Net(), nn.Linear(6, 3)
+    if fault == "all frozen":
+        net.requires_grad_(False)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
+    second = torch.optim.Adam((net if fault == "twice" else critic).parameters(), 1e-2)
+    if fault == "replaced":
+        net.head = nn.Linear(16, 3)
+    truth = torch.randn(6, 3)
+    for step in range(160):
+        x = torch.randn(8, torch.randint(5, 9, ()), 6)
+        y = x @ truth
+        if step == 90 and fault == "flattened":
+            y[3] *= 1e3
+        if step == 90 and fault == "units":
+            x *= 1e4
+        if fault == "twice":
+            second.zero_grad()
+            F.mse_loss(critic(x), y).backward()
+            second.step()
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x).flatten(0, 1), y.flatten(0, 1))
+        if fault == "label":
+            kind = torch.arange(8) % 3
+            x[torch.arange(8), :, kind] += 4  # easy to tell, and learnt long ago
+            kind[5] += step == 150
+            loss = F.cross_entropy(net(x).mean(1), kind % 3)
+        (loss.requires_grad_() if fault == "all frozen" else loss).backward()
+        if fault != "no step":
+            optimizer.step()
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("no grad", ["no gradient has reached body.weight, body.bias", "run under torch.no_grad()"]),
+    ("all frozen", ["none of its 4 parameters had a gradient", "requires_grad is False for each"]),
+    ("replaced", ["head.weight, head.bias got gradients", "holds 2 tensors that no module holds"]),
+    ("twice", ["Linear.weight, Linear.bias got gradients", "two optimizers hold Net.body.weight"]),
+    ("no step", ["Adam has made no step, though body.weight", "does the script reach step()?"]),
+    ("flattened", ["step 90: the loss jumped", "Row 3 of 8 (from 0) carries it"]),
+    ("label", ["step 150: the loss jumped", "Row 5 of 8", "In int64[8] they hold 0: right?"]),
+    ("units", ["step 90: the loss jumped", "(the batches read before: up to"]),
+])
+def test_a_loop_in_a_function_that_is_wrong_is_told_so(run, fault, words):
+    done = run(LOOP, fault)
+    assert done.returncode == 0 and all(word in done.stderr for word in words), done.stderr
+    assert done.stderr.count("autopsy: ") == 2, "one sentence, and the last line"
+
+
 KINDS = PREAMBLE + """
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)

@@ -1,0 +1,129 @@
+"""
+Forward: the forward passes of a step once more, with other rows or other weights: what is the loss?
+
+What the script has computed without gradients (a rollout, a target) is made once, as it was; only
+what leads from the weights to a loss is made again. Buffers, gradients, random numbers and what
+modules carry are put back.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .step import StepRecord
+from .tape import BACKWARD, SLOPES, Made
+from .tensors import batch_size_of, batched
+
+
+class Forward:
+    """The forward passes on the tape once more, with rows of the batch in place of others: the sum
+    of the losses. Inside of `with`."""
+
+    def __init__(self, tape):
+        self.tape = tape
+        self.passes = 0
+        calls = tape.needed(())
+        roots = [call for call in calls if call.function is BACKWARD and call.number > tape.latest]
+        self.losses = [m.number for call in roots for m in call.uses()]
+        last = max(self.losses, default=0)
+        self.calls = [call for call in calls if call.number <= last and call.function not in SLOPES]
+        self.as_it_was = {}  # what they made
+        self.rows = {}  # tensor of the batch: its dimension of rows
+        self.net = nn.Module()
+        called = [x for c in self.calls for x in (c.function, *tree_leaves(c.args))]
+        for k, module in enumerate(dict.fromkeys(m for m in called if isinstance(m, nn.Module))):
+            self.net.add_module(str(k), module)
+
+    def __enter__(self):
+        self.undo = ExitStack()
+        self.undo.enter_context(_unchanged(self.tape, self.calls, self.net))
+        return self
+
+    def __exit__(self, *error):
+        return self.undo.__exit__(*error)
+
+    def largest(self):
+        """The largest of the losses as they were; from now on only this one is made again."""
+        self.tape.buffers_back(self.calls)
+        for call in self.calls:
+            call.repeat(self.as_it_was)
+        made = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in self.losses}
+        one = max(made, key=made.get, default=0)
+        before = [number for number in made if number < one]
+        self.turn = len(before)
+        self.turns = len(made)
+        self.losses = [one]
+        mine = [c for c in self.calls if max(before, default=0) < c.number <= one]
+        computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
+        self.computed = [call for call in mine if call.number in computed]
+        first = [call for call in mine if call.shape]
+        given = [t for call in first for t in tree_leaves((call.args, call.kwargs))]
+        sizes = batch_size_of(batched(t for t in given if isinstance(t, Tensor)))
+        self.size = sizes or (first[0].shape[0] if first else 0)
+        return made.get(one, 0.0)
+
+    def __call__(self, rows=None):
+        """The sum of the losses, or after largest(), with these rows, that of one."""
+        self.passes += 1
+        self.tape.buffers_back(self.calls)
+        made = {}
+        if rows is None:
+            for call in self.calls:
+                call.repeat(made)
+        else:
+            made.update(self.as_it_was)
+            rows = [*rows] * self.size
+            for call in self.computed:
+                pick = self._pick(rows[: self.size], made, call.uses())
+                args, kwargs = tree_map(pick, (call.args, call.kwargs))
+                replace(call, args=args, kwargs=kwargs).repeat(made)
+        return sum(_number(t) for m, t in made.items() if m.number in self.losses)
+
+    def _pick(self, rows, made, uses):
+        """For a tensor of the batch, and for what the script makes of it without gradients: the
+        same with these rows. Targets that are as long as what the network has made of the batch
+        have been flattened like it."""
+        computed = {call.number for call in self.computed}
+        lengths = {made[x].shape[:1] for x in uses if x.number in computed}
+
+        def pick(x):
+            t = made.get(x) if isinstance(x, Made) and x.number not in computed else x
+            if not isinstance(t, Tensor) or t.requires_grad or not t.dim():
+                return x
+            if self.size in t.shape[:2]:
+                return one(t)
+            if t.shape[:1] in lengths and len(t) % self.size == 0:
+                return one(t.unflatten(0, (self.size, -1))).flatten(0, 1)
+            return x
+
+        def one(t):
+            d = t.shape.index(self.size)
+            if rows == list(range(self.size)):
+                self.rows[t] = d
+            return t.index_select(d, torch.tensor(rows, device=t.device))
+
+        return pick
+
+
+@contextmanager
+def _unchanged(tape, calls, net):
+    """The script's own graph has saved the buffers: their versions stay, too."""
+    now = StepRecord(0, net)
+    grads = [(p, p.grad) for p in net.parameters()]
+    buffers = tuple(b for b in net.buffers() if not b.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(buffers):
+        try:
+            yield
+        finally:
+            now.restore()
+            for p, g in grads:
+                p.grad = g
+
+
+def _number(loss):
+    return abs(float(loss.detach().float().sum()))
