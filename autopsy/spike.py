@@ -33,8 +33,8 @@ BEYOND = 10.0  # times the largest number of any other row
 class Spike:
     """Losses and gradient norms of each optimizer, and the jumps among them."""
 
-    def __init__(self, hooks, scaling, tape):
-        self.hooks, self.scaling, self.tape = hooks, scaling, tape
+    def __init__(self, scaling, tape):
+        self.scaling, self.tape = scaling, tape
         self.past = {}  # optimizer: its last (loss, norm)
         self.highest = {}  # optimizer: the highest loss and norm so far
         self.rates = {}  # optimizer: its last rates
@@ -92,7 +92,7 @@ class Spike:
             "limit": recent[k],
             "highest": self.highest[id(optimizer)][k],
         }
-        if self.hooks.world == 1 and times[0] > ROWS:
+        if self.tape.hooks.world == 1 and times[0] > ROWS:
             spike["why"] = rows_of(self.tape, times[0], own)
         if times[k] > ALL and not own:
             spike["why"] = spike["why"] or self._whole()

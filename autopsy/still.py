@@ -88,8 +88,7 @@ class Weight:
 class Still:
     """The weights of all optimizers and modules."""
 
-    def __init__(self, hooks, names, ledger, tape):
-        self.hooks = hooks
+    def __init__(self, names, ledger, tape):
         self.names = names
         self.ledger = ledger
         self.tape = tape
@@ -123,7 +122,7 @@ class Still:
             self._read(optimizer, seen)
         if step == READ - 1:
             self._find_idle()
-            if self.hooks.world == 1:
+            if self.tape.hooks.world == 1:
                 self._cut_off(seen)
 
     def passed(self):

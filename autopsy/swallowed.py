@@ -32,10 +32,10 @@ class Swallowed(TorchDispatchMode):
 
     supports_higher_order_operators = True  # they pass
 
-    def __init__(self, hooks, tape):
+    def __init__(self, tape):
         super().__init__()
-        self.hooks, self.tape = hooks, tape
-        hooks.undo.callback(self.ends, good=False)
+        self.hooks, self.tape = tape.hooks, tape
+        self.hooks.undo.callback(self.ends, good=False)
         self.entered = False
         self.half = True  # whether the step that was looked at last has computed in float16
         self.looked = 0  # at so many steps

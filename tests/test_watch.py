@@ -679,6 +679,23 @@ def test_a_loop_in_a_function_that_is_wrong_is_told_so(run, fault, words):
     assert done.stderr.count("autopsy: ") == 2, "one sentence, and the last line"
 
 
+@pytest.mark.parametrize(("rate", "words"), [
+    (3, "the gradient norm has grown: "), (1.15, "gradient norms, of every 16th step: ")])
+def test_a_divergence_names_the_tensor_whose_gradient_has_grown(run, rate, words):
+    script = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), float(fault))  # |1 - 2 lr| times a step
+for step in range(3000):
+    loss = net(torch.zeros(3, 4)).sum() * 0 + sum(p.square().sum() for p in net.parameters())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    done = run(script, rate)
+    assert done.returncode == 3, done.stderr
+    assert re.search(words + r".*; of \d\.weight: \d", done.stderr), done.stderr
+
+
 KINDS = PREAMBLE + """
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)
