@@ -133,8 +133,8 @@ UNDERFLOW = (
 )
 BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
 ALL_BAD = (
-    "every sample is bad: look at how they are made (a column without spread, a wrong file), "
-    "not at single ones"
+    "every sample is bad: look at how they are made (a column without spread, a mean over a gap, a "
+    "wrong file), not at single ones"
 )
 MASKED = (
     "the -inf of a mask is a number in here: look at what comes of it (a label or a path that is "

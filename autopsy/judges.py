@@ -83,6 +83,11 @@ def given_to(values, maker):
     return made, numbers if known else None
 
 
+def _is_square(held, t):
+    """A moment, whose numbers may lie beyond LIMIT: squares of gradients that do not."""
+    return t is not held[1] and all(map(isfinite, extent(t)))
+
+
 class Judges:
     """One for each kind of number that is noted."""
 
@@ -193,7 +198,8 @@ class Judges:
 
     def bad_moment(self, optimizer, origin, t, value):
         """No step of the optimizer made it: a checkpoint brought it."""
-        if held := self._held(optimizer, t):
+        held = self._held(optimizer, t)
+        if held and not _is_square(held, t):
             symptom = f"{held[-1]} is {bad_end(extent(t))} {origin}"
             self.findings.stop(symptom, Report("weights"))
 
@@ -201,7 +207,7 @@ class Judges:
         """Good gradients, bad weights or moments: the optimizer made them."""
         optimizer = update.optimizer
         held = self._held(optimizer, t)
-        if not held:
+        if not held or _is_square(held, t):
             return
         k, p, name = held
         if self._unasked(p, t):

@@ -34,6 +34,7 @@ from .step import attributes_of
 from .tensors import (
     HALF,
     STATISTIC,
+    bad_columns,
     bad_end,
     extent,
     flat_tensors,
@@ -42,6 +43,7 @@ from .tensors import (
     is_mask,
     is_part,
     is_real,
+    range_of,
     spans_of,
     storage_of,
     type_of,
@@ -102,7 +104,8 @@ class Locator(TorchDispatchMode):
         was bad before an operation of the step used it."""
         for _, t in inner_tensors(batch):
             if not is_mask(span := extent(t)):
-                yield self.known.get(storage_of(t), ""), bad_end(span), self.samples.of(t)
+                made = bad_end(span) + bad_columns(t)
+                yield self.known.get(storage_of(t), ""), made, self.samples.of(t)
         for _, birth in self.causes.values():
             if birth and birth.source:
                 yield birth.source, birth.made, birth.samples
@@ -336,7 +339,7 @@ class Locator(TorchDispatchMode):
     def _shown(self, t, span):
         """Type, shape and span of an input; its name, where it is bad and was there before."""
         name = self.known.get(storage_of(t)) if is_bad(span) else None
-        return f"{type_of(t)} {span[0]:.3g} .. {span[1]:.3g}" + (f" ({name})" if name else "")
+        return f"{type_of(t)} {range_of(t, span)}" + (f" ({name})" if name else "")
 
     def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""

@@ -56,6 +56,13 @@ def rule_of(func):
                 return None  # summed over
         elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
             pass
+        elif name in ("index", "index_select") and source is not given["self"]:
+            # a number for each sample, looked up in a table
+            indices = given.get("indices", [given.get("index")])
+            at = [p for p, index in enumerate(indices) if index is not None]
+            if len(at) > 1:
+                return None
+            d += at[0] if name == "index" else given["dim"] % given["self"].dim()
         elif re.search(DROPS, name) or (number and re.search("(?<!attention)_backward$", name)):
             return None  # the slope of a weight
         elif "dim" in names or "dims" in names:
@@ -75,6 +82,8 @@ def rule_of(func):
     def picks(given, source, d, outs):
         """Which rows along dimension d of the source the result has, in their order; None: it is no
         such operation, or each column has an order of its own."""
+        if source is not given.get("self"):
+            return None
         if name in ("sort", "topk") and source.dim() == 1:
             return outs[1].tolist()
         if name == "index_select" and given["dim"] % source.dim() == d:

@@ -17,7 +17,9 @@ PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 
 class Scaling:
     """The loss scaler, and what came of it."""
 
-    def __init__(self):
+    def __init__(self, tape):
+        self.tape = tape
+        self.multiplied = {}  # optimizer that stepped with gradients that are: the loss scale
         self.scaler = None
         self.skipped = 0  # steps
         self.in_a_row = 0  # of these, the last ones
@@ -38,7 +40,17 @@ class Scaling:
         state = states[id(optimizer)]
         fresh = states is self._states and state["stage"].name == "READY"
         self._undivided |= fresh and not divides
+        calls = self.tape.calls
+        if fresh and not divides and not any(call.number > self.tape.slope for call in calls):
+            # else the script may have divided them
+            self.multiplied[type(optimizer).__name__] = self.scaler.get_scale()
         return state.get("found_inf_per_device", {}).values()
+
+    def strange(self):
+        """Sentences on what is finite and strange."""
+        for name, scale in self.multiplied.items():
+            if scale != 1:
+                yield f"{name} steps with gradients {scale:g} times too large: {FORGOTTEN}"
 
     def skip(self):
         """The scaler skips a step: calibration. It returns why that cannot go on, or ""."""

@@ -135,6 +135,23 @@ def bad_rows(table):
     return f" in rows {few(rows)} of {len(table)}" if rows else ""
 
 
+def bad_columns(table):
+    """Of a table in which each row is bad, but not each column: which columns, as text."""
+    if table.dim() != 2 or not (wrong := beyond_limit(table)).any(1).all():
+        return ""
+    columns = wrong.any(0).nonzero().flatten().tolist()
+    return f" in columns {few(columns)} of {len(wrong[0])}" * (len(columns) < len(wrong[0]))
+
+
+def range_of(t, span):
+    """The extent as text; of what holds NaN, that of its other numbers."""
+    t = numbers_of(t)
+    real = span[0] != span[0] and t.is_floating_point()
+    if real and (good := t[t == t]).numel():
+        return f"nan, else {range_of(good, extent(good))}"
+    return f"{span[0]:.3g} .. {span[1]:.3g}"
+
+
 def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) for every tensor in nested mappings, lists, tuples, dataclasses, and in
     the variables of plain objects (a batch of PyG or detectron2)."""

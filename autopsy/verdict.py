@@ -129,6 +129,8 @@ def _ready_made(rerun, report, state):
     for name, made, samples in dict.fromkeys(holders):
         if samples and (name, samples) != (report.source, report.samples):
             names.append(f"{name} holds {made} in samples {few(samples)}")
+        elif name == report.source and "columns" in made:
+            names[0] = f"{name} holds {made}"
     return replace(report, verdict=report.origin, names=tuple(names))
 
 

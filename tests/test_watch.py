@@ -696,6 +696,49 @@ for step in range(3000):
     assert re.search(words + r".*; of \d\.weight: \d", done.stderr), done.stderr
 
 
+SMALL = PREAMBLE + """
+net = nn.Linear(3, 2)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+table = torch.linspace(1, 0, 50)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(40):
+    x = torch.randn(8, 3)
+    drawn = torch.randint(0, 49, (8,))
+    if fault == "drawn" and step == 3:
+        drawn[5] = 49
+    if fault == "column":
+        rows = x.numpy()
+        rows[:, 1] = float("nan")  # not by torch
+        x = torch.from_numpy(rows)
+    factor = table[drawn] / table[drawn]
+    loss = (factor * net(x).square().mean(1)).mean()
+    if fault == "large moment" and step == 3:
+        loss = loss * 3e12
+    optimizer.zero_grad()
+    (scaler.scale(loss) if fault.startswith("scaled") else loss).backward()
+    if fault == "scaled, divided by hand":
+        for p in net.parameters():
+            p.grad.div_(scaler.get_scale())
+    optimizer.step()
+with torch.no_grad():
+    target = net(x).abs().sum(1)
+    target[6] *= fault != "metric"
+    print(((net(x).sum(1) - target) / target).abs().mean().item())  # metric
+"""
+
+
+@pytest.mark.parametrize(("fault", "code", "words"), [
+    ("drawn", 3, "samples 5 of 8"), ("column", 3, "input holds nan in columns 1 of 3"),
+    ("large moment", 0, "nothing non-finite"), ("scaled, divided by hand", 0, "nothing non-finite"),
+    ("scaled", 0, "Adam steps with gradients 1024 times too large: scaler.step(optimizer)"),
+    ("metric", 0, ": aten.div.Tensor at script.py:"), ])
+def test_samples_columns_scales_and_metrics(run, fault, code, words):
+    done = run(SMALL, fault)
+    assert done.returncode == code and words in done.stderr, done.stderr
+    if code == 0:
+        assert done.stderr.count("autopsy: ") == 1 + (fault in ("scaled", "metric")), done.stderr
+
+
 KINDS = PREAMBLE + """
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)
