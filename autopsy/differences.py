@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import hooks
 from .frames import frames_now, line_of, said
 from .step import rng_states, set_rng_states
 from .tensors import device_of
@@ -37,7 +38,7 @@ class Custom(TorchDispatchMode):
         self.random = False  # whether an operation drew random numbers
 
     def __enter__(self):
-        original = vars(torch.autograd.Function)["apply"]
+        original = hooks.APPLY
 
         def apply(function, *args, **kwargs):
             own = original.__get__(None, function)
@@ -53,8 +54,9 @@ class Custom(TorchDispatchMode):
                 self.depth -= 1
 
         self.undo = ExitStack()
-        patch = mock.patch.object(torch.autograd.Function, "apply", classmethod(apply))
-        self.undo.enter_context(patch)
+        apply = classmethod(apply)
+        self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply))
+        self.undo.enter_context(mock.patch.object(hooks, "APPLY", apply))  # outside of modules
         return super().__enter__()
 
     def __exit__(self, *error):

@@ -87,9 +87,10 @@ class Forward:
     def _pick(self, rows, made, uses):
         """For a tensor of the batch, and for what the script makes of it without gradients: the
         same with these rows. Targets that are as long as what the network has made of the batch
-        have been flattened like it."""
+        have been flattened like it; without its longest rows a packed batch makes less."""
         computed = {call.number for call in self.computed}
-        lengths = {made[x].shape[:1] for x in uses if x.number in computed}
+        results = [x for x in uses if x.number in computed]
+        lengths = {self.as_it_was[x].shape[:1]: made[x].shape[:1] for x in results}
 
         def pick(x):
             t = made.get(x) if isinstance(x, Made) and x.number not in computed else x
@@ -98,7 +99,8 @@ class Forward:
             if self.size in t.shape[:2]:
                 return one(t)
             if t.shape[:1] in lengths and len(t) % self.size == 0:
-                return one(t.unflatten(0, (self.size, -1))).flatten(0, 1)
+                length = lengths[t.shape[:1]][0] // self.size
+                return one(t.unflatten(0, (self.size, -1)))[:, :length].flatten(0, 1)
             return x
 
         def one(t):

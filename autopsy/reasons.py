@@ -21,7 +21,7 @@ CUTS = {
     "no_grad": "they run under torch.no_grad()",
     "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
 }
-DENSE = (nn.Linear, nn.modules.conv._ConvNd)
+DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
 class Reasons:
@@ -148,8 +148,11 @@ class Reasons:
         followed = self.still.optimizers.values()
         lost = [seen for seen in followed if seen.steps > READ and seen.strays]
         shared = [w for w in self.living if w.shared]
+        kinds = {tuple(w.p.shape) for w in early}
+        off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
+        off = [w for w in off if tuple(w.p.shape) in kinds and w.p.dim() > 1]
         on_purpose = any(w.module() not in parents for w in early)  # the first modules
-        if on_purpose and not lost and not shared:
+        if on_purpose and not (lost or shared or off):
             left = [(k, w) for k, w in left if w not in early]
         left = [w for _, w in left] if trained else []
         for unlisted in (True, False):
@@ -162,6 +165,9 @@ class Reasons:
                     why += "build it after the model is complete"
                 elif shared:
                     why = f"two optimizers hold {self._names(shared)} instead"
+                elif off:
+                    why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
+                    why += "whose requires_grad is False"
                 yield (
                     f"{self._names(some)} got gradients at every step read, are in no optimizer "
                     f"and never changed: {why}"

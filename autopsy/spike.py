@@ -23,7 +23,8 @@ from .tensors import batched, extent, few
 
 PAST = 32  # steps before, of which none was near it
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
-QUIET, OWN = 20.0, 3.0  # the same after higher losses, and the rows' own loss by the highest of all
+OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
+FASTER = 4.0  # by how much the rate rose, where that explains a jump
 SPREAD = 6.0  # highest by median of these; beyond it tails are heavy
 SPIKES, TRIES = 3, 6  # in a run
 AGAIN = 48  # forward passes for one spike
@@ -70,7 +71,7 @@ class Spike:
             if any(a > b and t > ROWS for a, b, t in zip(now, highest, times, strict=True)):
                 times = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
                 self._spike(optimizer, now, recent, times)
-            elif times[0] > QUIET:
+            elif times[0] > ROWS:
                 self._spike(optimizer, now, recent, [times[0], 0.0], OWN * highest[0])
         if key not in self.open:  # what follows a spike is measured by what was before it
             past.append(now)
@@ -87,8 +88,9 @@ class Spike:
         )
         if not self.scaling.scaler:
             spike["what"] += f" ({now[k]:.3g} after at most {recent[k]:.3g})"
+        rates = [*self.rates[id(optimizer)]]
         spike |= {
-            "rates": [*self.rates[id(optimizer)]],
+            "rates": rates,
             "limit": recent[k],
             "highest": self.highest[id(optimizer)][k],
         }
@@ -96,7 +98,8 @@ class Spike:
             spike["why"] = rows_of(self.tape, times[0], own)
         if times[k] > ALL and not own:
             spike["why"] = spike["why"] or self._whole()
-        if spike["why"] or (times[k] > ALL and not own):
+        faster = times[0] > (ALL if own else ROWS) and max(rates) > FASTER * median(rates)
+        if spike["why"] or (times[k] > ALL and not own) or faster:
             self.told.append(spike)
             self.open[id(optimizer)] = [spike, deque(maxlen=9)]
 
@@ -129,7 +132,7 @@ class Spike:
             lost = spike["back"] is None and len(last) > 8 and median(last) > spike["highest"]
             usual, most = median(spike["rates"]), max(spike["rates"])
             why = spike["why"]
-            if not why and most > BEYOND * usual > 0:
+            if not why and most > FASTER * usual > 0:
                 why = f"The lr was {usual:g} in most of the {PAST} steps before"
                 why += f", and at most {most:g}"
             if why or lost:

@@ -27,7 +27,7 @@ from .tensors import numbers_of
 
 SAMPLE = 64  # numbers of a tensor that are followed
 READ = 3  # times at least
-LATELY = 8  # steps
+LATELY, FAR = 8, 100  # steps
 
 
 class Followed:
@@ -64,13 +64,19 @@ class Weight:
         return self.alive()
 
     @property
+    def often(self):
+        """Read often enough, or over many steps: what is made late is read less often."""
+        far = len(self.steps) > 1 and self.steps[-1] - self.steps[0] > FAR
+        return far or len(self.norms) >= READ
+
+    @property
     def stands(self):
-        return len(self.norms) >= READ and len(set(self.norms)) == 1
+        return self.often and len(set(self.norms)) == 1
 
     @property
     def fed(self):
         """It had a gradient, not 0, whenever it was read."""
-        return len(self.grads) >= READ and all(self.grads)
+        return self.often and all(self.grads)
 
     @property
     def starved(self):
@@ -94,7 +100,8 @@ class Still:
         self.tape = tape
         self.weights = WeakIdKeyDictionary()  # parameter: Weight, in the order of the forward
         self.optimizers = {}  # id: Followed
-        self.called = {}  # modules of the last steps: they live until the end of the script
+        # modules and optimizers of the last steps: they live until the end of the script
+        self.called = {}
         self.cut = []  # weights without a gradient, on which the loss depends
         self.passes = 0  # backward, before the first step of any optimizer
 
@@ -108,7 +115,7 @@ class Still:
         late = {m: at for m, at in self.called.items() if at > self.tape.steps - LATELY}
         called = [call.function for call in self.tape.calls if call.grad]
         roots = [root for root in called if isinstance(root, nn.Module)]
-        self.called = late | dict.fromkeys(roots, self.tape.steps)
+        self.called = late | dict.fromkeys((*roots, optimizer), self.tape.steps)
         seen.fed += bool(moved_by(optimizer))
         for k, group in enumerate(optimizer.param_groups):
             rate = group.get("lr", 1.0)
@@ -212,6 +219,8 @@ class Still:
             if not torch.is_grad_enabled():
                 saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
                 without[module] = "checkpoint" if saves else "no_grad"
+            else:
+                without[module] = ""
 
         hooks = [w.module().register_forward_pre_hook(before_forward) for w in cut]
         copies = [p.detach().clone() for p in params]
@@ -229,5 +238,6 @@ class Still:
                     p.copy_(copied)
         for hook in hooks:
             hook.remove()
-        for w in self.cut:
-            w.without = without.get(w.module(), "")
+        others = next(filter(None, without.values()), "")
+        for w in self.cut:  # some modules are not called: attention reads the weights of its own
+            w.without = without.get(w.module(), others)
