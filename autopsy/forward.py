@@ -31,7 +31,8 @@ class Forward:
         roots = [call for call in calls if call.function is BACKWARD and call.number > tape.latest]
         self.losses = [m.number for call in roots for m in call.uses()]
         last = max(self.losses, default=0)
-        self.calls = [call for call in calls if call.number <= last and call.function not in SLOPES]
+        forward = [call for call in calls if call.number <= last]
+        self.calls = [call for call in forward if call.function not in SLOPES]
         self.as_it_was = {}  # what they made
         self.rows = {}  # tensor of the batch: its dimension of rows
         self.net = nn.Module()
@@ -52,13 +53,18 @@ class Forward:
         self.tape.buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
-        made = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in self.losses}
+        made = {
+            m.number: _number(t)
+            for m, t in self.as_it_was.items()
+            if m.number in self.losses
+        }
         one = max(made, key=made.get, default=0)
         before = [number for number in made if number < one]
-        self.turn = len(before)
+        self.turn = len(before)  # of the backward passes of the step
         self.turns = len(made)
         self.losses = [one]
-        mine = [c for c in self.calls if max(before, default=0) < c.number <= one]
+        earlier = max(before, default=0)
+        mine = [call for call in self.calls if earlier < call.number <= one]
         computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
         self.computed = [call for call in mine if call.number in computed]
         first = [call for call in mine if call.shape]

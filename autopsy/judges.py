@@ -202,7 +202,9 @@ class Judges:
     def bad_moment(self, optimizer, origin, t, value):
         """No step of the optimizer made it: a checkpoint brought it."""
         held = self._held(optimizer, t)
-        if held and not _is_square(held, t):
+        if held and held[1] is t:
+            self._unasked(t, t)  # else the loss tells
+        elif held and not _is_square(held, t):
             symptom = f"{held[-1]} is {bad_end(extent(t))} {origin}"
             self.findings.stop(symptom, Report("weights"))
 
@@ -213,8 +215,9 @@ class Judges:
         if not held or _is_square(held, t):
             return
         k, p, name = held
-        if self._unasked(p, t):
-            return
+        rows = set(rows_beyond(t))
+        if rows and rows <= self.unasked.get(p, set()):
+            return  # bad before the first step
         symptom = f"{name} is {bad_end(extent(t))}"
         group, rate = optimizer.param_groups[k], update.rates[k]
         birth = self.hooks.locator and self.hooks.locator.blame([t])

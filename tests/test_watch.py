@@ -1505,19 +1505,20 @@ def test_a_bad_row_that_nothing_asks_for_is_one_line(run, fault):
     assert where in done.stderr and "6 steps, nothing else non-finite" in done.stderr, done.stderr
 
 
-def test_a_row_of_a_layer_is_asked_for_though_its_gradient_is_zero(run):
+@pytest.mark.parametrize("kind", ["layer", "table"])
+def test_an_optimizer_that_makes_a_row_bad_is_named_though_the_gradient_is_zero(run, kind):
     done = run(PREAMBLE + """
 class Own(torch.optim.SGD):
     def step(self):
         with torch.no_grad():
             for p in self.param_groups[0]["params"]:
-                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True))  # divides
-net = nn.Linear(4, 3, bias=False)
+                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True))
+net = nn.Embedding(4, 3) if fault == "table" else nn.Linear(4, 3, bias=False)
 optimizer = Own(net.parameters(), 0.1)
 for step in range(3):
-    loss = net(torch.randn(8, 4))[:, :2].square().mean()
+    loss = net(torch.arange(3) if fault == "table" else torch.randn(8, 4))[:, :2].square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-""")
+""", kind)
     assert done.returncode == 3 and "after good gradients at step 0 -> optimizer" in done.stderr
 
 
