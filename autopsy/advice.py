@@ -1,9 +1,9 @@
 """
 Advice: what to write instead.
 
-For each verdict, each weak operation and each kind of exception a sentence, and for an operation
-the change of its arguments that is tried. suggestion() takes those that fit a report. It reads the
-report and nothing else: no tensor, no step.
+It has a sentence for each verdict, each weak operation and each kind of exception, and for an
+operation also a change of its arguments to try. suggestion() picks what fits a report. It reads the
+report alone: no tensor, no step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def eps_for(x):
 
 
 def _clamp(**bounds):
-    """Bounds the first argument of a call."""
+    """Bound the first argument of a call."""
     return lambda x, *args, **kwargs: ((x.clamp(**bounds), *args), kwargs)
 
 
@@ -326,8 +326,8 @@ def in_its_words(framework, report):
 
 
 def suggestion(report):
-    """What to do: what is known of the source comes first, then of the batch, of the operation, and
-    at last of the verdict."""
+    """What to do. Advice on the source comes first, then on the batch, on the operation, and last
+    on the verdict."""
     return (
         report.fix
         or _of_source(report)
@@ -380,7 +380,7 @@ def _of_operation(report):
 
 
 def cure_of(report):
-    """What WEAK says of the operation, with the numbers of this dtype."""
+    """The advice of WEAK on the operation, with the limits of this dtype."""
     text = WEAK[report.weak][0]
     if not report.step:  # nothing has been trained yet
         text = text.replace(", a high rate", "")

@@ -17,7 +17,7 @@ EVERY = 16  # steps: gradients of these are kept, too, five of them
 
 
 class Course:
-    """What the steps so far have in common."""
+    """Gradient norms and rates of the steps so far."""
 
     def __init__(self, names):
         self.names = names
@@ -55,7 +55,7 @@ class Course:
                 yield f"gradient norms, of every {EVERY}th step: {norms}{self._most(alive, some)}"
 
     def _most(self, alive, steps):
-        """Of which tensor was the largest gradient at the last of these steps?"""
+        """Name the tensor with the largest gradient at the last of these steps."""
         each = [values for _, values in steps]
         params = moved_by(alive()) if alive() else []
         if len(params) < 2 or any(len(values) != len(params) for values in each):
@@ -69,7 +69,7 @@ class Course:
         return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
 
     def strange(self):
-        """Sentences on what is finite and strange."""
+        """Sentences about what is finite and looks wrong."""
         if negative := self.negative():
             yield negative
 

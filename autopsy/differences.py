@@ -1,11 +1,11 @@
 """
 Differences: is the backward of a function the slope of its forward?
 
-It notes the calls of custom autograd.Functions and of operations that are not torch's, and asks
-central differences, in float64 or, where a kernel knows no float64, in fp32, on a few random
-directions. It accuses nobody whose forward is a step or the identity: there the backward is a
-choice (straight-through, gradient reversal). It draws from generators of its own, and writes into
-copies.
+It records the calls of custom autograd.Functions and of operations that are not torch's, and
+compares their backward with central differences in a few random directions: in float64, or in fp32
+if a kernel has no float64. It accuses no function whose forward is a step or the identity: there
+the backward is a choice (straight-through, gradient reversal). It draws from generators of its own
+and writes into copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "mkld
 
 
 class Custom(TorchDispatchMode):
-    """Counts operations, and keeps the calls of those that are not torch's."""
+    """Count operations, and keep the calls of those that are not torch's."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Custom(TorchDispatchMode):
         self.calls[name, line] = function, held, kwargs, wanted, rng
 
     def answers(self):
-        """What central differences say: (wrong ones, names of those not known, how many right)."""
+        """Compare all: (sentences on wrong ones, names of unknown ones, number of right ones)."""
         named, unknown, right = [], [], 0
         for (name, line), call in self.calls.items():
             try:
@@ -99,8 +99,8 @@ class Custom(TorchDispatchMode):
 
 
 def differs(function, args, kwargs, wanted, rng):
-    """"" where they agree, None where nothing can be said, else a sentence. `wanted`: whether an
-    argument needs a gradient; None: nothing is known of that."""
+    """Return "" if they agree, None if that is unknown, else a sentence. `wanted`: whether each
+    argument needs a gradient; None if unknown."""
     device = device_of(args)
     before = rng_states(device)
     try:
@@ -123,7 +123,7 @@ class Slope:
         self.generator = torch.Generator().manual_seed(0)
 
     def at(self, k=None, shift=None, graph=False):
-        """Its real results, where argument k is shifted."""
+        """Its real results with argument k shifted."""
         args = [a.clone() if isinstance(a, Tensor) else a for a in self.args]
         if k is not None:
             args[k] = args[k] + shift
@@ -160,7 +160,7 @@ class Slope:
         return next(filter(None, answers), "")
 
     def _argument(self, k, slope, weights):
-        """Along each direction: what the backward gives, and what central differences give."""
+        """Compare, along each direction, the backward with central differences."""
         size, tolerance = TYPES[self.dtype]
         x = self.args[k]
         slope = torch.zeros_like(x) if slope is None else slope.to(x.dtype)
@@ -195,7 +195,7 @@ class Slope:
         return [(a - b).double() / (2 * h) for a, b in zip(up, down, strict=True)]
 
     def _is_choice(self, x, u, slopes, slope, weights):
-        """A forward that is constant, or the identity, nearby."""
+        """Whether the forward is constant, or the identity, nearby."""
         flat = [s.abs() <= 1e-6 for s in slopes]
         if all(bool(f.all()) for f in flat):
             return bool(slope.abs().amax() > 0)

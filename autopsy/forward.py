@@ -1,9 +1,9 @@
 """
 Forward: the forward passes of a step once more, with other rows or other weights: what is the loss?
 
-What the script has computed without gradients (a rollout, a target) is made once, as it was; only
-what leads from the weights to a loss is made again. Buffers, gradients, random numbers and what
-modules carry are put back.
+It repeats only what leads from the weights to a loss; what the script computed without gradients (a
+rollout, a target) it computes once, as it was. It restores buffers, gradients, random numbers and
+what modules carry.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .tensors import batch_size_of, batched
 
 
 class Forward:
-    """The forward passes on the tape once more, with rows of the batch in place of others: the sum
-    of the losses. Inside of `with`."""
+    """Repeats the forward passes on the tape, with some rows of the batch in place of others, and
+    returns the sum of the losses. Use it inside of `with`."""
 
     def __init__(self, tape):
         self.tape = tape
@@ -49,7 +49,7 @@ class Forward:
         return self.undo.__exit__(*error)
 
     def largest(self):
-        """The largest of the losses as they were; from now on only this one is made again."""
+        """Return the largest loss, as it was; from now on repeat only this one."""
         self.tape.buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
@@ -74,7 +74,7 @@ class Forward:
         return made.get(one, 0.0)
 
     def __call__(self, rows=None):
-        """The sum of the losses, or after largest(), with these rows, that of one."""
+        """Return the sum of the losses; after largest(), that one with these rows."""
         self.passes += 1
         self.tape.buffers_back(self.calls)
         made = {}
@@ -120,7 +120,7 @@ class Forward:
 
 @contextmanager
 def _unchanged(tape, calls, net):
-    """The script's own graph has saved the buffers: their versions stay, too."""
+    """Restore everything, versions of buffers too: the script's own graph has saved them."""
     now = StepRecord(0, net)
     grads = [(p, p.grad) for p in net.parameters()]
     buffers = tuple(b for b in net.buffers() if not b.is_inference())

@@ -1,12 +1,12 @@
 """
 Gradients: is a gradient that is finite also right?
 
-One step is made again: as it was, twice, and in another way: eagerly, with plain attention, without
-checkpoints, in the same types and in wider ones. A tensor's gradient may differ from the wide one
-by rounding: BEYOND times what the other way in the same types shows (where that is not enough, with
-weights that are shaken by their last bit, too), what two runs of the same show, and sqrt(n) * u for
-the n operations of the step (u: half of the last bit). What is not torch's own is compared with
-central differences. It puts back weights, buffers, gradients and random numbers; the script ends.
+It repeats one step: twice as it was, and then eagerly, with plain attention, without checkpoints,
+in the same types and in wider ones. A tensor's gradient may differ from the wide one by rounding:
+BEYOND times what the other way in the same types shows (where that is not enough, with weights that
+are shaken by their last bit, too), what two runs of the same show, and sqrt(n) * u for the n
+operations of the step (u: half of the last bit). What is not torch's own is compared with central
+differences. It puts back weights, buffers, gradients and random numbers; the script ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GradientCheck(Watch):
         self.answer = 4, f"no step {at} of an optimizer was seen (from 0): nothing is known"
 
     def check(self, optimizer):
-        """In place of what the watch does before a step."""
+        """Replace what the watch does before a step."""
         passes = [c for c in self.tape.calls if c.function is BACKWARD]
         fresh = any(call.number > self.tape.latest for call in passes)  # not so before a closure
         if not fresh or self.tape.steps_of.get(id(optimizer), 0) < self.at:
@@ -88,7 +88,7 @@ class GradientCheck(Watch):
 
 
 class Step:
-    """The step on the tape, as often as needed."""
+    """The step on the tape, to be repeated as often as needed."""
 
     def __init__(self, tape, optimizer):
         self.tape, self.order = tape, []
@@ -164,7 +164,7 @@ class Step:
         )
 
     def _lines(self, found, first, truth):
-        """A line for each of some tensors: {name: why}."""
+        """A line for each of the first tensors of {name: why}."""
         for n, why in [*found.items()][:5]:
             off = f"off by {_off(first[n], truth[n]):.2g} of its norm{why}"
             yield f"gradient of {n.replace('_orig_mod.', '')}: {off}"
@@ -172,7 +172,7 @@ class Step:
             yield f"and {len(found) - 5} more"
 
     def once(self, ways=(), dtype=None, custom=None, shake=None):
-        """The gradients of the step, made in these ways."""
+        """Compute the gradients of the step in these ways."""
         self.tape.buffers_back(self.calls)
         for p in self.params.values():
             p.grad = None
@@ -197,7 +197,7 @@ class Step:
 
     @contextmanager
     def _shaken(self, seed):
-        """Weights that differ in their last bit: what rounding can do to this step."""
+        """Change weights in their last bit, to see what rounding does to this step."""
         generator = torch.Generator().manual_seed(seed)
         held = [(p, p.data) for p in self.params.values() if p.layout is torch.strided]
         for p, data in held:
@@ -220,7 +220,7 @@ class Step:
         return found
 
     def _lost(self, first, truth):
-        """Gradients that fp16 has made 0."""
+        """Gradients that became 0 in fp16."""
         total = max((float(t.norm()) for t in truth.values()), default=0.0)
         found = {}
         for name, t in truth.items():
@@ -239,8 +239,8 @@ class Step:
 
 
 def _calls(tape):
-    """The calls that lead to the backward passes since the last step of any optimizer: others may
-    have had passes of their own before, and their gradients were set to 0."""
+    """The calls that lead to the backward passes since the last step of any optimizer. Earlier
+    passes belong to other optimizers, and their gradients were set to 0."""
     calls, needed = [], set()
     for call in reversed(tape.calls):
         fresh = call.number > tape.latest and call.grad
@@ -251,7 +251,7 @@ def _calls(tape):
 
 
 def _wider(call, dtype, of):
-    """With its batch in this type: some operations look at it before InDtype can."""
+    """The call with its batch in this type: some operations look at it before InDtype can."""
 
     def one(t):
         batch = isinstance(t, torch.Tensor) and t.dtype in of and not t.requires_grad
@@ -262,7 +262,7 @@ def _wider(call, dtype, of):
 
 
 def _wide(g, p):
-    """In float64 on the CPU; zeros where there is none."""
+    """The gradient in float64 on the CPU; zeros if there is none."""
     if g is None:
         return torch.zeros(p.shape, dtype=torch.float64, device="cpu")
     g = g.detach().to_dense() if g.layout is torch.sparse_coo else numbers_of(g.detach())
@@ -270,7 +270,7 @@ def _wide(g, p):
 
 
 def _parallel(own, g):
-    """Equal, up to a factor: the script may have clipped it, or divided it by a loss scale."""
+    """Whether they are equal up to a factor: the script may have clipped or unscaled one."""
     product, norms = float((own * g).sum()), float(own.norm()) * float(g.norm())
     return product > 0.999 * norms if norms else float(own.norm()) == float(g.norm())
 
@@ -295,7 +295,7 @@ def _draws_alike(way):
 
 
 def _shape(g, truth):
-    """How it differs: by a factor, or in its direction."""
+    """How it differs: in length, or in direction."""
     norms = float(g.norm()) * float(truth.norm())
     if not norms:
         return ", one of them is 0"

@@ -3,8 +3,8 @@ Halves: what would autocast compute in half?
 
 It follows a run in fp32 (or in half) and says of each operation whether autocast would compute it
 in half, by the rules for CUDA: products and convolutions in half; softmax, norms, losses, exp, log,
-powers and sums in fp32; all else in the type of what it is given. A backward is in the type of its
-forward. It reads no number and changes none.
+powers and sums in fp32; all others in the type of their inputs. A backward runs in the type of its
+forward. This room reads no number and changes none.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Halves(TorchFunctionMode):
         self._learns.pop()
 
     def _casts(self, cast):
-        """Of a region that begins: enabled=False is an island in fp32; enabled=args.amp, though it
-        is off now, is where the script would cast."""
+        """Whether a region that begins would cast: enabled=False is an island in fp32, but
+        enabled=args.amp, though off now, is where the script would cast."""
         file = sys._getframe(2).f_code.co_filename
         if file.startswith(TORCH) and not file.endswith("autocast_mode.py"):
             return None  # a checkpoint, which repeats its forward
@@ -165,11 +165,11 @@ class Halves(TorchFunctionMode):
         return self._nodes.get(node._sequence_nr(), False)
 
     def forget(self):
-        """A step is over."""
+        """Forget a step that is over."""
         self._nodes.clear()
 
 
 def source_now():
-    """The script's line under way."""
+    """The script's current line."""
     file, line, _ = (script_frames(frames_now()) or [("", 0, "")])[0]
     return linecache.getline(file, int(line))

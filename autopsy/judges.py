@@ -1,9 +1,9 @@
 """
 Judges: which number is bad, and what is it called?
 
-A judge (bad_loss, bad_update, ...) is called with a tensor and its norm when that is not finite.
-What was true when the number was noted comes before these, as arguments. It names the symptom and
-hands it to findings.py. It runs nothing again.
+The ledger calls a judge (bad_loss, bad_update, ...) with a tensor and its norm, if that is not
+finite; the arguments before these say what was true when the number was noted. A judge names the
+symptom and hands it to findings.py. It repeats nothing.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class Write(NamedTuple):
         return self.plain in (*OVERWRITES, "constant", "setitem", "data")
 
     def cannot_make_bad(self, p):
-        """Zeros, a good number, or random ones."""
+        """Whether the write can only bring zeros, a good number, or random ones."""
         largest = torch.finfo(p.dtype).max / 100
         known = self.numbers is not None and not self.values
         return self.overwrites and known and all(abs(x) <= largest for x in self.numbers)
 
 
 def given_to(values, maker):
-    """Of what is written: (the tensors that calls on the tape made, the numbers). None for these:
-    a tensor, too, of which nothing is known."""
+    """Split what a script writes into (tensors made by calls on the tape, plain numbers). The
+    numbers are None if some tensor is unknown."""
     given = [t for t in flat_tensors(values) if t.is_floating_point()]
     made = [t for t in given if maker(t)]
     numbers = [x for x in tree_leaves(values) if isinstance(x, int | float)]
@@ -84,12 +84,12 @@ def given_to(values, maker):
 
 
 def _is_square(held, t):
-    """A moment, whose numbers may lie beyond LIMIT: squares of gradients that do not."""
+    """Whether `t` is a finite moment: squares of gradients may lie beyond LIMIT."""
     return t is not held[1] and all(map(isfinite, extent(t)))
 
 
 class Judges:
-    """One for each kind of number that is noted."""
+    """One method for each kind of number on the ledger."""
 
     def __init__(self, findings, names):
         self.findings, self.names = findings, names
@@ -100,7 +100,7 @@ class Judges:
         self.findings.stop(f"loss is {value:.3g}", self.findings.explain(evidence=[loss]))
 
     def bad_output(self, call, value):
-        """Nothing under no_grad ends a script by itself: what is bad there is said at the end."""
+        """A bad number under no_grad does not end a script: autopsy reports it at the end."""
         symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
         if call.room:  # a warm-up, a count of operations
             why = "its input is what torch.empty found in memory"
@@ -112,7 +112,7 @@ class Judges:
             self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
 
     def bad_buffer(self, call, b, value):
-        """The forward has spoilt it; the loss may show it in a later step, or in evaluation."""
+        """The forward pass spoilt it; the loss may show it in a later step or in evaluation."""
         names = [n for n, other in call.function.named_buffers() if other is b]
         before = [extent(call.buffers[name]) for name in names]
         span = extent(b)
@@ -120,8 +120,8 @@ class Judges:
             self.findings.later(f"buffer {self.names.of(b)} is {bad_end(span)}", [call.number], [b])
 
     def _unasked(self, p, t, write=None):
-        """Bad rows of a table, which no sample has asked for: a line at the end, and no verdict.
-        What asks for one makes the loss bad."""
+        """Note bad rows of a table that no sample looked up: a line at the end, no verdict. A
+        sample that looks one up makes the loss bad."""
         rows, known = set(rows_beyond(t)), self.unasked.get(p, set())
         if not rows or len(t) != len(p):
             return False
@@ -144,14 +144,14 @@ class Judges:
         return True
 
     def _is_computed(self, t):
-        """More than a copy of what was loaded."""
+        """Whether `t` is more than a copy of what was loaded."""
         made = self.tape.known.get(t)
         calls = (call for call in self.tape.calls if made and call.number == made.number)
         names = (getattr(call.function, "__name__", "") for call in calls)
         return any(name != "detach" and not COPIES.fullmatch(name) for name in names)
 
     def bad_write(self, p, writes, t, value):
-        """Guilty is the last write before which the weight was good. A bad value explains it."""
+        """Blame the last write before which the weight was good; a bad value explains it."""
         before = self.ledger.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
@@ -193,14 +193,15 @@ class Judges:
             self.findings.stop(f"the gradient of {name} is {made}{why}", report)
 
     def _held(self, optimizer, t):
-        """(group, parameter, name) of what this optimizer holds; None: it holds it no more."""
+        """(group, parameter, name) of a tensor that the optimizer holds; None if it no longer
+        does."""
         for k, p, key, held in held_by(optimizer):
             if held is t:
                 return k, p, f"{key} of {self.names.of(p)}" if key else self.names.of(p)
         return None
 
     def bad_moment(self, optimizer, origin, t, value):
-        """No step of the optimizer made it: a checkpoint brought it."""
+        """A checkpoint brought it: no step of the optimizer made it."""
         held = self._held(optimizer, t)
         if held and held[1] is t:
             self._unasked(t, t)  # else the loss tells
@@ -209,7 +210,7 @@ class Judges:
             self.findings.stop(symptom, Report("weights"))
 
     def bad_update(self, update, t, value):
-        """Good gradients, bad weights or moments: the optimizer made them."""
+        """The gradients were good and the weights or moments are bad: blame the optimizer."""
         optimizer = update.optimizer
         held = self._held(optimizer, t)
         if not held or _is_square(held, t):
@@ -246,7 +247,7 @@ class Judges:
 
 
 def _why_bad(group, p, rate, gradient):
-    """Why this group's update of `p` was bad, and what to do."""
+    """Say why this group's update of `p` was bad, and what to do."""
     why = f"the gradient norm was up to {gradient:.3g}"
     fix = "a lower lr"
     if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:

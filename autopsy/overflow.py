@@ -107,7 +107,7 @@ class Overflow(Locator):
         return out
 
     def judge(self, func, args, kwargs, out):
-        """One operation of the script."""
+        """Judge one operation of the script."""
         given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]
         made = [t for t in flat_tensors(out) if t.is_floating_point() and t.numel()]
         name = func._schema.name.partition("::")[2].strip("_")
@@ -123,7 +123,7 @@ class Overflow(Locator):
                 self.result(func, name, args, kwargs, given, made)
 
     def result(self, func, name, args, kwargs, given, made):
-        """Of an operation in half."""
+        """Judge an operation that would run in half."""
         product = self.halves.is_product(name)
         if product:
             wide = [t for t in given if not self.halves.is_half(t)]
@@ -144,7 +144,8 @@ class Overflow(Locator):
             self.found[place] = badness, f"{_place(func, birth)}: {words}"
 
     def sizes(self, func, which, tensors, given=()):
-        """A result is beyond the end because what it was made of is: that is the first's affair."""
+        """Note tensors near or beyond the end of fp16, but not what merely follows from an earlier
+        one."""
         passed_on = any(storage_of(t) in self.over for t in given)
         for t in tensors:
             numbers = numbers_of(t).float()
@@ -161,7 +162,7 @@ class Overflow(Locator):
                 self.note(func, "size", size / OVER, f"{size:.3g} {which}, {over}")
 
     def in_fp32(self, func, args, kwargs, made):
-        """What is inf in fp16 already, as it is in fp32."""
+        """Compute in fp32 what is already inf in fp16."""
         seeded = torch.Tag.nondeterministic_seeded in func.tags or rule_of(func).writes
         if seeded or not any(bool(t.isinf().any()) for t in made):
             return made
@@ -227,7 +228,7 @@ class Overflow(Locator):
             self.note(func, "difference", 2.0, words)
 
     def flows(self, func, t):
-        """How much of a gradient is left in fp16 at this loss scale."""
+        """Measure how much of a gradient is left in fp16 at this loss scale."""
         numbers = numbers_of(t).double()
         norm = float(numbers.norm())
         if norm and float(numbers.abs().amax()) <= MOST:

@@ -1,8 +1,8 @@
 """
 Reasons: which weights do not move, though they should, and why?
 
-At the end of the script it looks once at what still.py has read. It passes over what you may have
-intended (a frozen part, an optimizer for the head alone), and reads nothing new.
+At the end of the script it looks once at what still.py read. It ignores what you may have intended
+(a frozen part, an optimizer for the head alone), and reads nothing new.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
 class Reasons:
-    """What is to be said of the weights of all optimizers and modules."""
+    """Sentences about the weights of all optimizers and modules."""
 
     def __init__(self, still, names, ledger):
         self.still, self.names, self.ledger = still, names, ledger
         self.living = []  # weights
 
     def sentences(self):
-        """What is to be said; the first time that the host waits."""
+        """All sentences. Here the host waits for the device for the first time."""
         weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
         for w in weights:
             w.norms = self.ledger.to_host(w.norms)
@@ -59,7 +59,7 @@ class Reasons:
         return few([*names, *weights[4:]], 4)
 
     def _of(self, seen, mine):
-        """What is said of one optimizer."""
+        """Sentences about one optimizer."""
         if not seen.fed and mine:
             why = "it holds other tensors than the modules that were called (was it built before "
             why += "the model was copied, moved or replaced?)"
@@ -107,8 +107,8 @@ class Reasons:
         yield from self._dead(mine)
 
     def _dead(self, mine):
-        """Whole layers whose gradient is exactly 0, and none like them has another: an expert that
-        is not asked is no fault."""
+        """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
+        an expert that no token chose is no fault."""
         alive = {tuple(w.p.shape) for w in mine if any(w.grads)}
         dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
         dead = [w for w in dead if w.module and isinstance(w.module(), DENSE)]
@@ -130,8 +130,9 @@ class Reasons:
             )
 
     def _in_no_optimizer(self):
-        """Weights that get gradients and are never written. An optimizer for the last modules
-        alone, a network in eval(), an image that is trained through a network: all on purpose."""
+        """Weights that get gradients and never change. It ignores what is done on purpose: an
+        optimizer for the last modules alone, a network in eval(), an image trained through a
+        network."""
         held = [w for w in self.living if w.optimizer and any(w.grads)]
         trained = [k for k, w in enumerate(self.living) if w in held and w.module]
         largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
@@ -174,8 +175,8 @@ class Reasons:
                 )
 
     def _frozen_between(self):
-        """One alone of several like it has requires_grad=False, and those before and after it
-        train. (Frozen on purpose are the first ones, or all of a kind.)"""
+        """A layer that alone among several like it has requires_grad=False, while those before and
+        after it train. (On purpose one freezes the first ones, or all of a kind.)"""
         kinds = {}
         for w in self.living:
             if module := w.module and w.module():
@@ -195,12 +196,12 @@ class Reasons:
 
 
 def _above(root, p):
-    """The modules under this one that hold this parameter, themselves or further down."""
+    """The modules under this one that hold this parameter, directly or further down."""
     return [m for m in root.modules() if any(p is other for other in m.parameters())]
 
 
 def _rounding(weights, dtype):
-    """Why they stand still, in numbers, where a sample shows it."""
+    """Say in numbers why they stand still, if a sample shows it."""
     if not (shown := [w for w in weights if w.lost() > 0.5]):
         return ""
     size = median(shown[0].now.abs().double().tolist())

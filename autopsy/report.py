@@ -1,9 +1,9 @@
 """
-Report: what is said.
+Report: what autopsy prints.
 
-The data of a report and its lines: the guilty line of the script first, then what to do, then the
-evidence. A screen shows at most 12 rows of it; Report.full is the whole. It runs nothing and reads
-no tensor. The words of its advice are those of advice.py.
+It holds the data of a report and turns it into lines: first the guilty line of the script, then
+what to do, then the evidence. A screen shows at most 12 rows; Report.full has all of them. It runs
+nothing and reads no tensor. Its advice comes from advice.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ORDINARY = ("", "fp32", "float32")  # precisions that need no mention
 
 @dataclass(frozen=True)
 class Report:
-    """What was wrong, and which operation made the first bad number; str() is for a tired person,
-    `full` holds what a screen has no room for.
+    """What was wrong, and which operation made the first bad number. str() fits a screen; `full`
+    has everything.
 
-    Without a verdict: the operation alone, as Locator.blame() returns it.
+    Locator.blame() returns one without a verdict: the operation alone.
     """
 
     verdict: str = ""  # one of VERDICTS
@@ -67,14 +67,14 @@ class Report:
 
     @property
     def origin(self) -> str:
-        """The verdict, where the source alone says it."""
+        """The verdict, if the source alone decides it."""
         if self.source in ("", OPAQUE):
             return ""
         return "weights" if self.source.startswith(STATE) else "data"
 
     @property
     def failed(self) -> bool:
-        """Cures were tried, in vain."""
+        """Whether cures were tried and none helped."""
         return "still bad" in "".join(self.tried) and not self.cure[0]
 
     @property
@@ -114,7 +114,7 @@ class Report:
         return (made if ".py:" in made else self.line).rpartition("called from ")[2]
 
     def operation(self) -> Iterator[str]:
-        """The lines that speak of the operation. What is for the file alone begins with a space."""
+        """Lines about the operation. A line for the file alone begins with a space."""
         if self.op:
             node = f" of {self.node}" if self.node else ""
             line = f", {self.line}" if self.line != self.place else ""
@@ -132,7 +132,7 @@ class Report:
             yield f"its -inf entered {self.entered}, where it is no mask"
 
     def evidence(self) -> Iterator[str]:
-        """What the operation was given, and what it makes of that in wider types."""
+        """The inputs of the operation, and its result on them in wider types."""
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
         if self.widened:
@@ -144,7 +144,7 @@ class Report:
             yield f"{deeper}repeated on the same inputs: {self.widened}{why}"
 
     def where(self) -> Iterator[str]:
-        """The samples, and the micro-batch where there are several."""
+        """The samples, and the micro-batch if the step has several."""
         several = self.micro_batches > 1 or self.micro_batch
         place = f" in micro-batch {self.micro_batch} of {self.micro_batches}" if several else ""
         known = f"in the data set: {few(self.indices)}" if self.indices else "from 0"
@@ -154,7 +154,7 @@ class Report:
             yield f"{place.strip()} (from 0)"
 
     def lines(self) -> Iterator[str]:
-        """The most needed first; what is for the file alone begins with a space."""
+        """The most useful line first; a line for the file alone begins with a space."""
         place = f"{self.place}: " if self.place else ""
         if not self.verdict:
             for line in (*self.operation(), *self.evidence()):
@@ -188,7 +188,7 @@ class Report:
 
     @property
     def full(self) -> str:
-        """All that is known, for a file."""
+        """Everything that is known, for the file."""
         return "\n  ".join(self.lines())
 
     def __str__(self) -> str:
@@ -196,8 +196,8 @@ class Report:
 
 
 def on_screen(text: str, rows: int = ROWS) -> str:
-    """What a screen shows of the full text of reports: at first each one's headline and what to do,
-    then the evidence for which there is room. Whole lines only."""
+    """Shorten the full text of reports to a screen: keep each headline and what to do, then as much
+    evidence as there is room for. It cuts no line."""
     lines, headline, order = text.splitlines(), 0, []
     for k, line in enumerate(lines):
         headline = headline if line.startswith(" ") else k
@@ -215,7 +215,7 @@ def on_screen(text: str, rows: int = ROWS) -> str:
 
 
 def agree(report: Report) -> Report:
-    """The same report on every rank: the gravest verdict's, of the lowest rank that has it.
+    """Return the same report on every rank: the gravest one, from the lowest rank that has it.
 
     A collective: every rank must call it."""
     if not (dist.is_available() and dist.is_initialized()):

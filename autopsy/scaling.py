@@ -15,7 +15,7 @@ PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 
 
 
 class Scaling:
-    """The loss scaler, and what came of it."""
+    """The loss scaler, and the steps that it skipped."""
 
     def __init__(self, tape):
         self.tape = tape
@@ -28,12 +28,12 @@ class Scaling:
         self._states = None  # what the scaler knew of the optimizers when it multiplied a loss
 
     def multiplies(self, scaler):
-        """The gradients are to be divided before its next update()."""
+        """The script must divide the gradients before the scaler's next update()."""
         if scaler.is_enabled():
             self.scaler, self._states = scaler, scaler._per_optimizer_states
 
     def before_step(self, optimizer, divides):
-        """What the scaler has found in the gradients. `divides`: the optimizer does it itself."""
+        """Return what the scaler found in the gradients. `divides`: the optimizer unscales them."""
         if not self.scaler:
             return ()
         states = self.scaler._per_optimizer_states  # update() makes new ones
@@ -47,7 +47,7 @@ class Scaling:
         return state.get("found_inf_per_device", {}).values()
 
     def strange(self):
-        """Sentences on what is finite and strange."""
+        """Sentences about what is finite and looks wrong."""
         for name, scale in self.multiplied.items():
             if scale != 1:
                 yield f"{name} steps with gradients {scale:g} times too large: {FORGOTTEN}"
@@ -63,8 +63,8 @@ class Scaling:
         return ""
 
     def overrule(self, report, raised):
-        """The report, with its scale; the verdict is calibration where the script has passed the
-        scaler by. `raised`: the script did, before the scaler could skip the step."""
+        """Return the report with its scale. The verdict is calibration if the script bypassed the
+        scaler. `raised`: the script raised before the scaler could skip the step."""
         report = replace(report, scale=self.scaler.get_scale() if self.scaler else report.scale)
         overflow = self.unskipped and report.verdict == "precision"
         if report.scale != 1 and (self._undivided or overflow):

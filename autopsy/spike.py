@@ -2,12 +2,11 @@
 Spike: has the loss or the gradient norm jumped far above its past, and which rows of the batch
 carry it?
 
-It is asked before each optimizer step, with two numbers that the watch has read anyway. Only after
-a jump, and at most six times in a run, the forward passes on the tape are made again: each time
-some rows stand in for the others, so that every shape stays as it is. Rows are named if without
-them the loss is ordinary. Where the whole batch carries a jump, its size is compared with that of
-earlier ones. It touches no weight and no gradient; buffers, random numbers and what modules carry
-are put back.
+Before each optimizer step it looks at two numbers that the watch reads anyway. After a jump, at
+most six times in a run, it repeats the forward passes on the tape; each time some rows replace the
+others, so that every shape stays. It names the rows without which the loss is ordinary. If the
+whole batch carries a jump, it compares the batch's largest number with earlier ones. It touches no
+weight and no gradient, and restores buffers, random numbers and what modules carry.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BEYOND = 10.0  # times the largest number of any other row
 
 
 class Spike:
-    """Losses and gradient norms of each optimizer, and the jumps among them."""
+    """The losses and gradient norms of each optimizer, and the jumps among them."""
 
     def __init__(self, scaling, tape):
         self.scaling, self.tape = scaling, tape
@@ -44,7 +43,7 @@ class Spike:
         self.open = {}  # optimizer: [the spike that has not come back, its last losses]
 
     def takes(self, module, tensors):
-        """A module is called in training. Some batches are read, at the steps 0, 1, 2, 4, 8, ..."""
+        """A module is called in training: read its batch at the steps 0, 1, 2, 4, 8, ..."""
         real = [t for t in batched(tensors) if t.is_floating_point() and t.numel()]
         _, usual = self.given.get(module, ((), ()))
         if self.tape.steps & (self.tape.steps - 1) == 0:
@@ -124,7 +123,7 @@ class Spike:
             del self.open[key]
 
     def sentences(self):
-        """Of spikes that are explained, and of those after which all was worse than ever before."""
+        """Sentences on spikes that are explained, or after which the run stayed worse than ever."""
         for spike in self.told:
             last, back = spike.get("last", ()), "; it has not come back"
             if spike["back"] is not None:
@@ -142,7 +141,7 @@ class Spike:
 
 
 def _times(now, recent, usual):
-    """How many times the highest of the past; 0 where tails are heavy, and a jump is no news."""
+    """How many times the highest of the past; 0 if tails are heavy and a jump is no news."""
     if not usual > 0:
         return 0.0
     times, spread = now / recent, recent / usual
@@ -197,7 +196,7 @@ def _rows_of(again, times, own):
 
 
 def _common(t, d, guilty, good):
-    """What the guilty rows of this tensor have in common, and no other row has."""
+    """Say what the guilty rows of this tensor share and no other row has; or ""."""
     rows = t.detach().movedim(d, 0)
     rows = rows.reshape(len(rows), -1)
     bad, others = rows[guilty], rows[good]

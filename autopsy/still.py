@@ -3,10 +3,9 @@ Still: what do weights and their gradients do while a script trains?
 
 It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
 few numbers of each tensor, which stay on the device until the script ends. Once, after the third
-step, it makes the forward pass again, to see whether the loss depends on weights that get no
-gradient; it moves these for that and puts them back bit by bit. Apart from that it touches nothing.
-Then, and while no optimizer has made a step, it looks for optimizers that make none. reasons.py
-says what all this means.
+step, it repeats the forward pass to see whether the loss depends on weights that get no gradient;
+to do so it moves them, and restores them bit by bit. It touches nothing else. Then, and while no
+optimizer has made a step, it looks for idle optimizers. reasons.py says what all this means.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LATELY, FAR = 8, 100  # steps
 
 
 class Followed:
-    """What was seen of an optimizer, which may be gone at the end."""
+    """What was seen of an optimizer, which may no longer exist at the end."""
 
     def __init__(self, optimizer):
         self.alive, self.name = ref(optimizer), type(optimizer).__name__
@@ -65,7 +64,7 @@ class Weight:
 
     @property
     def often(self):
-        """Read often enough, or over many steps: what is made late is read less often."""
+        """Whether it was read often enough, or over many steps (if it was made late)."""
         far = len(self.steps) > 1 and self.steps[-1] - self.steps[0] > FAR
         return far or len(self.norms) >= READ
 
@@ -75,7 +74,7 @@ class Weight:
 
     @property
     def fed(self):
-        """It had a gradient, not 0, whenever it was read."""
+        """Whether it had a gradient that was not 0 at each read."""
         return self.often and all(self.grads)
 
     @property
@@ -83,8 +82,8 @@ class Weight:
         return not any(grad is not None for grad in self.grads)
 
     def lost(self):
-        """The share of the sampled numbers that have an update and are as they were, because it is
-        lost in rounding."""
+        """The share of sampled numbers with an update that did not change, because rounding loses
+        the update."""
         if self.update is None or not (moves := self.update != 0).any():
             return 0.0
         lost = (self.now.double() - self.update).to(self.now.dtype) == self.now
@@ -140,7 +139,7 @@ class Still:
             self._read()
 
     def _find_idle(self):
-        """Optimizers that have made no step."""
+        """Find optimizers that have made no step."""
         optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
         for x in optimizers:
             params = [p for group in x.param_groups for p in group["params"]]
@@ -170,7 +169,7 @@ class Still:
                 w.steps.append(self.tape.steps)
 
     def _list(self, root, prefix="", unlisted=False):
-        """All parameters under this module, those in plain lists of modules, too."""
+        """List all parameters under this module, also those in plain lists of modules."""
         for path, module in root.named_modules(prefix=prefix):
             for name, p in module.named_parameters(path, recurse=False):
                 w = self.weights.setdefault(p, Weight(p))
@@ -182,7 +181,8 @@ class Still:
                         self._list(inner, f"{path}.{name}.{k}".lstrip("."), True)
 
     def _sample(self, w, optimizer, group):
-        """Some of its numbers, and what a step of torch's own optimizers subtracts from them."""
+        """Keep some of its numbers, and what a step of torch's own optimizers subtracts from
+        them."""
         p, state = w.p, optimizer.state.get(w.p, {})
         if not type(optimizer).__module__.startswith("torch.optim"):
             wide = [t for t in state.values() if isinstance(t, torch.Tensor) and t.shape == p.shape]
@@ -208,7 +208,7 @@ class Still:
         w.first = w.now if w.first is None else w.first
 
     def _cut_off(self, seen):
-        """Of weights without a gradient: does the loss depend on them?"""
+        """Find out whether the loss depends on weights that get no gradient."""
         mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
         cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
         if not cut or len(cut) == len(mine):

@@ -1,11 +1,11 @@
 """
-Swallowed: has an operation overflowed float16, and the loss has stayed finite all the same?
+Swallowed: did an operation overflow float16 while the loss stayed finite?
 
 h / inf is 0, exp(-inf) is 0, and a minimum or a clamp removes an inf: then no loss and no gradient
-tells of it, and the numbers are wrong. So in some steps the result of every operation in float16 is
-read as the script computes it, nothing again. An inf counts where finite numbers made it, weights
-had a part in it, and float32 holds it: the inf of a mask, of a constant or of a logarithm of 0 is
-meant. A step that the loss scaler skips tells nothing. It changes no number and ends no script.
+shows it, and the numbers are wrong. So in some steps this room reads the result of every operation
+in float16, as the script computes it. An inf counts if finite numbers made it, weights had a part
+in it, and float32 can hold it: the inf of a mask, a constant or a logarithm of 0 is intended. A
+step that the loss scaler skips does not count. It changes no number and ends no script.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Swallowed(TorchDispatchMode):
             self.now = {}
 
     def _finite(self, func, args, inputs):
-        """Finite numbers that fit into float16, and an operation that computes."""
+        """Whether the inputs are finite and fit into float16, and the operation computes."""
         rule = rule_of(func)
         name = func._schema.name.partition("::")[2]
         if MOVES.search(name) and not rule.copies:
@@ -117,7 +117,7 @@ class Swallowed(TorchDispatchMode):
         return finite and not meant and all(x <= LARGEST for x in numbers)
 
     def sentences(self):
-        """What is to be said at the end."""
+        """Sentences for the end of the script."""
         for (line, name), steps in self.found.items():
             when = f"step {steps[0]}"
             if steps[1:]:

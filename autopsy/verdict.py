@@ -1,8 +1,8 @@
 """
 Verdict: which of nine things was wrong?
 
-examine() has the step run again and asks in turn: is it bad again, where does the bad number come
-from, is it finite in fp32, at loss scale 1, in eager mode? It tries no cure itself.
+examine() repeats the step and asks in turn: is it bad again, where does the bad number come from,
+is it finite in fp32, at loss scale 1, in eager mode? cures.py tries the cures.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def examine(
     advice: str = "code",
     run_compiled: Callable | None = None,
 ) -> Report:
-    """Run the recorded step again and say what was wrong. On every rank, each with its own record;
-    then agree().
+    """Repeat the recorded step and say what was wrong. Call it on every rank, with the rank's own
+    record; then call agree().
 
     `run_step(batch, fp32)`: forward and backward of ONE recorded micro-batch on the bare `net` (no
     DDP), no optimizer; returns the 0-dim loss before scaling. `fp32=True`: autocast off, half
@@ -89,7 +89,7 @@ def examine(
 
 
 def _bad_state(rerun, state):
-    """Weights, moments and running statistics that were bad before the step, with their rows."""
+    """Names of weights, moments and running statistics that were bad before the step, with rows."""
     rerun.record.restore()
     named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
     if isinstance(state, Mapping):  # an optimizer's is keyed by the parameters themselves
@@ -103,7 +103,7 @@ def _bad_state(rerun, state):
 
 
 def _judge(rerun, report, state):
-    """The verdict on a step that is bad again."""
+    """Decide on a step that is bad again."""
     half = rerun.locator.half
     exact = re.fullmatch(EXACT, report.precision.lower())
     if exact and half:  # a forward may enter autocast by itself
@@ -117,7 +117,7 @@ def _judge(rerun, report, state):
 
 
 def _ready_made(rerun, report, state):
-    """The number was bad before an operation used it: data or weights, and what else is bad."""
+    """Decide on a number that was bad before any operation used it: data or weights."""
     table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
     held = bad_rows(table) if report.origin == "weights" else f" holds {report.made}"
     names = [report.source + held] if report.source != WRITTEN else []
@@ -135,7 +135,7 @@ def _ready_made(rerun, report, state):
 
 
 def _raised(rerun, report, exact):
-    """An exception: a label, a number that half cannot hold, or the code."""
+    """Decide on an exception: a label, a number that half precision cannot hold, or the code."""
     fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
     report = replace(report, fix=fix)
     if fix in (WRONG_INDEX, WRONG_LABEL):
@@ -146,7 +146,7 @@ def _raised(rerun, report, exact):
 
 
 def _well_known(rerun, report):
-    """What the operation and its arguments say without another run, or None."""
+    """Decide by the operation and its arguments, without another run; or None."""
     ignored = rerun.locator.labels.all_are
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
     no_label = f"every label is ignored ({ignored}): their mean is 0/0"
@@ -167,7 +167,7 @@ def _well_known(rerun, report):
 
 
 def _by_precision(rerun, report, exact):
-    """The step in fp32, and at loss scale 1."""
+    """Decide by the step in fp32, and at loss scale 1."""
     if not rerun(fp32=True):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5:
@@ -189,7 +189,7 @@ def _only_half(report):
 
 
 def _finite(rerun, report, state, num_classes, run_compiled):
-    """The verdict on a step that is not bad again."""
+    """Decide on a step that is finite when repeated."""
     dynamo = sys.modules.get("torch._dynamo")
     if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
         with compiled_code("default"):
