@@ -129,7 +129,8 @@ def judge(row, folder):
     (folder / "said").write_text(out + err)
     at = (out + err).find("autopsy: ")
     text = (out + err)[at:] if at >= 0 else ""
-    wrong = [f"does not say {x}" for x in row.says.split("; ") if x and not re.search(x, text)]
+    whole = text + "".join(file.read_text() for file in folder.glob("watched/**/autopsy.txt"))
+    wrong = [f"does not say {x}" for x in row.says.split("; ") if x and not re.search(x, whole)]
     if not alone:
         return wrong + same_as_bare(row, *ended)
     wrong += [f"an inner name {x}" for x in sorted(set(re.findall(INNER, text)))]
@@ -184,7 +185,7 @@ def page(results):
     for row in ran:
         expected = ", ".join(filter(None, [row.verdict or "clean", row.line and f"# {row.line}"]))
         command = " ".join(filter(None, [row.launcher, row.program, *row.arguments]))
-        misses = "; ".join(results["missed"][str(row)]).replace("|", "/")
+        misses = " ".join("; ".join(results["missed"][str(row)]).replace("|", "/").split())
         lines.append(f"| `{command}` | {expected} | {misses or 'as expected'} |")
     return "\n".join(lines) + "\n"
 
@@ -212,6 +213,7 @@ def main():
             print("MISS" if misses else "ok  ", row, *misses, sep="  ", flush=True)
             if "KEEP" in os.environ:  # a folder for all that was printed
                 kept = Path(os.environ["KEEP"]) / f"{row}.txt"
+                kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text((Path(folder) / "said").read_text())
         keep(row, misses)
 
