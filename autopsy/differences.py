@@ -10,17 +10,16 @@ and writes into copies.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from unittest import mock
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import hooks
 from .frames import frames_now, line_of, said
+from .hooks import calls_through
 from .step import rng_states, set_rng_states
-from .tensors import device_of
+from .tensors import device_of, flat_tensors
 
 MOST = 16  # calls of custom functions that are compared
 DIRECTIONS = 5
@@ -38,30 +37,24 @@ class Custom(TorchDispatchMode):
         self.random = False  # whether an operation drew random numbers
 
     def __enter__(self):
-        original = hooks.APPLY
-
-        def apply(function, *args, **kwargs):
-            own = original.__get__(None, function)
-            if function.__module__.startswith("torch."):
-                return own(*args, **kwargs)
-            if not self.depth:
-                wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
-                self.keep(function.__name__, own, args, kwargs, wanted)
-            self.depth += 1
-            try:
-                return own(*args, **kwargs)
-            finally:
-                self.depth -= 1
-
         self.undo = ExitStack()
-        apply = classmethod(apply)
-        self.undo.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply))
-        self.undo.enter_context(mock.patch.object(hooks, "APPLY", apply))  # outside of modules
+        self.undo.enter_context(calls_through(self.applied))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         self.undo.close()
+
+    def applied(self, function, own, args, kwargs):
+        """A custom function is called, perhaps within another one."""
+        if not self.depth:
+            wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
+            self.keep(function.__name__, own, args, kwargs, wanted)
+        self.depth += 1
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self.depth -= 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
@@ -96,6 +89,67 @@ class Custom(TorchDispatchMode):
                 named.append(f"{line}: {name}: {answer}")
             right += answer == ""
         return named, unknown, right
+
+
+@contextmanager
+def own_gradients():
+    """Each custom function's backward gets a contiguous copy of its gradient. Yields sentences on
+    those to which that may matter."""
+    notes = []
+
+    def wrapper(function, own, args, kwargs):
+        line, name = line_of(frames_now()), function.__name__
+        given = []
+
+        def before(grads):
+            scattered = any(g is not None and not g.is_contiguous() for g in grads)
+            if scattered:
+                notes.append(f"{line}: {name} is given a gradient that is not contiguous")
+            given[:] = [g if g is None else _copy(g) for g in grads]
+            return tuple(given)
+
+        def after(*_):
+            if any(g is not None and g._version for g in given):
+                notes.append(f"{line}: the backward of {name} writes into the gradient it is given")
+
+        out = own(*args, **kwargs)
+        for node in {t.grad_fn for t in flat_tensors(out)} - {None}:
+            node.register_prehook(before)
+            node.register_hook(after)
+        return out
+
+    with calls_through(wrapper):
+        yield notes
+
+
+def _copy(g):
+    return g.clone(memory_format=torch.contiguous_format)
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Find what a forward has saved for its backward, and what was written to afterwards without
+    autograd's knowledge (by `.data`, or by NumPy): `changed` says so."""
+
+    def __init__(self):
+        super().__init__(self.pack, self.unpack)
+        self.changed = []
+
+    def pack(self, t):
+        plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+        copy = t.detach().clone() if plain else None
+        return t.detach(), copy, t.requires_grad, line_of(frames_now())
+
+    def unpack(self, saved):
+        t, before, learns, line = saved
+        node = torch._C._current_autograd_node().name()
+        statistic = "BatchNorm" in node and t.dim() == 1 and not learns  # it updates these itself
+        kept = before is None or statistic
+        if not kept and bool(((t != before) & (before == before)).any()):
+            self.changed.append(
+                f"{line}: {node} reads a tensor that was written to after the forward without "
+                "autograd's knowledge (through .data or NumPy?)"
+            )
+        return t
 
 
 def differs(function, args, kwargs, wanted, rng):

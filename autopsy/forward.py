@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .frames import line_of
 from .step import StepRecord
 from .tape import BACKWARD, SLOPES, Made
 from .tensors import batch_size_of, batched
+
+SUMS = ("add", "radd", "iadd")
+SCALES = ("mul", "rmul", "div", "truediv")
 
 
 class Forward:
@@ -34,6 +38,7 @@ class Forward:
         forward = [call for call in calls if call.number <= last]
         self.calls = [call for call in forward if call.function not in SLOPES]
         self.as_it_was = {}  # what they made
+        self.results = []  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
         self.net = nn.Module()
         called = [x for c in self.calls for x in (c.function, *tree_leaves(c.args))]
@@ -73,6 +78,33 @@ class Forward:
         self.size = sizes or (first[0].shape[0] if first else 0)
         return made.get(one, 0.0)
 
+    def terms(self):
+        """(value, line) of each term that the largest loss is the sum of, as it was."""
+        calls = {call.number: call for call in self.computed}
+        values = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in calls}
+
+        found = []
+
+        def add(number, value=None):
+            call = calls[number]
+            parts = [m.number for m in call.uses() if m.number in calls]
+            name = getattr(call.function, "__name__", "").strip("_")
+            if name in SUMS and value is None:
+                for part in parts:
+                    add(part, values[part])
+            elif name in SCALES and len(parts) == 1:
+                add(parts[0], value)
+            else:
+                found.append((value or values[number], line_of(call.frames)))
+
+        add(self.losses[0])
+        return found
+
+    @property
+    def labels(self):
+        """Whole numbers of the batch, one a row."""
+        return [t for t in self.rows if t.dim() == 1 and not t.is_floating_point()]
+
     def __call__(self, rows=None):
         """Return the sum of the losses; after largest(), that one with these rows."""
         self.passes += 1
@@ -81,6 +113,7 @@ class Forward:
         if rows is None:
             for call in self.calls:
                 call.repeat(made)
+            self.results = [t for m, t in made.items() if m.number in self.losses]
         else:
             made.update(self.as_it_was)
             rows = [*rows] * self.size

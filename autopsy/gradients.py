@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from .differences import Custom
+from .differences import Custom, Saved, own_gradients
 from .frames import said
 from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
@@ -36,10 +36,12 @@ FAINT = 1e-6  # of the largest gradient: below it is rounding
 ZEROS = 0.5  # of a gradient, which fp16 made 0
 
 
+OWN = "with gradients of their own for custom functions"
 WAYS = {  # what is done otherwise: its context
     "without compiled code": partial(compiled_code, "force_eager"),
     "with plain attention": partial(sdpa_kernel, SDPBackend.MATH),
     "without checkpoints": without_checkpoints,
+    OWN: own_gradients,
 }
 
 
@@ -92,6 +94,7 @@ class Step:
 
     def __init__(self, tape, optimizer):
         self.tape, self.order = tape, []
+        self.notes = []  # on custom functions
         self.calls = _calls(tape)
         self.net = net_of(self.calls)
         self.params = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
@@ -125,8 +128,8 @@ class Step:
                 "made again, it has other gradients than the script: old ones that were not set "
                 "to 0, or changed by hand. Nothing is known"
             )
-        custom = Custom()
-        plain = self.once(WAYS, custom=custom)
+        custom, saved = Custom(), Saved()
+        plain = self.once(WAYS, record=(custom, saved))
         reference = "fp32" if self.half else "fp64"
         try:
             truth = self.once(WAYS, torch.float32 if self.half else torch.float64)
@@ -145,6 +148,8 @@ class Step:
             wrong = self._wrong(first, truth, rounding)
         blamed = self._who(wrong, truth, rounding) if wrong else ""
         named, unknown, right = custom.answers()
+        named += dict.fromkeys(saved.changed)
+        named += dict.fromkeys(self.notes) if blamed == OWN else ()
         if wrong and custom.random and not _draws_alike(blamed):
             wrong = {}
             unknown.append(DRAWS)
@@ -171,8 +176,8 @@ class Step:
         if len(found) > 5:
             yield f"and {len(found) - 5} more"
 
-    def once(self, ways=(), dtype=None, custom=None, shake=None):
-        """Compute the gradients of the step in these ways."""
+    def once(self, ways=(), dtype=None, record=(), shake=None):
+        """Compute the gradients of the step in these ways; `record`: contexts that look on."""
         self.tape.buffers_back(self.calls)
         for p in self.params.values():
             p.grad = None
@@ -180,13 +185,14 @@ class Step:
         of = (*NARROW, torch.float32) if dtype is torch.float64 else NARROW
         with ExitStack() as stack:
             for way in ways:
-                stack.enter_context(WAYS[way]())
+                notes = stack.enter_context(WAYS[way]())
+                self.notes = notes if way == OWN else self.notes
             if shake is not None:
                 stack.enter_context(self._shaken(shake))
             if dtype:
                 stack.enter_context(InDtype(dtype, of, self.net))
-            if custom:
-                stack.enter_context(custom)
+            for context in record:
+                stack.enter_context(context)
             for name, p in self.params.items():
                 told = p.register_post_accumulate_grad_hook(lambda _, n=name: order.append(n))
                 stack.callback(told.remove)
@@ -291,7 +297,7 @@ def _draws_alike(way):
     """Whether the step draws the same random numbers in this way as without it."""
     inductor = sys.modules.get("torch._inductor.config")
     compiled = way == "without compiled code" and getattr(inductor, "fallback_random", False)
-    return compiled or way == "without checkpoints"
+    return compiled or way in ("without checkpoints", OWN)
 
 
 def _shape(g, truth):

@@ -38,6 +38,7 @@ ROOM = 8  # findings that are told one by one
 BREAK_AT_0 = {"div": 1, "reciprocal": 0, "rsqrt": 0, "sqrt": 0}
 BREAK_AT_0 |= dict.fromkeys(("log", "log2", "log10"), 0)
 DIFFERENCES = ("sub", "rsub", "add")
+KEEP_AWAY = (*DIFFERENCES, "clamp", "clamp_min", "clamp_max")
 SCALER = "a loss scale (torch.amp.GradScaler)"
 EARLIER = (
     "what half has rounded stays rounded: begin fp32 where these numbers are made, or write it "
@@ -53,6 +54,7 @@ class Overflow(Locator):
         super().__init__()
         self.halves = Halves()
         self.lost = WeakKeyDictionary()  # storages with numbers that half makes 0: what says so
+        self.to_one = WeakKeyDictionary()  # storages with a bound that half makes 1
         self.over = WeakKeyDictionary()  # storages with numbers beyond the end
         self.found = {}  # (line, phase, kind): (how bad, words)
         self.flow = []  # of gradients: (root of the mean square, share that is lost, words)
@@ -116,6 +118,8 @@ class Overflow(Locator):
         with _disable_current_modes(), torch.no_grad():
             if not backward and not rule.writes:  # it overwrites its evidence
                 self.zeros(func, name, args)
+                if half:
+                    self.constants(name, args, kwargs, made[0])
                 if name in DIFFERENCES and made:
                     self.difference(func, args, made[0])
             if half and name not in PASSES_ON and not rule.empty:
@@ -200,6 +204,20 @@ class Overflow(Locator):
         if why and (name != "sqrt" or t.requires_grad):
             slope = "its slope" if name == "sqrt" else "the result"
             self.note(func, "zero", 1e3, f"{why}: {slope} is then inf or NaN")
+
+    def constants(self, name, args, kwargs, out):
+        """x + 1e-8, x.clamp(1e-8, 1 - 1e-8): a number that is to keep x away from 0, or from 1."""
+        bounds = [*args[1:], *kwargs.values()] if name in KEEP_AWAY else []
+        for c in bounds:
+            if type(c) is float and c and (rounded := float(torch.tensor(c).half())) in (0, 1, -1):
+                if rounded == 0:
+                    self.lost[storage_of(out)] = f"{c:g}, which is to keep it from 0, is 0 in fp16"
+                elif rounded != c:
+                    self.to_one[storage_of(out)] = f"{c!r}, its bound, is {rounded:g} in fp16"
+        if name in DIFFERENCES and any(type(a) in (int, float) and abs(a) == 1 for a in args):
+            near = [self.to_one.get(storage_of(t)) for t in args if isinstance(t, torch.Tensor)]
+            if why := next(filter(None, near), ""):
+                self.lost[storage_of(out)] = why
 
     def difference(self, func, args, out):
         """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of

@@ -7,6 +7,7 @@ At the end of the script it looks once at what still.py read. It ignores what yo
 
 from __future__ import annotations
 
+from collections import Counter
 from math import floor, log2
 from statistics import median
 
@@ -21,6 +22,7 @@ CUTS = {
     "no_grad": "they run under torch.no_grad()",
     "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
 }
+TINY = 1e-6  # of the highest rate
 DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
@@ -48,11 +50,12 @@ class Reasons:
             if cut:
                 yield (
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
-                    f"and the loss depends on them: {why}"
+                    f"and the loss depends on them: {(not without and cut[0].end) or why}"
                 )
         yield from self._idle()
         yield from self._in_no_optimizer()
         yield from self._frozen_between()
+        yield from self._by_attribute()
 
     def _names(self, weights):
         names = [w.name if w.unlisted else self.names.of(w.p) for w in weights[:4]]
@@ -65,6 +68,8 @@ class Reasons:
             why += "the model was copied, moved or replaced?)"
             if not any(w.p.requires_grad for w in mine):
                 why = "requires_grad is False for each"
+            elif seen.end:
+                why = seen.end
             elif any(w.module for w in mine):
                 why = "is zero_grad() called between backward() and step()?"
             yield (
@@ -97,31 +102,62 @@ class Reasons:
                 f"most numbers of {self._names(partly)} have not moved since the first step "
                 f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
             )
-        late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
-        if fed and len(late) == len(fed) and not still:
-            since = max(w.steps[-READ] for w in fed)
+        yield from self._slow(seen, fed, still)
+        if seen.dead and not any(w.grads[-1] for w in mine if w.fed_zero):
+            since, end = seen.dead
             yield (
-                f"no weight of {seen.name} has moved since step {since} of {seen.steps} at the "
-                f"latest: its lr has fallen from {seen.highest:.2g} to {float(fed[0].rate):.2g}"
+                f"each gradient of {seen.name} is exactly 0 since step {since} of {seen.steps} at "
+                "the latest, though the loss is not" + (f": it becomes 0 {end}" if end else "")
             )
         yield from self._dead(mine)
 
+    def _slow(self, seen, fed, still):
+        """Whether all weights have stopped, because the rate is too small."""
+        late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
+        since = max((w.steps[-READ] for w in late), default=0)
+        often = ""
+        if not late and all(float(w.rate) < TINY * seen.highest for w in fed):
+            late = [w for w in fed if abs(w.norms[-1] - w.norms[-2]) < TINY * w.norms[-1]]
+            since = max((w.steps[-2] for w in late), default=0)
+            often = " (is the scheduler called once a batch, and not once an epoch?)"
+        if fed and len(late) == len(fed) and not still:
+            yield (
+                f"no weight of {seen.name} has moved since step {since} of {seen.steps} at the "
+                f"latest: its lr has fallen from {seen.highest:.2g} to {float(fed[0].rate):.2g}"
+                + often
+            )
+
     def _dead(self, mine):
         """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
-        an expert that no token chose is no fault."""
+        an expert that no token chose is no fault. In a module of the script's own, one such tensor
+        may be unused on purpose."""
         alive = {tuple(w.p.shape) for w in mine if any(w.grads)}
         dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
-        dead = [w for w in dead if w.module and isinstance(w.module(), DENSE)]
+        dead = [w for w in dead if w.module]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
+        if alive:
+            owners = Counter(w.module() for w in whole)
+            whole = [w for w in whole if isinstance(w.module(), DENSE) or owners[w.module()] > 1]
+            dead = [w for w in dead if w.module() in {w.module() for w in whole}]
         if whole and not any(tuple(w.p.shape) in alive for w in whole):
-            yield (
-                f"the gradient of {self._names(dead)} was exactly 0 at every step read: a ReLU "
-                "that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss scaling)?"
-            )
+            why = "a ReLU that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss "
+            why += "scaling)?"
+            if whole[0].end:
+                why = f"it becomes 0 {whole[0].end}"
+            if len(zeros := [w for w in whole if not any(w.norms)]) > 1:
+                why += f"; {self._names(zeros)} hold nothing but 0: begin with other numbers in one"
+            yield f"the gradient of {self._names(dead)} was exactly 0 at every step read: {why}"
 
     def _idle(self):
         """Optimizers that make no step, though their weights get gradients."""
-        idle = [w for w in self.living if w.idle and not w.optimizer and w.fed and w.stands]
+        idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
+        none = not self.still.optimizers and not any(w.idle for w in self.living)
+        if idle and none and all(w.module() and w.module().training for w in idle):
+            yield (
+                f"{self._names(idle)} got gradients in {self.still.passes} backward passes and "
+                "never changed: an update without an optimizer has to be in place (p -= ...)"
+            )
+        idle = [w for w in idle if w.idle]
         for name in dict.fromkeys(w.idle for w in idle):
             some = [w for w in idle if w.idle == name]
             yield (
@@ -156,11 +192,11 @@ class Reasons:
         if on_purpose and not (lost or shared or off):
             left = [(k, w) for k, w in left if w not in early]
         left = [w for _, w in left] if trained else []
-        for unlisted in (True, False):
+        for unlisted in sorted({w.unlisted for w in left}, reverse=True):
             if some := [w for w in left if w.unlisted == unlisted]:
                 why = "add them, or requires_grad_(False) if they are not meant to train"
                 if unlisted:
-                    why = "they lie in a plain Python list: use nn.ModuleList"
+                    why = unlisted
                 elif lost:
                     why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
                     why += "build it after the model is complete"
@@ -193,6 +229,17 @@ class Reasons:
                 f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
                 "and after, are trained"
             )
+
+    def _by_attribute(self):
+        """module.requires_grad = ..., which sets an attribute that PyTorch never reads."""
+        for module in {m: 0 for root in self.names.roots for m in root.modules()}:
+            asked = vars(module).get("requires_grad")
+            mine = [w for w in self.living if w.p in {*module.parameters()}]
+            if asked in (True, False) and mine and all(w.p.requires_grad != asked for w in mine):
+                yield (
+                    f"{self._names(mine)}: requires_grad = {asked} of their module is an attribute "
+                    f"that PyTorch does not read; theirs is {not asked}: use requires_grad_()"
+                )
 
 
 def _above(root, p):

@@ -12,22 +12,71 @@ weight and no gradient, and restores buffers, random numbers and what modules ca
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from statistics import median
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from .changes import PAST, Changes
 from .forward import Forward
 from .tensors import batched, extent, few
 
-PAST = 32  # steps before, of which none was near it
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
+BESIDE = 3.0  # times the loss: of half of the rows, twice
+SOON = 3  # steps, within which most of a jump is over that a whole batch carried
 SPREAD = 6.0  # highest by median of these; beyond it tails are heavy
 SPIKES, TRIES = 3, 6  # in a run
 AGAIN = 48  # forward passes for one spike
 BEYOND = 10.0  # times the largest number of any other row
+
+
+@dataclass(eq=False)
+class Past:
+    """What was seen of an optimizer's steps."""
+
+    owner: int  # the optimizer's id
+    last: deque = field(default_factory=partial(deque, maxlen=PAST))  # (loss, norm)
+    highest: tuple = (0.0, 0.0)  # loss and norm so far
+    rates: deque = field(default_factory=partial(deque, maxlen=PAST))
+    before: float = inf  # the highest rate before one that was FASTER
+    since: int | None = None  # when that came
+    rate: float = 0.0  # the highest
+    step: int = 0  # the last
+    born: int | None = None  # when it took the place of an equal one
+    jump: Jump | None = None  # that has not come back
+
+
+@dataclass
+class Jump:
+    """Of the loss (k = 0) or of the gradient norm (k = 1), and what followed."""
+
+    what: str
+    k: int
+    size: float
+    recent: float  # the highest of the steps before
+    highest: float  # of all steps before
+    rates: list
+    since: int | None  # when the rate rose
+    why: str = ""
+    whole: str = ""  # why, if the next step is ordinary
+    soon: bool = False  # it was
+    back: int | None = None  # the step at which it had come back
+    last: deque = field(default_factory=partial(deque, maxlen=9))
+
+
+class Rows(NamedTuple):
+    """Sentences on what carries a jump."""
+
+    text: str = ""  # a few rows
+    labels: str = ""  # if no more is known of them
+    whole: str = ""  # all rows
+    term: str = ""  # all rows, and one term of the loss
 
 
 class Spike:
@@ -35,12 +84,12 @@ class Spike:
 
     def __init__(self, scaling, tape):
         self.scaling, self.tape = scaling, tape
-        self.past = {}  # optimizer: its last (loss, norm)
-        self.highest = {}  # optimizer: the highest loss and norm so far
-        self.rates = {}  # optimizer: its last rates
+        self.changes = Changes(tape)
+        self.wrote = self.changes.wrote
+        self.pasts = WeakKeyDictionary()  # of each optimizer
+        self.kinds = {}  # shapes of its weights: the latest one's
         self.given = WeakKeyDictionary()  # module: its batch; the largest number of earlier ones
         self.told, self.tries = [], 0
-        self.open = {}  # optimizer: [the spike that has not come back, its last losses]
 
     def takes(self, module, tensors):
         """A module is called in training: read its batch at the steps 0, 1, 2, 4, 8, ..."""
@@ -54,53 +103,81 @@ class Spike:
 
     def look(self, optimizer, losses, norm):
         """Before the step of this optimizer: these losses have led to its gradients."""
-        key = id(optimizer)
+        past = self.pasts.get(optimizer)
+        if not past or past.owner != id(optimizer):
+            past = self._begins(optimizer)
         rates = [group.get("lr") for group in optimizer.param_groups]
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
-        self.rates.setdefault(key, deque(maxlen=PAST)).append(max(rates, default=0.0))
-        now = sum(losses), norm
-        past = self.past.setdefault(key, deque(maxlen=PAST))
-        highest = self.highest.get(key, (0.0, 0.0))
-        recent = [max(values) for values in zip(*past, strict=True)] or [0.0, 0.0]
-        if key in self.open:
-            self._after(key, now)
-        elif len(past) == PAST and len(self.told) < SPIKES and self.tries < TRIES:
-            usual = [median(values) for values in zip(*past, strict=True)]
+        raised = self._raised(past, max(rates, default=0.0))
+        past.step = self.tape.steps
+        self.changes.look(optimizer, past)
+        now, highest = (sum(losses), norm), past.highest
+        recent = [max(values) for values in zip(*past.last, strict=True)] or [0.0, 0.0]
+        if past.jump:
+            self._after(past, now)
+        elif len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES:
+            usual = [median(values) for values in zip(*past.last, strict=True)]
             times = [*map(_times, now, recent, usual)]
             if any(a > b and t > ROWS for a, b, t in zip(now, highest, times, strict=True)):
                 times = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
-                self._spike(optimizer, now, recent, times)
+                self._spike(past, now, recent, times, raised)
             elif times[0] > ROWS:
-                self._spike(optimizer, now, recent, [times[0], 0.0], OWN * highest[0])
-        if key not in self.open:  # what follows a spike is measured by what was before it
-            past.append(now)
-        self.highest[key] = tuple(map(max, highest, now))
+                self._spike(past, now, recent, [times[0], 0.0], raised, OWN * highest[0])
+        # what follows a spike, or a higher rate, is measured by what was before it
+        if not past.jump and not raised:
+            past.last.append(now)
+        past.highest = tuple(map(max, highest, now))
 
-    def _spike(self, optimizer, now, recent, times, own=0.0):
-        """`own`: the least loss of the rows that are named."""
-        self.tries += 1
-        k = times.index(max(times))
-        spike = {"why": "", "back": None, "k": k}
-        spike["what"] = (
-            f"step {self.tape.steps}: the {('loss', 'gradient norm')[k]} jumped to "
-            f"{times[k]:.3g} times the highest of the {PAST} steps before"
-        )
+    def _begins(self, optimizer):
+        """One that follows an equal one of the step before, as after a resume, has its past."""
+        shapes = tuple(p.shape for group in optimizer.param_groups for p in group["params"])
+        past, step = self.kinds.get(shapes), self.tape.steps
+        follows = past and past.step == step - 1 and len(past.last) == PAST
+        if follows and optimizer not in self.pasts:  # else two equal ones take turns
+            past.owner, past.born = id(optimizer), step
+            self.tape.steps_of[id(optimizer)] = step
+        else:
+            past = Past(id(optimizer))
+        self.pasts[optimizer] = self.kinds[shapes] = past
+        return past
+
+    def _raised(self, past, rate):
+        """A sentence if the rate has risen far above all earlier ones a short while ago."""
+        past.rates.append(rate)
+        if past.since is None and rate > FASTER * past.rate > 0:
+            past.before, past.since = past.rate, self.tape.steps
+        past.rate = max(past.rate, rate)
+        if past.since is not None and self.tape.steps > past.since + PAST:
+            past.since = None
+        if past.since is None:
+            return ""
+        return f"At step {past.since} the lr rose from {past.before:g} to {past.rate:g}"
+
+    def _spike(self, past, now, recent, times, raised, own=0.0):
+        """`raised`: a sentence on the rate. `own`: the least loss of the rows that are named."""
+        if raised and any(jump.since == past.since for jump in self.told):
+            return
+        k, step = times.index(max(times)), self.tape.steps
+        what = f"step {step}: the {('loss', 'gradient norm')[k]} jumped to "
+        what += f"{times[k]:.3g} times the highest of the {PAST} steps before"
         if not self.scaling.scaler:
-            spike["what"] += f" ({now[k]:.3g} after at most {recent[k]:.3g})"
-        rates = [*self.rates[id(optimizer)]]
-        spike |= {
-            "rates": rates,
-            "limit": recent[k],
-            "highest": self.highest[id(optimizer)][k],
-        }
-        if self.tape.hooks.world == 1 and times[0] > ROWS:
-            spike["why"] = rows_of(self.tape, times[0], own)
-        if times[k] > ALL and not own:
-            spike["why"] = spike["why"] or self._whole()
+            what += f" ({now[k]:.3g} after at most {recent[k]:.3g})"
+        rates = [*past.rates]
+        jump = Jump(what, k, now[k], recent[k], past.highest[k], rates, past.since, why=raised)
+        rows = Rows()
+        if self.tape.hooks.world == 1 and times[0] > ROWS and not raised:
+            self.tries += 1
+            rows = rows_of(self.tape, times[0], own)
+            jump.whole = rows.whole
+        larger = self._whole() if times[k] > ALL else ""
+        if not (rows.labels and larger):  # else that says more
+            jump.why = jump.why or rows.text + rows.labels
+        if times[k] > ALL:
+            jump.why = jump.why or (not own and larger) or self.changes.sentence(past) or rows.term
         faster = times[0] > (ALL if own else ROWS) and max(rates) > FASTER * median(rates)
-        if spike["why"] or (times[k] > ALL and not own) or faster:
-            self.told.append(spike)
-            self.open[id(optimizer)] = [spike, deque(maxlen=9)]
+        if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
+            self.told.append(jump)
+            past.jump = jump
 
     def _whole(self):
         """A sentence if the batch is larger than all that were read before."""
@@ -114,29 +191,30 @@ class Spike:
                     )
         return ""
 
-    def _after(self, key, now):
-        spike, last = self.open[key]
-        last.append(now[spike["k"]])
-        spike["last"] = last
-        if last[-1] <= 2 * spike["limit"]:
-            spike["back"] = self.tape.steps
-            del self.open[key]
+    def _after(self, past, now):
+        jump = past.jump
+        jump.last.append(now[jump.k])
+        jump.soon |= len(jump.last) <= SOON and jump.last[-1] * ALL < jump.size
+        if jump.last[-1] <= 2 * jump.recent:
+            jump.back = self.tape.steps
+            past.jump = None
 
     def sentences(self):
-        """Sentences on spikes that are explained, or after which the run stayed worse than ever."""
-        for spike in self.told:
-            last, back = spike.get("last", ()), "; it has not come back"
-            if spike["back"] is not None:
-                back = f"; it came back at step {spike['back']}"
-            lost = spike["back"] is None and len(last) > 8 and median(last) > spike["highest"]
-            usual, most = median(spike["rates"]), max(spike["rates"])
-            why = spike["why"]
+        """Sentences on jumps that are explained, or after which the run stayed worse than ever."""
+        for jump in self.told:
+            ends = "; it has not come back" if jump.last else ""
+            if jump.back is not None:
+                ends = f"; it came back at step {jump.back}"
+            lost = jump.back is None and len(jump.last) > 8 and median(jump.last) > jump.highest
+            usual, most = median(jump.rates), max(jump.rates)
+            why = jump.why
             if not why and most > FASTER * usual > 0:
                 why = f"The lr was {usual:g} in most of the {PAST} steps before"
                 why += f", and at most {most:g}"
+            if not why and jump.soon:  # the batch's fault, not that of the weights
+                why = jump.whole
             if why or lost:
-                what = f"{spike['what']}{back if last else ''}"
-                what += ": the run is worse than at its start" * lost
+                what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
                 yield f"{what}. {why or 'No rows of the batch carry it'}"
 
 
@@ -152,36 +230,48 @@ def _times(now, recent, usual):
 
 
 def rows_of(tape, times, own=0.0):
-    """A sentence on the rows that carry the spike of this step, or ""."""
+    """Which rows carry the spike of this step."""
     try:
         with Forward(tape) as again:
             return _rows_of(again, times, own)
     except Exception:  # a service: whatever cannot be made again names no rows
-        return ""
+        return Rows()
 
 
 def _rows_of(again, times, own):
     whole = again.largest()
     size = again.size
     if size < 4:
-        return ""
+        return Rows()
     ordinary = max(2 * whole / times, whole / 1000)
     if not abs(again(range(size)) - whole) <= 1e-3 * whole or not whole:
-        return ""  # not reproducible
-    guilty, groups = [], [list(range(size))]
+        return Rows()  # not reproducible
+    guilty, groups, calm, most = [], [list(range(size))], 0, 0.0
     while groups and again.passes < AGAIN:
         group = groups.pop(0)
         half = (len(group) + 1) // 2
         for part in (group[:half], group[half:]):
-            if again(part) > ordinary:
+            loss = again(part)
+            most = max(most, loss) if len(group) == size else most
+            if loss > ordinary:
                 (groups if len(part) > 1 else guilty).append(part)
+            elif len(part) * 8 >= size:
+                calm += 1
+    if not calm and most > BESIDE * whole:  # rows meet each other: two equal ones are another loss
+        return Rows()
+    if not calm:
+        same = [t for t in again.labels if bool((t == t[0]).all())]
+        also = "".join(f". In {_kind(t)} all hold {t[0].item()}" for t in same[:1])
+        carries = "The whole batch carries it, not a few of its rows"
+        term = _term(again.terms(), ordinary / whole) if times > ALL else ""
+        return Rows(whole=carries + also, term=term and carries + term)
     guilty = sorted(row for part in guilty for row in part)
     good = [row for row in range(size) if row not in guilty]
     if groups or not guilty or len(guilty) > size // 4:
-        return ""
+        return Rows()
     without = again(good)
     if not without <= ordinary or again(guilty) < own:
-        return ""
+        return Rows()
     what, carry = ("Row", "carries") if len(guilty) == 1 else ("Rows", "carry")
     text = f"{what} {few(guilty)} of {size}"
     text += f" of backward pass {again.turn}" * (again.turns > 1)
@@ -189,10 +279,17 @@ def _rows_of(again, times, own):
     them = "it" if len(guilty) == 1 else "them"
     text += f"{them} the loss is {without / whole:.2g} of that"
     common = [said for t, d in again.rows.items() if (said := _common(t, d, guilty, good))]
-    if not common:
-        labels = [t for t in again.rows if t.dim() == 1 and not t.is_floating_point()]
-        common = [f"In {_kind(t)} they hold {few(t[guilty].tolist())}: right?" for t in labels[:1]]
-    return ". ".join([text, *[*dict.fromkeys(common)][:2]])
+    held = [(_kind(t), few(t[guilty].tolist())) for t in again.labels[:1]]
+    labels = "".join(f". In {kind} they hold {labels}: right?" for kind, labels in held)
+    return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]), "" if common else labels)
+
+
+def _term(terms, ordinary):
+    """What to add if one term of the loss carries a jump; `ordinary`: the share of all others."""
+    total, (most, line) = sum(value for value, _ in terms), max(terms)
+    if 0 < total - most <= ordinary * total:
+        return f". Of the loss, a sum, {most / total:.0%} is the term of {line}"
+    return ""
 
 
 def _common(t, d, guilty, good):

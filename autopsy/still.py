@@ -20,13 +20,16 @@ from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .forward import Forward
-from .frames import frames_now
+from .frames import frames_now, line_of
 from .ledger import moved_by
+from .path import Cuts, where_zero
+from .step import attributes_of
 from .tensors import numbers_of
 
 SAMPLE = 64  # numbers of a tensor that are followed
 READ = 3  # times at least
 LATELY, FAR = 8, 100  # steps
+FEW = 8  # operations
 
 
 class Followed:
@@ -37,19 +40,22 @@ class Followed:
         self.steps = self.fed = 0  # fed: steps in which a parameter had a gradient
         self.zero = {}  # group: the step since which its rate is 0
         self.highest = 0.0  # rate
+        self.end = ""  # of the graph of all its weights
+        self.dead = None  # since when each gradient is 0 though the loss is not, and where that is
         self.strays = 0  # parameters without a gradient, which no module holds
 
 
 class Weight:
     """What was read of one parameter."""
 
-    def __init__(self, p, name="", module=None, unlisted=False):
+    def __init__(self, p, name="", module=None, unlisted=""):
         self.alive, self.name, self.module = ref(p), name, module and ref(module)
-        self.unlisted = unlisted  # its module lies in a plain list
+        self.unlisted = unlisted  # why no parameters() lists it
         self.optimizer = None
         self.shared = False  # by two optimizers
         self.idle = ""  # the optimizer that holds it and has made no step
         self.without = ""  # what its forward ran in, in place of a graph
+        self.end = ""  # of its graph, or of its gradient
         self.group = 0
         self.masters = False  # it may have wider ones
         self.norms = []
@@ -78,6 +84,11 @@ class Weight:
         return self.often and all(self.grads)
 
     @property
+    def fed_zero(self):
+        """Whether it had a gradient at each read, be it 0."""
+        return self.often and None not in self.grads
+
+    @property
     def starved(self):
         return not any(grad is not None for grad in self.grads)
 
@@ -102,6 +113,7 @@ class Still:
         # modules and optimizers of the last steps: they live until the end of the script
         self.called = {}
         self.cut = []  # weights without a gradient, on which the loss depends
+        self.leaf = ""  # where backward() was called of a tensor without a graph
         self.passes = 0  # backward, before the first step of any optimizer
 
     def stepped(self, optimizer):
@@ -130,6 +142,16 @@ class Still:
             self._find_idle()
             if self.tape.hooks.world == 1:
                 self._cut_off(seen)
+        if self.tape.hooks.world == 1:
+            if step == READ + 1:
+                self._zero(seen)
+            elif step > READ and step & (step - 1) == 0 and not seen.dead:
+                self._zero(seen, lately=True)
+
+    def begins(self, losses):
+        """Before a backward pass."""
+        if all(t.is_leaf for t in losses):
+            self.leaf = line_of(frames_now())
 
     def passed(self):
         """After a backward pass, before the first step of any optimizer."""
@@ -151,6 +173,7 @@ class Still:
         for root in dict.fromkeys([*called, *self.names.roots]):
             if root in self.names.roots:
                 self._list(root)
+                self._list_hidden(root)
         for k, group in enumerate(optimizer.param_groups if optimizer else ()):
             for p in group["params"]:
                 w = self.weights.setdefault(p, Weight(p))
@@ -168,17 +191,39 @@ class Still:
                 w.grads += [None] if p.grad is None else self.ledger.norms([p.grad])
                 w.steps.append(self.tape.steps)
 
-    def _list(self, root, prefix="", unlisted=False):
-        """List all parameters under this module, also those in plain lists of modules."""
+    def _list(self, root, prefix="", unlisted=""):
+        """List all parameters under this module, also what parameters() does not list: modules
+        and tensors in plain lists and dicts, and plain tensors that need a gradient."""
         for path, module in root.named_modules(prefix=prefix):
             for name, p in module.named_parameters(path, recurse=False):
-                w = self.weights.setdefault(p, Weight(p))
-                if not w.module:
-                    w.name, w.module, w.unlisted = name, ref(module), unlisted
-            for name, value in vars(module).items():
-                for k, inner in enumerate(value) if type(value) in (list, tuple) else ():
-                    if isinstance(inner, nn.Module) and inner is not root:
-                        self._list(inner, f"{path}.{name}.{k}".lstrip("."), True)
+                self._add(p, name, module, unlisted)
+            for name, value in attributes_of(module).items():
+                own = f"{path}.{name}".lstrip(".")
+                pairs = {list: enumerate, tuple: enumerate, dict: dict.items}.get(type(value))
+                kind = "Dict" if type(value) is dict else "List"
+                where = f"they lie in a plain Python {kind.lower()}: use nn."
+                for k, x in pairs(value) if pairs else ():
+                    if isinstance(x, nn.Module) and x is not root:
+                        self._list(x, f"{own}.{k}", f"{where}Module{kind}")
+                    elif isinstance(x, nn.Parameter):
+                        self._add(x, f"{own}.{k}", module, f"{where}Parameter{kind}")
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+                    self._add(value, own, module, "plain tensors are no parameters: nn.Parameter")
+
+    def _list_hidden(self, root):
+        """List the weights of which a module holds only what was made of them."""
+        for path, module in root.named_modules():
+            for name, value in attributes_of(module).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    for p in _leaves(value):
+                        why = "what their module holds was made of an nn.Parameter, and is none: "
+                        why += "make nn.Parameter the last step"
+                        self._add(p, f"{path}.{name}".lstrip("."), module, why)
+
+    def _add(self, p, name, module, unlisted):
+        w = self.weights.setdefault(p, Weight(p))
+        if not w.module:
+            w.name, w.module, w.unlisted = name, ref(module), unlisted
 
     def _sample(self, w, optimizer, group):
         """Keep some of its numbers, and what a step of torch's own optimizers subtracts from
@@ -211,7 +256,7 @@ class Still:
         """Find out whether the loss depends on weights that get no gradient."""
         mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
         cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
-        if not cut or len(cut) == len(mine):
+        if not cut:
             return
         params, without = [w.p for w in cut], {}
 
@@ -225,10 +270,12 @@ class Still:
         hooks = [w.module().register_forward_pre_hook(before_forward) for w in cut]
         copies = [p.detach().clone() for p in params]
         unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(params))
+        end = ""
         with suppress(Exception), unchanged:  # what cannot be made again proves nothing
             try:
-                with Forward(self.tape) as again:
+                with Forward(self.tape) as again, Cuts(params) as cuts:
                     loss = again()
+                    end = cuts.of(again.results)
                     if again.losses and again() == loss:
                         for p in params:
                             p.mul_(1.5).add_(0.1)
@@ -241,3 +288,34 @@ class Still:
         others = next(filter(None, without.values()), "")
         for w in self.cut:  # some modules are not called: attention reads the weights of its own
             w.without = without.get(w.module(), others)
+            w.end = end
+        if len(cut) == len(mine):
+            seen.end, self.cut = end, []
+            if self.leaf:
+                seen.end = f"at {self.leaf} backward() begins at a new tensor, which has no graph"
+
+    def _zero(self, seen, lately=False):
+        """Find out where a gradient becomes 0 that was so at each read; or lately, if all are."""
+        mine = [w for w in self.weights.values() if w.optimizer is seen and w.module and w.fed_zero]
+        reads = -READ if lately else 0
+        total = self.ledger.to_host(sum(w.grads[reads:]) for w in mine)
+        dead = [w for w, norm in zip(mine, total, strict=True) if norm == 0]
+        if not dead or (lately and len(dead) < len(mine)):
+            return
+        end, loss = "", 0.0
+        anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        with suppress(Exception), anomaly, Forward(self.tape) as again:
+            loss = again()
+            end = where_zero(again.results, [w.p for w in dead])
+        if lately and loss:
+            seen.dead = min(w.steps[-READ] for w in dead), end
+        for w in dead if not lately else ():
+            w.end = end
+
+
+def _leaves(t):
+    """What it was made of in a few operations."""
+    nodes = [t.grad_fn]
+    for node in nodes:
+        nodes += [n for n, _ in node.next_functions if n is not None and len(nodes) < FEW]
+    return [node.variable for node in nodes if hasattr(node, "variable")]

@@ -85,6 +85,17 @@ OVERFLOWS = {
         return h / (h.abs().mean(1, keepdim=True) + 1e-8)  # here
     train(Net(middle))
     """, "aten.div.*1e-08 becomes? 0 in fp16"),
+    "an eps that half makes 0, whatever p is": ("""
+    def loss_of(out, y):
+        return -torch.log(torch.sigmoid(out) + 1e-8).mean()  # here
+    train(Net(), loss_of)
+    """, "aten.log.*1e-08, which is to keep it from 0, is 0 in fp16"),
+    "a bound that half makes 1": ("""
+    def loss_of(out, y):
+        p = torch.sigmoid(out).clamp(1e-6, 1 - 1e-6)
+        return -torch.log(1 - p).mean()  # here
+    train(Net(), loss_of)
+    """, "aten.log.*0.999999, its bound, is 1 in fp16"),
     "x + 1 - 1": ("""
     def middle(self, h):
         grown = h * 1e-4 + 1
@@ -127,6 +138,35 @@ OVERFLOWS = {
 }
 # name: (script, words)
 WRONG = {
+    "a result that is written to behind autograd's back": ("""
+    def middle(self, h):
+        h = torch.sigmoid(self.norm(h))  # here
+        h.data.mul_(2)
+        return h
+    train(Net(middle))
+    """, "SigmoidBackward0 reads a tensor that was written to"),
+    "a backward that writes into what it is given": ("""
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x.sigmoid()
+        @staticmethod
+        def backward(ctx, g):
+            x, s = ctx.saved_tensors[0], ctx.saved_tensors[0].sigmoid()
+            return g.mul_(s * (1 + x * (1 - s)))
+    train(Net(lambda self, h: h + self.mix(h) + Swish.apply(h)))  # here
+    """, "the backward of Swish writes into the gradient"),
+    "a backward that takes its gradient for contiguous": ("""
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g.as_strided(g.shape, (g.shape[1], 1))
+    train(Net(lambda self, h: self.mix(Scaled.apply(h).t().contiguous()).t()))  # here
+    """, "Scaled is given a gradient that is not contiguous"),
     "a factor is missing": ("""
     class Square(torch.autograd.Function):
         @staticmethod

@@ -1,0 +1,103 @@
+"""
+Changes: what has the script done before this step that it had not done before?
+
+Before each optimizer step it notes a few things that cost nothing: how large the batch is, how many
+backward passes lead to it, train() or eval(), writes into weights by hand, and the optimizer's
+state. They may explain a jump of the loss. It reads no number and judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from .frames import line_of
+from .tape import BACKWARD
+from .tensors import storage_of
+
+PAST = 32  # steps
+LATELY = 3  # of these: what a change has led to
+APART = 4  # times as many rows
+
+
+class Changes:
+    """What was noted of each optimizer's last steps."""
+
+    def __init__(self, tape):
+        self.tape = tape
+        # of each optimizer's past:
+        self.noted = WeakKeyDictionary()
+        self.lines = WeakKeyDictionary()  # all that its steps ran: at which step first
+        self.written = []  # since the last step: (line, weights)
+
+    def wrote(self, line, weights):
+        """This line of the script writes into these weights."""
+        self.written.append((line, {storage_of(p) for p in weights}))
+
+    def look(self, optimizer, past):
+        mine = set()
+        if self.written:
+            mine = {storage_of(p) for group in optimizer.param_groups for p in group["params"]}
+        calls = [c for c in self.tape.calls if c.number > self.tape.latest]
+        nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
+        now = {
+            "shape": next((tuple(c.shape) for c in nets if c.shape), (0,)),
+            "passes": sum(c.function is BACKWARD for c in calls),
+            "eval": tuple(dict.fromkeys(not c.function.training for c in nets)),
+            "state": (id(optimizer.state), bool(optimizer.state)),
+            "written": {line for line, written in self.written if written & mine},
+        }
+        self.written = []
+        lines = self.lines.setdefault(past, {})
+        for call in calls:
+            for frame in call.frames[-1:]:  # of the script
+                lines.setdefault(frame, self.tape.steps)
+        self.noted.setdefault(past, deque(maxlen=PAST + LATELY)).append(now)
+
+    def sentence(self, past):
+        """What is new since a few steps, or lines that ran for the first time; or ""."""
+        noted = [*self.noted[past]]
+        before, late = noted[:-LATELY], noted[-LATELY:]
+
+        def earlier(what):
+            return {step[what] for step in before}
+
+        now, passes = noted[-1], earlier("passes")
+        if past.born is not None and (age := self.tape.steps - past.born) < LATELY:
+            _, filled = late[-1 - age]["state"]
+            without = "" if filled else ", which began without the state of the one before"
+            return f"The optimizer is a new one since step {past.born}{without}"
+        if size := _unusual(now["shape"], earlier("shape")):
+            return size
+        if now["passes"] not in range(min(passes), max(passes) + 1):
+            return f"{now['passes']} backward passes led to it, {_span(passes)} to those before"
+        if now["eval"] in ((True,), (False,)) and now["eval"] not in earlier("eval"):
+            modes = ("eval()", "train()") if now["eval"][0] else ("train()", "eval()")
+            return "The network was in {} mode, and in {} mode before".format(*modes)
+        known = {line for step in before for line in step["written"]}
+        if lines := [line for step in late for line in step["written"] if line not in known]:
+            return f"Shortly before, weights were written at {lines[0]}"
+        if late[-1]["state"] not in earlier("state"):
+            return "The optimizer's state is a new one: cleared, or loaded"
+        ran = self.lines[past].items()
+        if new := [frame for frame, step in ran if step == self.tape.steps]:
+            return f"It was the first step to run {line_of(new[:1])}"
+        return ""
+
+
+def _unusual(shape, earlier):
+    """A sentence if a batch of this shape is far larger than those, or has far fewer rows."""
+    same = [other for other in earlier if len(other) == len(shape)]
+    for d, sizes in enumerate(zip(*same, strict=True)):
+        few = d == 0 and shape[d] * APART <= min(sizes)
+        if few or shape[d] >= APART * max(sizes) > 0:
+            where = "rows" if d == 0 else f"in dimension {d}"
+            return f"Its batch has {shape[d]} {where}, those before had {_span(set(sizes))}"
+    return ""
+
+
+def _span(numbers):
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"

@@ -1,0 +1,88 @@
+"""
+Path: where does the gradient end on its way from the loss to some weights?
+
+It repeats the forward pass of a step, and finds the operation whose result has no graph though it
+was made of these weights, or the one whose backward makes 0 of a gradient. It writes into nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .frames import frames_in, frames_now, line_of
+from .tape import READS
+from .tensors import flat_tensors
+
+
+class Cuts(TorchFunctionMode):
+    """Follow what is computed from these weights; of(t) is where t lost its graph to them."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.live = WeakIdKeyDictionary(dict.fromkeys(params, True))  # what has a graph to them
+        self.ends = WeakIdKeyDictionary()  # what was made of them without: where
+        self.read = {}  # where Python read a number that was made of them
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = flat_tensors((args, kwargs))
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        live = any(t in self.live for t in given)
+        ends = {end: True for t in given for end in self.ends.get(t, ())}
+        made = flat_tensors(out)
+        if live and not any(t.requires_grad for t in made):
+            if name == "__get__":
+                name = func.__self__.__name__
+            end = f"{name.strip('_')} at {line_of(frames_now())}"
+            (ends if made else self.read if name in READS else {})[end] = True
+        elif name in READS:
+            self.read |= ends
+        for t in made:
+            if live and t.requires_grad:
+                self.live[t] = True
+            if ends:
+                self.ends[t] = ends
+        return out
+
+    def of(self, losses):
+        """Say which operations give no gradient, or which one reads a number in Python; or ""."""
+        if any(t in self.live for t in losses):
+            return ""
+        ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
+        if not ends and len(self.read) == 1:
+            ends = [*self.read]
+        return f"{ends[0]} gives no gradient" if ends else ""
+
+
+def where_zero(losses, params):
+    """Say in whose backward the gradient on the way to these weights becomes 0; or "". The forward
+    must have run in anomaly mode, which keeps the lines."""
+    found, undo, seen, nodes = [], [], set(), [t.grad_fn for t in losses if t.grad_fn]
+
+    def look(node: Node):
+        def after(to_inputs, to_outputs):
+            on = [g for g in to_inputs if g is not None]
+            came = any(g is not None and bool(g.any()) for g in to_outputs)
+            if came and on and not any(bool(g.any()) for g in on):
+                line = line_of(frames_in(node.metadata.get("traceback_", ())))
+                found.append(f"in {node.name()}{f' of {line}' if line else ''}")
+
+        undo.append(node.register_hook(after))
+
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            look(node)
+            nodes += [other for other, _ in node.next_functions if other]
+    try:
+        ones = [torch.ones_like(t) for t in losses]
+        torch.autograd.grad(losses, params, ones, allow_unused=True)
+    finally:
+        for handle in undo:
+            handle.remove()
+    return found[0] if found else ""
