@@ -61,7 +61,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +138,11 @@ def non_finite(state: Any) -> list[str]:
     return [name for name, t in bad if NEVER_A_MASK.search(name) or not _is_mask(t)]
 
 
-def _is_mask(t: Tensor) -> bool:
+def _is_mask(t):
     return bool(((t == 0) | (t < -LIMIT)).all())
 
 
-def _is_dense(t: Tensor) -> bool:
+def _is_dense(t):
     """What is saved, and what is loaded again."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
 
@@ -237,7 +237,7 @@ def write(
     return zlib.crc32(content)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path):
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links
@@ -245,7 +245,7 @@ def _link(source: Path, target: Path) -> None:
         _fsync(target)
 
 
-def _fsync(path: Path) -> None:  # a file or a folder (on Windows: a file)
+def _fsync(path: Path):  # a file or a folder (on Windows: a file)
     # Windows flushes only what is open for writing; nobody else opens a folder for writing.
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -295,7 +295,7 @@ def load_run(path: str | Path) -> State:
     return state
 
 
-def check_step(step: Any, path: Path | str) -> None:
+def check_step(step: Any, path: Path | str):
     if type(step) is not int or step < 0:
         raise CheckpointError(f"{path} claims step {step}: a step is 0, 1, 2, ...")
 
@@ -313,10 +313,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.last_good = folder / "last_good.pt"
         self.best = folder / "best.pt"
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: dict[Path, Future] = {}
-        self._written: dict[Path, int] = {}  # the CRC-32 of what was saved last
+        self._pending = {}  # path: the Future of its write
+        self._written = {}  # path: the CRC-32 of what was saved last
 
-    def lock(self) -> None:
+    def lock(self):
         """CheckpointError if another process has locked the folder and is alive."""
         path = self.last.with_name(".lock")
         if path.is_symlink():
@@ -353,7 +353,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         }
         return self._start(self.best, wide)
 
-    def _start(self, path: Path, state: dict, *links: Path | None) -> list[str]:
+    def _start(self, path, state, *links):
         self.poll(path)
         host, ready = snapshot(state)  # first, because it refuses what non_finite cannot look at
         if bad := non_finite(state):
@@ -365,20 +365,20 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
         return []
 
-    def poll(self, *wanted: Path) -> None:
+    def poll(self, *wanted: Path):
         """Raise the error of a save that has failed since. Waits only for the named files."""
         for path, future in [*self._pending.items()]:
             if future.done() or path in wanted:
                 del self._pending[path]
                 self._written[path] = future.result()
 
-    def wait(self, *_: object) -> None:
+    def wait(self, *_):
         """Return when nothing is left to write. Call it before the process ends."""
         self.poll(*self._pending)
 
     __exit__ = wait
 
-    def compare(self) -> None:
+    def compare(self):
         """Raise CheckpointError if a file is not what was saved here last. Call wait() before."""
         for path, checksum in self._written.items():
             if zlib.crc32(path.read_bytes()) != checksum:
@@ -411,7 +411,7 @@ def rng_state(device: str | torch.device = "cpu") -> State:
     return state
 
 
-def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
+def set_rng_state(state: State, device: str | torch.device = "cpu"):
     """Restore what `rng_state` returned; CUDA's if `state` has one and `device` is CUDA."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
@@ -437,7 +437,7 @@ class StopSignals:
         self.at_once = at_once
         self.number = 0
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self):
         self._previous = {}
         for name in STOPS:
             number = getattr(signal, name, None)  # Windows has few
@@ -446,11 +446,11 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _receive(self, number: int, _: object) -> None:
+    def _receive(self, number, _):
         self.number = self.number or number
         if self.at_once:
             self.at_once = False

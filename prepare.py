@@ -19,7 +19,6 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,12 +49,12 @@ from rescue import inject, resume
 CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
 
 
-def setup(run: Run, train_step: Callable) -> None:
+def setup(run: Run, train_step: Callable):
     """Prepare `run` for its first step, and print each decision."""
     args = run.args
     spent = {"torch": time.process_time()}  # seconds: its import, before anything of ours
 
-    def timed(phase: Callable, *more: Any) -> Any:
+    def timed(phase, *more):
         began = time.perf_counter()
         result = phase(run, *more)
         spent[phase.__name__] = time.perf_counter() - began
@@ -165,7 +164,7 @@ def data(run: Run, local_rank: int) -> list[str]:
     return left_out
 
 
-def network(run: Run) -> None:
+def network(run: Run):
     """Build the network, bare and with its loss, on the device."""
     args = run.args
     recipe = MODELS[args.model][1]
@@ -215,7 +214,7 @@ def precision(run: Run, saved: dict | None) -> float | None:
     count = max(min(2, micro_batch), min(micro_batch // 4, 64))
 
     @functools.cache
-    def step(dtype: torch.dtype) -> float:
+    def step(dtype):
         seconds_of(run, dtype, count)  # the first one warms up
         return seconds_of(run, dtype, count) * images / count
 
@@ -278,7 +277,7 @@ def length(run: Run, saved: dict | None, seconds: float | None) -> str:
     return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}"
 
 
-def training(run: Run) -> None:
+def training(run: Run):
     """Make optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
     args, recipe = run.args, MODELS[run.args.model][1]
     masters = run.policy.masters
