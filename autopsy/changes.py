@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .frames import line_of
+from .ledger import moved_by
 from .tape import BACKWARD
-from .tensors import storage_of
+from .tensors import few, storage_of
 
 PAST = 32  # steps
 LATELY = 3  # of these: what a change has led to
@@ -25,8 +26,8 @@ APART = 4  # times as many rows
 class Changes:
     """What was noted of each optimizer's last steps."""
 
-    def __init__(self, tape):
-        self.tape = tape
+    def __init__(self, tape, names):
+        self.tape, self.names = tape, names
         # of each optimizer's past:
         self.noted = WeakKeyDictionary()
         self.lines = WeakKeyDictionary()  # all that its steps ran: at which step first
@@ -40,6 +41,8 @@ class Changes:
         mine = set()
         if self.written:
             mine = {storage_of(p) for group in optimizer.param_groups for p in group["params"]}
+        moved = len(moved_by(optimizer))
+        more = past in self.noted and moved > self.noted[past][-1]["moved"]
         calls = [c for c in self.tape.calls if c.number > self.tape.latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         now = {
@@ -48,6 +51,9 @@ class Changes:
             "eval": tuple(dict.fromkeys(not c.function.training for c in nets)),
             "state": (id(optimizer.state), bool(optimizer.state)),
             "written": {line for line, written in self.written if written & mine},
+            "others": any(not written & mine for _, written in self.written),
+            "moved": moved,
+            "fresh": self._fresh(optimizer) if more else {},
         }
         self.written = []
         lines = self.lines.setdefault(past, {})
@@ -55,6 +61,24 @@ class Changes:
             for frame in call.frames[-1:]:  # of the script
                 lines.setdefault(frame, self.tape.steps)
         self.noted.setdefault(past, deque(maxlen=PAST + LATELY)).append(now)
+
+    def _fresh(self, optimizer):
+        """{name: rate} of the weights that move for the first time, if the optimizer shows it."""
+        moving = [
+            (p, group)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        fresh = [(p, group) for p, group in moving if not optimizer.state.get(p)]
+        if len(fresh) == len(moving):
+            return {}  # it keeps no state
+        return {self.names.of(p): f"{float(group['lr']):g}" for p, group in fresh}
+
+    def target_moved(self, past):
+        """Whether weights of others, like those of a target network, were exchanged just before."""
+        others = [step["others"] for step in self.noted[past]]
+        return any(others[-LATELY:]) and not all(others[:-LATELY])
 
     def sentence(self, past):
         """What is new since a few steps, or lines that ran for the first time; or ""."""
@@ -79,6 +103,9 @@ class Changes:
         known = {line for step in before for line in step["written"]}
         if lines := [line for step in late for line in step["written"] if line not in known]:
             return f"Shortly before, weights were written at {lines[0]}"
+        if fresh := {name: rate for step in late for name, rate in step["fresh"].items()}:
+            rates = few(sorted({*fresh.values()}), 4)
+            return f"Shortly before, {few(fresh, 4)} moved for the first time, with lr {rates}"
         if late[-1]["state"] not in earlier("state"):
             return "The optimizer's state is a new one: cleared, or loaded"
         ran = self.lines[past].items()

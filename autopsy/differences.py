@@ -11,6 +11,7 @@ and writes into copies.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,10 @@ class Custom(TorchDispatchMode):
 
 @contextmanager
 def own_gradients():
-    """Each custom function's backward gets a contiguous copy of its gradient. Yields sentences on
-    those to which that may matter."""
+    """Each custom function's backward gets a contiguous copy of its gradient, and each hook of a
+    tensor a copy. Yields sentences on those to which that may matter."""
     notes = []
+    register = Tensor.register_hook
 
     def wrapper(function, own, args, kwargs):
         line, name = line_of(frames_now()), function.__name__
@@ -118,7 +120,19 @@ def own_gradients():
             node.register_hook(after)
         return out
 
-    with calls_through(wrapper):
+    def hooked(t, hook):
+        line, name = line_of(frames_now()), getattr(hook, "__qualname__", type(hook).__name__)
+
+        def with_copy(grad):
+            given = _copy(grad)
+            out = hook(given)
+            if given._version:
+                notes.append(f"{line}: the hook {name} writes into the gradient it is given")
+            return out
+
+        return register(t, with_copy)
+
+    with calls_through(wrapper), mock.patch.object(Tensor, "register_hook", hooked):
         yield notes
 
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from .differences import Custom, Saved, own_gradients
-from .frames import said
+from .forward import SCALES, SUMS
+from .frames import line_of, said
 from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
 from .replay import net_of
@@ -36,7 +37,7 @@ FAINT = 1e-6  # of the largest gradient: below it is rounding
 ZEROS = 0.5  # of a gradient, which fp16 made 0
 
 
-OWN = "with gradients of their own for custom functions"
+OWN = "with gradients of their own for custom functions and hooks"
 WAYS = {  # what is done otherwise: its context
     "without compiled code": partial(compiled_code, "force_eager"),
     "with plain attention": partial(sdpa_kernel, SDPBackend.MATH),
@@ -148,7 +149,7 @@ class Step:
             wrong = self._wrong(first, truth, rounding)
         blamed = self._who(wrong, truth, rounding) if wrong else ""
         named, unknown, right = custom.answers()
-        named += dict.fromkeys(saved.changed)
+        named += dict.fromkeys([*saved.changed, *self._constants()])
         named += dict.fromkeys(self.notes) if blamed == OWN else ()
         if wrong and custom.random and not _draws_alike(blamed):
             wrong = {}
@@ -198,8 +199,38 @@ class Step:
                 stack.callback(told.remove)
             for call in self.calls:
                 (_wider(call, dtype, of) if dtype else call).repeat(made)
+        self.learns = {m.number for m, t in made.items() if t.requires_grad}
         self.order = [*dict.fromkeys((*order, *self.params))]
         return {name: _wide(self.params[name].grad, self.params[name]) for name in self.order}
+
+    def _constants(self):
+        """Sentences on terms of the loss that are made of a gradient which has no graph."""
+        by_number = {call.number: call for call in self.calls}
+
+        @cache
+        def slope_of(number):
+            """The call of torch.autograd.grad that this is made of."""
+            call = by_number.get(number)
+            if call and call.function is torch.autograd.grad:
+                return call
+            before = [slope_of(m.number) for m in call.uses()] if call else []
+            return next(filter(None, before), None)
+
+        def look(number):
+            call = by_number[number]
+            name = getattr(call.function, "__name__", "").strip("_")
+            parts = {m.number for m in call.uses() if m.number in by_number}
+            for part in parts if name in (*SUMS, "sub", "rsub") else ():
+                if slope := part not in self.learns and slope_of(part):
+                    yield (
+                        f"{line_of(call.frames)}: this term of the loss has no gradient: "
+                        f"autograd.grad() at {line_of(slope.frames)} without create_graph=True"
+                    )
+            for part in parts & self.learns if name in (*SUMS, *SCALES) else ():
+                yield from look(part)
+
+        roots = [m.number for c in self.calls if c.function is BACKWARD for m in c.uses()]
+        return [sentence for number in roots for sentence in look(number)]
 
     @contextmanager
     def _shaken(self, seed):

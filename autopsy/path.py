@@ -1,5 +1,6 @@
 """
-Path: where does the gradient end on its way from the loss to some weights?
+Path: where does the gradient end on its way from the loss to some weights, and to which others does
+it go?
 
 It repeats the forward pass of a step, and finds the operation whose result has no graph though it
 was made of these weights, or the one whose backward makes 0 of a gradient. It writes into nothing.
@@ -7,7 +8,11 @@ was made of these weights, or the one whose backward makes 0 of a gradient. It w
 
 from __future__ import annotations
 
+from math import inf
+from weakref import ref
+
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -56,6 +61,41 @@ class Cuts(TorchFunctionMode):
         if not ends and len(self.read) == 1:
             ends = [*self.read]
         return f"{ends[0]} gives no gradient" if ends else ""
+
+
+def leaves(tensors, most=inf):
+    """What these tensors were made of, in at most so many operations."""
+    nodes = [t.grad_fn for t in tensors if t.grad_fn]
+    seen = set(nodes)
+    for node in nodes:
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen and len(nodes) < most:
+                seen.add(other)
+                nodes.append(other)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+class Anew:
+    """Finds weights that a forward makes anew at each step: no optimizer can hold them."""
+
+    def __init__(self, tape, names, at):
+        self.tape, self.names, self.at = tape, names, at
+        self.found = {}  # step, `at` or the next one: {weight: shape}
+
+    def look(self, losses, held):
+        """Before a backward pass of these losses."""
+        step = self.tape.steps
+        if step in (self.at, self.at + 1) and step not in self.found:
+            known = {p for root in self.names.roots for p in root.parameters()} | {*held}
+            known |= {t for call in self.tape.calls for _, t in call.given()}
+            new = [p for p in leaves(losses) if isinstance(p, nn.Parameter) and p not in known]
+            self.found[step] = {ref(p): list(p.shape) for p in new}
+
+    @property
+    def shapes(self):
+        first, second = (self.found.get(self.at + k, {}) for k in (0, 1))
+        same = [*first.values()] == [*second.values()]
+        return [*first.values()] if same and first.keys().isdisjoint(second) else []
 
 
 def where_zero(losses, params):

@@ -40,13 +40,20 @@ class Reasons:
             w.norms = self.ledger.to_host(w.norms)
             numbers = iter(self.ledger.to_host(g for g in w.grads if g is not None))
             w.grads = [None if g is None else next(numbers) for g in w.grads]
+        if shapes := self.still.anew.shapes:
+            yield (
+                f"a forward makes weights of the shapes {few(shapes, 4)} anew at each step, and no "
+                "optimizer holds them: make them once, in __init__()"
+            )
+        for line, what in self.still.unloaded.items():
+            yield f"load_state_dict() at {line} {what}"
         for seen in self.still.optimizers.values():
             if seen.steps >= READ:
                 yield from self._of(seen, [w for w in weights if w.optimizer is seen])
         for without, why in CUTS.items():
             cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
             # what is in eval() is not to be trained
-            cut = [w for w in cut if not without or (w.module() and w.module().training)]
+            cut = [w for w in cut if not without or w.trains]
             if cut:
                 yield (
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
@@ -152,7 +159,7 @@ class Reasons:
         """Optimizers that make no step, though their weights get gradients."""
         idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
         none = not self.still.optimizers and not any(w.idle for w in self.living)
-        if idle and none and all(w.module() and w.module().training for w in idle):
+        if idle and none and all(w.trains for w in idle):
             yield (
                 f"{self._names(idle)} got gradients in {self.still.passes} backward passes and "
                 "never changed: an update without an optimizer has to be in place (p -= ...)"
@@ -176,7 +183,7 @@ class Reasons:
             (k, w)
             for k, w in enumerate(self.living)
             if not (w.optimizer or w.idle) and w.fed and w.stands and w.p.numel() > largest
-            if w.module() and w.module().training
+            if w.trains
         ]
         parents = set()  # modules within which something is trained
         for k in trained:
@@ -184,12 +191,13 @@ class Reasons:
         early = [w for k, w in left if trained and k < trained[0] and not w.unlisted]
         followed = self.still.optimizers.values()
         lost = [seen for seen in followed if seen.steps > READ and seen.strays]
+        empty = [seen for seen in followed if seen.steps > READ and seen.empty]
         shared = [w for w in self.living if w.shared]
         kinds = {tuple(w.p.shape) for w in early}
         off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
         off = [w for w in off if tuple(w.p.shape) in kinds and w.p.dim() > 1]
         on_purpose = any(w.module() not in parents for w in early)  # the first modules
-        if on_purpose and not (lost or shared or off):
+        if on_purpose and not (lost or shared or off or empty):
             left = [(k, w) for k, w in left if w not in early]
         left = [w for _, w in left] if trained else []
         for unlisted in sorted({w.unlisted for w in left}, reverse=True):
@@ -202,6 +210,9 @@ class Reasons:
                     why += "build it after the model is complete"
                 elif shared:
                     why = f"two optimizers hold {self._names(shared)} instead"
+                elif empty:
+                    why = f"a parameter group of {empty[0].name} is empty (a generator like "
+                    why += "parameters() is used up after one pass: list() it)"
                 elif off:
                     why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
                     why += "whose requires_grad is False"
@@ -254,7 +265,10 @@ def _rounding(weights, dtype):
     size = median(shown[0].now.abs().double().tolist())
     update = float(shown[0].update.abs().max())
     half = torch.finfo(dtype).eps * 2.0 ** floor(log2(size)) / 2 if size else 0.0
+    cure = "is the lr too low, or the gradient clipped to almost nothing?"
+    if dtype in HALF:
+        cure = "keep the weights in fp32 (torch.autocast computes in half), or fp32 masters"
     return (
         f". An update of at most {update:.2g} is below half the last bit of {size:.2g}, which is "
-        f"{half:.2g}: keep the weights in fp32 (torch.autocast computes in half), or fp32 masters"
+        f"{half:.2g}: {cure}"
     )

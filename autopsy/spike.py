@@ -33,6 +33,7 @@ SOON = 3  # steps, within which most of a jump is over that a whole batch carrie
 SPREAD = 6.0  # highest by median of these; beyond it tails are heavy
 SPIKES, TRIES = 3, 6  # in a run
 AGAIN = 48  # forward passes for one spike
+ALIKE = 8  # rows: by chance fewer may have one label
 BEYOND = 10.0  # times the largest number of any other row
 
 
@@ -77,17 +78,18 @@ class Rows(NamedTuple):
     labels: str = ""  # if no more is known of them
     whole: str = ""  # all rows
     term: str = ""  # all rows, and one term of the loss
+    alike: str = ""  # all rows, and all have one label
 
 
 class Spike:
     """The losses and gradient norms of each optimizer, and the jumps among them."""
 
-    def __init__(self, scaling, tape):
+    def __init__(self, scaling, tape, names):
         self.scaling, self.tape = scaling, tape
-        self.changes = Changes(tape)
+        self.changes = Changes(tape, names)
         self.wrote = self.changes.wrote
         self.pasts = WeakKeyDictionary()  # of each optimizer
-        self.kinds = {}  # shapes of its weights: the latest one's
+        self.kinds = {}  # its class, and shapes of its weights: the latest one's
         self.given = WeakKeyDictionary()  # module: its batch; the largest number of earlier ones
         self.told, self.tries = [], 0
 
@@ -130,15 +132,15 @@ class Spike:
 
     def _begins(self, optimizer):
         """One that follows an equal one of the step before, as after a resume, has its past."""
-        shapes = tuple(p.shape for group in optimizer.param_groups for p in group["params"])
-        past, step = self.kinds.get(shapes), self.tape.steps
+        kind = type(optimizer), *(p.shape for g in optimizer.param_groups for p in g["params"])
+        past, step = self.kinds.get(kind), self.tape.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
         if follows and optimizer not in self.pasts:  # else two equal ones take turns
             past.owner, past.born = id(optimizer), step
             self.tape.steps_of[id(optimizer)] = step
         else:
             past = Past(id(optimizer))
-        self.pasts[optimizer] = self.kinds[shapes] = past
+        self.pasts[optimizer] = self.kinds[kind] = past
         return past
 
     def _raised(self, past, rate):
@@ -155,7 +157,8 @@ class Spike:
 
     def _spike(self, past, now, recent, times, raised, own=0.0):
         """`raised`: a sentence on the rate. `own`: the least loss of the rows that are named."""
-        if raised and any(jump.since == past.since for jump in self.told):
+        known = raised and any(jump.since == past.since for jump in self.told)
+        if known or self.changes.target_moved(past):
             return
         k, step = times.index(max(times)), self.tape.steps
         what = f"step {step}: the {('loss', 'gradient norm')[k]} jumped to "
@@ -173,7 +176,8 @@ class Spike:
         if not (rows.labels and larger):  # else that says more
             jump.why = jump.why or rows.text + rows.labels
         if times[k] > ALL:
-            jump.why = jump.why or (not own and larger) or self.changes.sentence(past) or rows.term
+            jump.why = jump.why or (not own and larger) or rows.alike
+            jump.why = jump.why or self.changes.sentence(past) or rows.term
         faster = times[0] > (ALL if own else ROWS) and max(rates) > FASTER * median(rates)
         if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
             self.told.append(jump)
@@ -264,7 +268,8 @@ def _rows_of(again, times, own):
         also = "".join(f". In {_kind(t)} all hold {t[0].item()}" for t in same[:1])
         carries = "The whole batch carries it, not a few of its rows"
         term = _term(again.terms(), ordinary / whole) if times > ALL else ""
-        return Rows(whole=carries + also, term=term and carries + term)
+        alike = carries + also if also and size >= ALIKE and len(again.labels) == 1 else ""
+        return Rows(whole=carries + also, term=term and carries + term, alike=alike)
     guilty = sorted(row for part in guilty for row in part)
     good = [row for row in range(size) if row not in guilty]
     if groups or not guilty or len(guilty) > size // 4:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .forward import Forward
 from .frames import frames_now, line_of
 from .ledger import moved_by
-from .path import Cuts, where_zero
+from .path import Anew, Cuts, leaves, where_zero
 from .step import attributes_of
 from .tensors import numbers_of
 
@@ -30,6 +30,7 @@ SAMPLE = 64  # numbers of a tensor that are followed
 READ = 3  # times at least
 LATELY, FAR = 8, 100  # steps
 FEW = 8  # operations
+FIRST = 8  # optimizers that are looked at closely: some scripts build one for each task
 
 
 class Followed:
@@ -43,6 +44,8 @@ class Followed:
         self.end = ""  # of the graph of all its weights
         self.dead = None  # since when each gradient is 0 though the loss is not, and where that is
         self.strays = 0  # parameters without a gradient, which no module holds
+        self.empty = False  # is one of its groups?
+        self.closely = True
 
 
 class Weight:
@@ -57,6 +60,7 @@ class Weight:
         self.without = ""  # what its forward ran in, in place of a graph
         self.end = ""  # of its graph, or of its gradient
         self.group = 0
+        self.trains = False  # has it been read in train() mode?
         self.masters = False  # it may have wider ones
         self.norms = []
         self.grads = []  # None: no gradient
@@ -114,13 +118,18 @@ class Still:
         self.called = {}
         self.cut = []  # weights without a gradient, on which the loss depends
         self.leaf = ""  # where backward() was called of a tensor without a graph
+        self.seen = 0  # optimizers
+        self.anew = Anew(tape, names, at=READ)
         self.passes = 0  # backward, before the first step of any optimizer
+        self.unloaded = {}  # line: a sentence on a load_state_dict() that has loaded nothing
 
     def stepped(self, optimizer):
         """After a step, before the tape forgets it."""
         seen = self.optimizers.get(id(optimizer))
         if not seen or seen.alive() is not optimizer:
             seen = self.optimizers[id(optimizer)] = Followed(optimizer)
+            self.seen += 1
+            seen.closely = self.seen <= FIRST
         step = seen.steps
         seen.steps += 1
         late = {m: at for m, at in self.called.items() if at > self.tape.steps - LATELY}
@@ -136,22 +145,35 @@ class Still:
             else:
                 seen.zero.pop(k, None)
             seen.highest = max(seen.highest, rate if known else 0.0)
+            seen.empty |= not group["params"]
         if step & (step - 1) == 0:
             self._read(optimizer, seen)
-        if step == READ - 1:
+        if step == READ - 1 and seen.closely:
             self._find_idle()
             if self.tape.hooks.world == 1:
                 self._cut_off(seen)
-        if self.tape.hooks.world == 1:
+        if self.tape.hooks.world == 1 and seen.closely:
             if step == READ + 1:
                 self._zero(seen)
             elif step > READ and step & (step - 1) == 0 and not seen.dead:
                 self._zero(seen, lately=True)
 
+    def loads(self, original, module, state, *args, **kwargs):
+        """module.load_state_dict(state), which with strict=False may pass over every name."""
+        answer = original(module, state, *args, **kwargs)
+        missing, others = answer or ((), ())
+        if missing and len(others) >= len(state) > 0:
+            self.unloaded[line_of(frames_now())] = (
+                f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
+                f"and those of {type(module).__name__} are like {missing[0]}"
+            )
+        return answer
+
     def begins(self, losses):
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
             self.leaf = line_of(frames_now())
+        self.anew.look(losses, self.weights)
 
     def passed(self):
         """After a backward pass, before the first step of any optimizer."""
@@ -190,6 +212,7 @@ class Still:
                 w.norms += self.ledger.norms([numbers_of(data).double()])
                 w.grads += [None] if p.grad is None else self.ledger.norms([p.grad])
                 w.steps.append(self.tape.steps)
+                w.trains |= bool(w.module and w.module() and w.module().training)
 
     def _list(self, root, prefix="", unlisted=""):
         """List all parameters under this module, also what parameters() does not list: modules
@@ -215,7 +238,7 @@ class Still:
         for path, module in root.named_modules():
             for name, value in attributes_of(module).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    for p in _leaves(value):
+                    for p in leaves([value], FEW):
                         why = "what their module holds was made of an nn.Parameter, and is none: "
                         why += "make nn.Parameter the last step"
                         self._add(p, f"{path}.{name}".lstrip("."), module, why)
@@ -311,11 +334,3 @@ class Still:
             seen.dead = min(w.steps[-READ] for w in dead), end
         for w in dead if not lately else ():
             w.end = end
-
-
-def _leaves(t):
-    """What it was made of in a few operations."""
-    nodes = [t.grad_fn]
-    for node in nodes:
-        nodes += [n for n, _ in node.next_functions if n is not None and len(nodes) < FEW]
-    return [node.variable for node in nodes if hasattr(node, "variable")]

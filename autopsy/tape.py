@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
-from .frames import frames_now, line_of, script_frames
+from .frames import call_from, frames_now, line_of, script_frames
 from .step import carry_back, put_back, rng_states, set_rng_states
 from .tensors import device_of, extent, flat_tensors, inner_tensors, is_bad, is_mask, storage_of
 
@@ -127,7 +127,7 @@ class Call:
         if function is BACKWARD and len(args) == 4:  # as Tensor.backward calls it
             function = Tensor.backward  # which class Calls sees
         for frame in self.frames:
-            function = partial(_from(frame), function)
+            function = partial(call_from(frame), function)
         carry_back(self.carried)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -147,15 +147,8 @@ class Call:
         return {Made(self.number, k, self.frames, data): t for k, (_, t) in tensors}
 
 
-@cache
-def _from(frame):
-    """Calls a function as if from this line of the script: every traceback then says so."""
-    file, line, name = frame
-    space = {}
-    text = "\n" * (line - 1) + "def f(call, *args, **kwargs): return call(*args, **kwargs)"
-    exec(compile(text, file, "exec"), space)
-    space["f"].__code__ = space["f"].__code__.replace(co_name=name)
-    return space["f"]
+def _hook(t, hook):
+    return t.register_hook(hook)  # by its name: a repetition may put something in its place
 
 
 class Tape(TorchFunctionMode):
@@ -215,7 +208,7 @@ class Tape(TorchFunctionMode):
             if self.maker(args[0]):
                 self.done(self.write(Tensor.clone, args[:1], {}), out)
             return out
-        call = self.write(func, args, kwargs)
+        call = self.write(_hook if name == "register_hook" else func, args, kwargs)
         if writes:
             made_by = map(self.maker, filter(torch.is_tensor, (given[0], given[0]._base)))
             call.writes = {made.number for made in made_by if made}
