@@ -1,9 +1,9 @@
 """
-Path: where does the gradient end on its way from the loss to some weights, and to which others does
-it go?
+Path: where does the gradient end on its way from the loss to some weights?
 
 It repeats the forward pass of a step, and finds the operation whose result has no graph though it
-was made of these weights, or the one whose backward makes 0 of a gradient. It writes into nothing.
+was made of these weights, or the one whose backward makes 0 of a gradient. It also finds weights
+that a forward makes anew at each step. It writes into nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .frames import frames_in, frames_now, line_of
@@ -42,7 +43,8 @@ class Cuts(TorchFunctionMode):
         if live and not any(t.requires_grad for t in made):
             if name == "__get__":
                 name = func.__self__.__name__
-            end = f"{name.strip('_')} at {line_of(frames_now())}"
+            what = "gives no gradient" if torch.is_grad_enabled() else "runs under torch.no_grad()"
+            end = f"{name.strip('_')} at {line_of(frames_now())} {what}"
             (ends if made else self.read if name in READS else {})[end] = True
         elif name in READS:
             self.read |= ends
@@ -60,7 +62,27 @@ class Cuts(TorchFunctionMode):
         ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
         if not ends and len(self.read) == 1:
             ends = [*self.read]
-        return f"{ends[0]} gives no gradient" if ends else ""
+        return ends[0] if ends else ""
+
+
+class Without:
+    """Finds whether modules are called without a graph, and in what: "checkpoint", "no_grad"."""
+
+    def __init__(self, modules):
+        self.modules, self.found = modules, {}
+
+    def __enter__(self):
+        self.hooks = [m.register_forward_pre_hook(self._begins) for m in self.modules]
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+
+    def _begins(self, module, args):
+        self.found[module] = ""
+        if not torch.is_grad_enabled():
+            saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
+            self.found[module] = "checkpoint" if saves else "no_grad"
 
 
 def leaves(tensors, most=inf):

@@ -53,7 +53,7 @@ class Reasons:
         for without, why in CUTS.items():
             cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
             # what is in eval() is not to be trained
-            cut = [w for w in cut if not without or w.trains]
+            cut = [w for w in cut if not without or (w.trains and not w.frozen)]
             if cut:
                 yield (
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "

@@ -227,7 +227,7 @@ def _times(now, recent, usual):
     if not usual > 0:
         return 0.0
     times, spread = now / recent, recent / usual
-    return times if spread < SPREAD or times > spread**2 else 0.0
+    return times if spread < SPREAD or times > 2 * spread**2 else 0.0
 
 
 # The rows

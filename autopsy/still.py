@@ -16,13 +16,12 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .forward import Forward
 from .frames import frames_now, line_of
 from .ledger import moved_by
-from .path import Anew, Cuts, leaves, where_zero
+from .path import Anew, Cuts, Without, leaves, where_zero
 from .step import attributes_of
 from .tensors import numbers_of
 
@@ -58,6 +57,7 @@ class Weight:
         self.shared = False  # by two optimizers
         self.idle = ""  # the optimizer that holds it and has made no step
         self.without = ""  # what its forward ran in, in place of a graph
+        self.frozen = False  # on purpose
         self.end = ""  # of its graph, or of its gradient
         self.group = 0
         self.trains = False  # has it been read in train() mode?
@@ -281,22 +281,16 @@ class Still:
         cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
         if not cut:
             return
-        params, without = [w.p for w in cut], {}
-
-        def before_forward(module, args):
-            if not torch.is_grad_enabled():
-                saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
-                without[module] = "checkpoint" if saves else "no_grad"
-            else:
-                without[module] = ""
-
-        hooks = [w.module().register_forward_pre_hook(before_forward) for w in cut]
+        params = [w.p for w in cut]
+        modules = dict.fromkeys(m for root in self.names.roots for m in root.modules())
+        whole = [m for m in modules if (held := {*m.parameters()}) and held <= {*params}]
+        without = Without({*whole, *(w.module() for w in cut)})
         copies = [p.detach().clone() for p in params]
         unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(params))
         end = ""
         with suppress(Exception), unchanged:  # what cannot be made again proves nothing
             try:
-                with Forward(self.tape) as again, Cuts(params) as cuts:
+                with Forward(self.tape) as again, Cuts(params) as cuts, without:
                     loss = again()
                     end = cuts.of(again.results)
                     if again.losses and again() == loss:
@@ -306,12 +300,14 @@ class Still:
             finally:
                 for p, copied in zip(params, copies, strict=True):
                     p.copy_(copied)
-        for hook in hooks:
-            hook.remove()
-        others = next(filter(None, without.values()), "")
+        found = without.found
+        others = next(filter(None, found.values()), "")
         for w in self.cut:  # some modules are not called: attention reads the weights of its own
-            w.without = without.get(w.module(), others)
+            w.without = found.get(w.module(), others)
             w.end = end
+            around = [found[m] for m in whole if m in found and w.module() in {*m.modules()}]
+            # It is on purpose if the script calls a module that holds nothing else like this
+            w.frozen = around[:1] == ["no_grad"]
         if len(cut) == len(mine):
             seen.end, self.cut = end, []
             if self.leaf:
