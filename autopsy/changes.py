@@ -76,8 +76,8 @@ class Changes:
         return {self.names.of(p): f"{float(group['lr']):g}" for p, group in fresh}
 
     def target_moved(self, past):
-        """Whether weights of others, like those of a target network, were exchanged just before."""
-        others = [step["others"] for step in self.noted[past]]
+        """Whether only weights of others, as of a target network, were written just before."""
+        others = [step["others"] and not step["written"] for step in self.noted[past]]
         return any(others[-LATELY:]) and not all(others[:-LATELY])
 
     def sentence(self, past):

@@ -27,6 +27,7 @@ from .tensors import batched, extent, few
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
+FOLD = 2.0  # times the highest loss: here another training begins
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
 BESIDE = 3.0  # times the loss: of half of the rows, twice
 SOON = 3  # steps, within which most of a jump is over that a whole batch carried
@@ -107,7 +108,7 @@ class Spike:
         """Before the step of this optimizer: these losses have led to its gradients."""
         past = self.pasts.get(optimizer)
         if not past or past.owner != id(optimizer):
-            past = self._begins(optimizer)
+            past = self._begins(optimizer, sum(losses))
         rates = [group.get("lr") for group in optimizer.param_groups]
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
         raised = self._raised(past, max(rates, default=0.0))
@@ -130,11 +131,13 @@ class Spike:
             past.last.append(now)
         past.highest = tuple(map(max, highest, now))
 
-    def _begins(self, optimizer):
-        """One that follows an equal one of the step before, as after a resume, has its past."""
+    def _begins(self, optimizer, loss):
+        """One that follows an equal one of the step before, as after a resume, has its past; unless
+        the loss is another, too, as in the next fold of a cross-validation."""
         kind = type(optimizer), *(p.shape for g in optimizer.param_groups for p in g["params"])
         past, step = self.kinds.get(kind), self.tape.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
+        follows = follows and loss <= FOLD * max(last for last, _ in past.last)
         if follows and optimizer not in self.pasts:  # else two equal ones take turns
             past.owner, past.born = id(optimizer), step
             self.tape.steps_of[id(optimizer)] = step

@@ -711,6 +711,8 @@ class Net(nn.Module):
             h = torch.from_numpy(h.detach().numpy() + 0.5)
         if fault == "sign":
             h = h.sign()
+        if fault == "made anew":
+            h = nn.Linear(16, 16)(h)
         h = self.head(h.tanh()) + self.heads["more"](h.tanh())
         if fault == "dies":
             h = (h + 9 - step).relu()
@@ -722,8 +724,18 @@ if fault == "attribute":
     net.body.requires_grad = True
 if fault == "attribute in vain":
     net.body.requires_grad = False
-optimizer = None if fault == "by hand" else torch.optim.SGD(net.parameters(), 1e-2)
+held = [p for name, p in net.named_parameters() if "body" not in name or fault != "empty group"]
+body = net.body.parameters()
+groups = [{"params": held}]
+if fault == "empty group":
+    print(sum(p.numel() for p in body))
+    groups += [{"params": body}]
+optimizer = None if fault == "by hand" else torch.optim.SGD(groups, 1e-2)
+if fault == "loads nothing":
+    saved = {f"module.{name}": t for name, t in net.state_dict().items()}
+    net.load_state_dict(saved, strict=False)
 for step in range(100):
+    net.train()
     x = torch.randn(16, 6)
     loss = (net(x) - x[:, :1]).square().mean()
     if fault == "new tensor":
@@ -736,6 +748,7 @@ for step in range(100):
     else:
         for p in net.parameters():
             p = p - 1e-2 * p.grad
+    net.eval()
 """
 
 
@@ -755,6 +768,9 @@ for step in range(100):
     ("attribute", ["body.weight, body.bias: requires_grad = True", "theirs is False"]),
     ("attribute in vain", ["body.weight, body.bias: requires_grad = False", "theirs is True"]),
     ("new tensor", ["had a gradient in any: at script.py:", "begins at a new tensor"]),
+    ("made anew", ["a forward makes weights of the shapes [16], [16, 16] anew"]),
+    ("empty group", ["body.weight, body.bias got gradients", "group of SGD is empty"]),
+    ("loads nothing", ["has loaded none of 11 tensors", "like module."]),
     ("by hand", ["got gradients in 100 backward passes and never changed", "in place"]),
 ])
 def test_where_a_gradient_ends_is_named(run, fault, words):
@@ -764,12 +780,15 @@ def test_where_a_gradient_ends_is_named(run, fault, words):
 
 
 JUMP = PREAMBLE + """
+import copy
 net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.9 if fault == "mode" else 0.0),
                     nn.Linear(32, 3))
 optimizer = torch.optim.Adam(net.parameters(), 1e-2)
 truth = torch.randn(6, 3)
 if fault == "mode":
     net.eval()
+target = copy.deepcopy(net)
+gain = net.gain = nn.Parameter(torch.zeros(()), requires_grad=False)
 for step in range(200):
     x = torch.randn(32, 6)
     y = (x @ truth).argmax(1)
@@ -785,6 +804,15 @@ for step in range(200):
                 p.mul_(-2)  # weights
     if now and fault == "mode":
         net.train()
+    if step == 148 and fault == "unfrozen":
+        optimizer.add_param_group({"params": [gain.requires_grad_()]})
+    if now and fault == "fold":
+        for layer in (net[0], net[3]):
+            layer.reset_parameters()
+        optimizer = torch.optim.Adam([*net[0].parameters(), *net[3].parameters()], 1e-2)
+    if fault == "alike":
+        y = torch.full_like(y, now)
+        x = x * 0 + 1
     if now and fault == "rate":
         optimizer.param_groups[0]["lr"] = 1.0
     if fault == "rate, once":
@@ -795,14 +823,26 @@ for step in range(200):
     for again in range(60 if now and fault == "passes" else 1):
         weight = 3e3 * (fault == "term" and step > 149)
         penalty = net[0].weight.square().mean()
-        loss = F.cross_entropy(net(x), y) + weight * penalty
+        loss = F.cross_entropy(net(x) + torch.eye(3)[0] * gain * 1e4, y) + weight * penalty
+        if fault == "fold":
+            loss = F.mse_loss(net(x), x @ truth)
+        if fault == "target":
+            with torch.no_grad():
+                wanted = target(x)
+            loss = F.mse_loss(net(x), wanted + 1)
         loss.backward()
     optimizer.step()
+    if now and fault == "target":
+        with torch.no_grad():
+            for p in target.parameters():
+                p.mul_(9)
 """
 
 
 @pytest.mark.parametrize(("fault", "words"), [
-    ("", ""), ("batch", "The whole batch carries it"), ("line", "the first step to run script.py:"),
+    ("", ""), ("target", ""), ("fold", ""), ("alike", "In int64[32] all hold 1"),
+    ("unfrozen", "gain moved for the first time, with lr 0.01"),
+    ("batch", "The whole batch carries it"), ("line", "the first step to run script.py:"),
     ("weights", "weights were written at script.py:"), ("mode", "in train() mode, and in eval()"),
     ("rate", "At step 150 the lr rose from 0.01 to 1"),
     ("rate, once", "At step 150 the lr rose from 0.01 to 10000"),
@@ -835,6 +875,24 @@ for step in range(120):
 """)
     assert "since step 95, which began without the state of the one before" in done.stderr
     assert "autopsy: 120 steps" in done.stderr and done.returncode == 0, done.stderr
+
+
+def test_a_script_that_builds_an_optimizer_for_each_task_does_not_wait_for_the_watch(run):
+    done = run(PREAMBLE + """
+import copy, gc
+searches, search = [], gc.get_objects
+gc.get_objects = lambda *args: searches.append(1) or search(*args)
+net = nn.Linear(4, 1)
+for task in range(40):
+    fast = copy.deepcopy(net)
+    inner = torch.optim.SGD(fast.parameters(), 1e-2)
+    for _ in range(6):
+        inner.zero_grad()
+        fast(torch.randn(8, 4)).square().mean().backward()
+        inner.step()
+print(len(searches))
+""")
+    assert int(done.stdout) < 30 and done.stderr.count("autopsy: ") == 1, done.stderr
 
 
 @pytest.mark.parametrize(("rate", "words"), [
