@@ -22,6 +22,7 @@ from .hooks import calls_through
 from .step import rng_states, set_rng_states
 from .tensors import device_of, flat_tensors
 
+ROOM, RESULTS = 1 << 20, 4096  # numbers of a result, and results, that are compared
 MOST = 16  # calls of custom functions that are compared
 DIRECTIONS = 5
 # dtype: (relative step, tolerance): the step is near the third root of the last bit
@@ -138,6 +139,36 @@ def own_gradients():
 
 def _copy(g):
     return g.clone(memory_format=torch.contiguous_format)
+
+
+class FirstApart(TorchDispatchMode):
+    """Entered twice, it compares the results of a step's forward with those of the first time:
+    `line` is the first operation that differs."""
+
+    def __init__(self, apart):
+        super().__init__()
+        self.apart, self.kept, self.line = apart, [], ""
+        self.rest = None
+
+    def __enter__(self):
+        self.rest = iter(self.kept) if self.kept else None
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        forward = torch._C._current_autograd_node() is None
+        forward = forward and func is not torch.ops.aten._to_copy.default  # ours, too
+        made = [t for t in flat_tensors(out) if t.is_floating_point() and t.numel() <= ROOM]
+        if forward and self.rest is None and len(self.kept) < RESULTS:
+            self.kept.append((func, [t.detach().double() for t in made]))
+        elif forward and self.rest and not self.line:
+            same, before = next(self.rest, (None, ()))
+            pairs = zip(made, before, strict=False)
+            if same is not func:
+                self.rest = ()  # another way: nothing can be compared
+            elif any(float((t - b).norm()) > self.apart * float(t.norm()) > 0 for t, b in pairs):
+                self.line = f"{line_of(frames_now())}: {func}"
+        return out
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):

@@ -12,7 +12,7 @@ differences. It puts back weights, buffers, gradients and random numbers; the sc
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from .differences import Custom, Saved, own_gradients
+from .differences import Custom, FirstApart, Saved, own_gradients
 from .forward import SCALES, SUMS
 from .frames import line_of, said
 from .ledger import moved_by
@@ -34,6 +34,7 @@ from .watch import Watch
 BEYOND = 8
 SHAKEN = 3  # times, with other last bits
 FAINT = 1e-6  # of the largest gradient: below it is rounding
+DIGIT = 0.1  # of a gradient, which fp32 loses
 ZEROS = 0.5  # of a gradient, which fp16 made 0
 
 
@@ -155,6 +156,8 @@ class Step:
             wrong = {}
             unknown.append(DRAWS)
         lost = self._lost(first, truth) if self.half is torch.float16 else {}
+        if not (wrong or self.half) and (lost := self._rounded(first, truth)):
+            named += dict.fromkeys(self._first_apart())
         if named or wrong or lost:
             lines = [*named[:4], *self._lines(wrong | lost, first, truth)]
             lines += [f"it is right {blamed}: look there"] if wrong and blamed else []
@@ -255,6 +258,21 @@ class Step:
                 norm = float(t.norm()) or 1.0
                 found[name] = f" (rounding: {rounding[name] / norm:.1g}){_shape(grads[name], t)}"
         return found
+
+    def _rounded(self, first, truth):
+        """Gradients of which fp32 keeps less than one digit."""
+        total = max((float(t.norm()) for t in truth.values()), default=0.0)
+        real = [n for n, t in truth.items() if float(t.norm()) > total / 1000]
+        return {n: ": fp32 has rounded it" for n in real if _off(first[n], truth[n]) > DIGIT}
+
+    def _first_apart(self):
+        """A sentence on the first operation whose result fp32 rounds as much."""
+        apart = FirstApart(DIGIT / 10)
+        self.once(WAYS, record=[apart])
+        with suppress(Exception):  # an operation that knows its own type only
+            self.once(WAYS, torch.float64, record=[apart])
+        if apart.line:
+            yield f"{apart.line}: fp32 loses its result (a difference of large numbers?)"
 
     def _lost(self, first, truth):
         """Gradients that became 0 in fp16."""

@@ -17,11 +17,12 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from .frames import TORCH, frames_now, script_frames
-from .tensors import HALF, storage_of
+from .frames import HERE, TORCH, frames_now, script_frames
+from .tensors import HALF, flat_tensors, storage_of
 
 # Names of aten's operations
 PRODUCT = re.compile(
@@ -114,6 +115,12 @@ class Halves(TorchFunctionMode):
         if asked and out is args[0] and self.is_half(out) and not out.is_leaf:
             out = out.clone()  # in half it were another tensor
             self._narrow[storage_of(out)] = False
+        made_like = name in ("to", "type", "type_as") or not flat_tensors((args, kwargs))
+        if made_like and isinstance(out, Tensor) and out.dtype is torch.float32:
+            like = args[1] if name == "type_as" else named_by_type()
+            if isinstance(like, Tensor) and self.is_half(like) and not self.is_half(out):
+                out = out.clone() if any(out is a for a in args) else out
+                self._narrow[storage_of(out)] = True
         return out
 
     def is_half(self, t):
@@ -167,6 +174,16 @@ class Halves(TorchFunctionMode):
     def forget(self):
         """Forget a step that is over."""
         self._nodes.clear()
+
+
+def named_by_type():
+    """What the script's current line takes a type from: x in `dtype=x.dtype`, `y.to(x.dtype)`."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((HERE, TORCH)):
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.search(r"\b(\w+)\.dtype\b", line)
+    return found and frame.f_locals.get(found[1])
 
 
 def source_now():

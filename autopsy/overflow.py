@@ -9,6 +9,7 @@ script. It changes no number.
 
 from __future__ import annotations
 
+import re
 from math import inf
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,12 @@ ROOM = 8  # findings that are told one by one
 # Operations that break at 0, and by which argument
 BREAK_AT_0 = {"div": 1, "reciprocal": 0, "rsqrt": 0, "sqrt": 0}
 BREAK_AT_0 |= dict.fromkeys(("log", "log2", "log10"), 0)
+NO_HALF = re.compile(
+    "linalg_(solve|inv|cholesky|det|slogdet|svd|eig|qr|lu|lstsq|ldl|householder).*"
+    "|cholesky_(solve|inverse)|triangular_solve|ormqr|geqrf"
+)
+ONE_TYPE = ("index_add", "index_copy", "scatter", "scatter_reduce", "masked_scatter", "lerp")
+CAST = ("index_put", "scatter_add")
 DIFFERENCES = ("sub", "rsub", "add")
 KEEP_AWAY = (*DIFFERENCES, "clamp", "clamp_min", "clamp_max")
 SCALER = "a loss scale (torch.amp.GradScaler)"
@@ -116,6 +123,8 @@ class Overflow(Locator):
         half = self.halves.in_half(name, given, made)
         backward, rule = self.halves.backward, rule_of(func)
         with _disable_current_modes(), torch.no_grad():
+            if not backward:
+                self.raises(func, name, given, half, rule.writes)
             if not backward and not rule.writes:  # it overwrites its evidence
                 self.zeros(func, name, args)
                 if half:
@@ -125,6 +134,15 @@ class Overflow(Locator):
             if half and name not in PASSES_ON and not rule.empty:
                 self.results += 1
                 self.result(func, name, args, kwargs, given, made)
+
+    def raises(self, func, name, given, half, writes):
+        """Operations that have no kernel for half, or none for two types. Where torch casts one of
+        two types, it does not do so in place."""
+        if half and NO_HALF.fullmatch(name):
+            self.note(func, "raises", 1e4, "it has no kernel for half, and raises")
+        one_type = name in ONE_TYPE or (writes and name in CAST)
+        if one_type and len({self.halves.is_half(t) for t in given}) > 1:
+            self.note(func, "raises", 1e4, "it is given half and fp32 together, and raises")
 
     def result(self, func, name, args, kwargs, given, made):
         """Judge an operation that would run in half."""
@@ -281,7 +299,7 @@ class Overflow(Locator):
             return "\n".join([f"{about}: none leaves fp16, these come near its end:", *lines])
         head = f"would leave half precision, of {about}:"
         kinds = {key[2] for key, (badness, _) in self.found.items() if badness >= 1}
-        if kinds & {"size", "whole", "zero", "difference"}:
+        if kinds & {"size", "whole", "zero", "difference", "raises"}:
             lines.append(f"  try: {VERDICTS['precision'][1]}")
         if kinds & {"zero", "difference"}:
             lines.append(f"  {EARLIER}")

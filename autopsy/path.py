@@ -40,19 +40,22 @@ class Cuts(TorchFunctionMode):
         live = any(t in self.live for t in given)
         ends = {end: True for t in given for end in self.ends.get(t, ())}
         made = flat_tensors(out)
-        if live and not any(t.requires_grad for t in made):
+        lost = {}
+        if live and not (made and all(t.requires_grad for t in made)):
             if name == "__get__":
                 name = func.__self__.__name__
             what = "gives no gradient" if torch.is_grad_enabled() else "runs under torch.no_grad()"
             end = f"{name.strip('_')} at {line_of(frames_now())} {what}"
-            (ends if made else self.read if name in READS else {})[end] = True
+            lost[end] = True
+            if not made and name in READS:
+                self.read[end] = True
         elif name in READS:
             self.read |= ends
         for t in made:
             if live and t.requires_grad:
                 self.live[t] = True
-            if ends:
-                self.ends[t] = ends
+            if mine := ends if t.requires_grad else ends | lost:
+                self.ends[t] = mine
         return out
 
     def of(self, losses):

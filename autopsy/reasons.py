@@ -110,11 +110,14 @@ class Reasons:
                 f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
             )
         yield from self._slow(seen, fed, still)
-        if seen.dead and not any(w.grads[-1] for w in mine if w.fed_zero):
-            since, end = seen.dead
+        dead, since, end = seen.dead or ((), 0, "")
+        if any(any(w.grads) for w in dead) and not any(w.grads[-1] for w in dead):
+            which = f"the gradient of {self._names(dead)}"
+            if len(dead) == len([w for w in mine if w.fed_zero]):
+                which = f"each gradient of {seen.name}"
             yield (
-                f"each gradient of {seen.name} is exactly 0 since step {since} of {seen.steps} at "
-                "the latest, though the loss is not" + (f": it becomes 0 {end}" if end else "")
+                f"{which} is exactly 0 since step {since} of {seen.steps} at the latest, though "
+                "the loss is not" + (f": it becomes 0 {end}" if end else "")
             )
         yield from self._dead(mine)
 

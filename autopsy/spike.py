@@ -315,6 +315,11 @@ def _common(t, d, guilty, good):
                 f"In {kind} they hold numbers up to {max(largest[0]):.3g} "
                 f"(other rows: up to {max(largest[1]):.3g})"
             )
+        if max(largest[0]) * BEYOND < min(largest[1]):
+            return (
+                f"In {kind} they hold numbers up to {max(largest[0]):.3g} "
+                f"(other rows: at least one of {min(largest[1]):.3g})"
+            )
         return ""
     if rows.shape[1] == 1:
         values = set(bad.flatten().tolist())

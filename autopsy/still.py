@@ -41,7 +41,8 @@ class Followed:
         self.zero = {}  # group: the step since which its rate is 0
         self.highest = 0.0  # rate
         self.end = ""  # of the graph of all its weights
-        self.dead = None  # since when each gradient is 0 though the loss is not, and where that is
+        # The first weights whose gradient has become 0, all or not, though the loss is not: since
+        self.dead = None  # when, and where it becomes 0
         self.strays = 0  # parameters without a gradient, which no module holds
         self.empty = False  # is one of its groups?
         self.closely = True
@@ -80,6 +81,7 @@ class Weight:
 
     @property
     def stands(self):
+        """Whether it has not moved."""
         return self.often and len(set(self.norms)) == 1
 
     @property
@@ -94,6 +96,7 @@ class Weight:
 
     @property
     def starved(self):
+        """Whether it had no gradient at any read."""
         return not any(grad is not None for grad in self.grads)
 
     def lost(self):
@@ -191,6 +194,7 @@ class Still:
                 self.weights.setdefault(p, Weight(p)).idle = type(x).__name__
 
     def _read(self, optimizer=None, seen=None):
+        """Read the weights of this optimizer, and those of none."""
         called = [getattr(call.function, "_orig_mod", call.function) for call in self.tape.calls]
         for root in dict.fromkeys([*called, *self.names.roots]):
             if root in self.names.roots:
@@ -244,6 +248,7 @@ class Still:
                         self._add(p, f"{path}.{name}".lstrip("."), module, why)
 
     def _add(self, p, name, module, unlisted):
+        """The first name that is found for a weight stays."""
         w = self.weights.setdefault(p, Weight(p))
         if not w.module:
             w.name, w.module, w.unlisted = name, ref(module), unlisted
@@ -295,7 +300,7 @@ class Still:
                     end = cuts.of(again.results)
                     if again.losses and again() == loss:
                         for p in params:
-                            p.mul_(1.5).add_(0.1)
+                            p.copy_(_others(p))
                         self.cut += [w for w in cut if again() != loss]
             finally:
                 for p, copied in zip(params, copies, strict=True):
@@ -313,13 +318,19 @@ class Still:
             if self.leaf:
                 seen.end = f"at {self.leaf} backward() begins at a new tensor, which has no graph"
 
+    def _is_first(self, dead, mine):
+        """Whether these are the first weights of a network: a later one may not be in use now."""
+        whole = any(w.p.dim() > 1 for w in dead)
+        return dead[0] is mine[0] and whole and all(w.p.requires_grad for w in dead)
+
     def _zero(self, seen, lately=False):
-        """Find out where a gradient becomes 0 that was so at each read; or lately, if all are."""
+        """Find out where a gradient becomes 0 that was so at each read; or lately, if those of the
+        first layers are."""
         mine = [w for w in self.weights.values() if w.optimizer is seen and w.module and w.fed_zero]
         reads = -READ if lately else 0
         total = self.ledger.to_host(sum(w.grads[reads:]) for w in mine)
         dead = [w for w, norm in zip(mine, total, strict=True) if norm == 0]
-        if not dead or (lately and len(dead) < len(mine)):
+        if not dead or (lately and not self._is_first(dead, mine)):
             return
         end, loss = "", 0.0
         anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -327,6 +338,12 @@ class Still:
             loss = again()
             end = where_zero(again.results, [w.p for w in dead])
         if lately and loss:
-            seen.dead = min(w.steps[-READ] for w in dead), end
+            seen.dead = dead, min(w.steps[-READ] for w in dead), end
         for w in dead if not lately else ():
             w.end = end
+
+
+def _others(p):
+    """Other numbers, in another order: that may be all that a choice among them depends on."""
+    added = torch.linspace(0.1, 0.5, p.numel(), device=p.device, dtype=p.dtype)
+    return (1.5 * p.flatten().flip(0) + added).view(p.shape)

@@ -122,6 +122,20 @@ OVERFLOWS = {
         return scores.softmax(1) @ h
     train(Net(middle))
     """, "aten.masked_fill.*times the end of fp16"),
+    "two types in one operation that torch does not cast": ("""
+    def middle(self, h):
+        rows = torch.zeros(4, h.shape[1])
+        rows.index_add_(0, torch.arange(len(h)) % 4, self.mix(h))  # here
+        return h + rows.repeat(4, 1)
+    train(Net(middle))
+    """, "aten.index_add_.*half and fp32 together"),
+    "a decomposition, beside a matrix of the type of another": ("""
+    def middle(self, h):
+        gram = h.T @ h
+        ridge = torch.eye(len(gram), dtype=gram.dtype)
+        return torch.linalg.solve(gram + ridge, self.mix(h).T).T  # here
+    train(Net(middle))
+    """, "linalg_solve.*no kernel for half"),
     "gradients that become 0": ("""
     def loss_of(out, y):
         return F.cross_entropy(out, y) * 1e-9
@@ -167,6 +181,37 @@ WRONG = {
             return 2 * g.as_strided(g.shape, (g.shape[1], 1))
     train(Net(lambda self, h: self.mix(Scaled.apply(h).t().contiguous()).t()))  # here
     """, "Scaled is given a gradient that is not contiguous"),
+    "a hook that writes into what it is given": ("""
+    def watch(g):
+        largest.append(float(g.abs_().max()))
+    largest = []
+    def middle(self, h):
+        branch = self.mix(h)
+        branch.register_hook(watch)  # here
+        return h + branch
+    train(Net(middle))
+    """, "the hook watch writes into the gradient"),
+    "a hook outside of modules": ("""
+    net = Net()
+    def loss_of(out, y):
+        out.register_hook(lambda g: None if g.neg_().any() else None)  # here
+        return F.cross_entropy(out, y)
+    train(net, loss_of)
+    """, "<lambda> writes into the gradient"),
+    "a penalty without a graph": ("""
+    def loss_of(out, y):
+        slope, = torch.autograd.grad(out.square().sum(), net.body.weight, retain_graph=True)
+        penalty = (slope.norm() - 1).square()
+        return F.cross_entropy(out, y) + 10 * penalty  # here
+    net = Net()
+    train(net, loss_of)
+    """, "this term of the loss has no gradient: .* without create_graph=True"),
+    "distances of points far away": ("""
+    def loss_of(out, y):
+        far = 9e3 + 3 * out
+        return torch.cdist(far, far.detach().roll(1, 0)).mean()  # here
+    train(Net(), loss_of, batch=lambda: data(32))
+    """, "_euclidean_dist.*fp32 loses its result"),
     "a factor is missing": ("""
     class Square(torch.autograd.Function):
         @staticmethod
@@ -476,6 +521,16 @@ LOOK_ALIKES = {
         wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)
         return self.mix(wide.to(kind))
     train(Net(middle))
+    """,
+    "weights by gradients, a hook that observes": """
+    def loss_of(out, y):
+        out.register_hook(lambda g: seen.append(float(g.abs().max())))
+        first, second = F.cross_entropy(out, y), out.square().mean()
+        norms = [torch.autograd.grad(t, net.body.weight, retain_graph=True)[0].norm()
+                 for t in (first, second)]
+        return first + norms[0] / norms[1] * second - 0.5 * out.mean()
+    net, seen = Net(), []
+    train(net, loss_of)
     """,
     "LBFGS": """
     net, (x, y) = Net(), data()

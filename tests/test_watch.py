@@ -704,7 +704,10 @@ class Net(nn.Module):
             self.gains = nn.ParameterList(self.gains)
 
     def forward(self, x):
-        h = self.body(x) + self.shift + self.row + x @ self.down.T @ self.up.T
+        up = torch.ones(16, 2) if fault == "chosen" else self.up
+        h = self.body(x) + self.shift + self.row + x @ self.down.T @ up.T
+        if fault == "begins to die":
+            h = (h + 5 - step).relu()
         if fault == "compared":
             h = (h > 0) * 1.0
         if fault == "numpy":
@@ -716,6 +719,8 @@ class Net(nn.Module):
         h = self.head(h.tanh()) + self.heads["more"](h.tanh())
         if fault == "dies":
             h = (h + 9 - step).relu()
+        if fault == "chosen":
+            h = h * (1 + (self.up[:3, 0] * x[0, 0]).argmax())
         return self.gains[0] * (h.softmax(1) if fault == "softmax of one" else h)
 
 net = Net()
@@ -764,6 +769,8 @@ for step in range(100):
     ("softmax of one", ["the gradient of ", "it becomes 0 in SoftmaxBackward0 of script.py:"]),
     ("result", ["row got gradients", "what their module holds was made of an nn.Parameter"]),
     ("dies", ["each gradient of SGD is exactly 0 since step ", "becomes 0 in ReluBackward0"]),
+    ("chosen", ["no gradient has reached up", "argmax at script.py:"]),
+    ("begins to die", ["the gradient of down, up, ", "0 since step ", "ReluBackward0"]),
     ("fast decay", ["no weight of SGD has moved since step ", "once a batch, and not once"]),
     ("attribute", ["body.weight, body.bias: requires_grad = True", "theirs is False"]),
     ("attribute in vain", ["body.weight, body.bias: requires_grad = False", "theirs is True"]),
