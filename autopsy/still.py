@@ -3,9 +3,10 @@ Still: what do weights and their gradients do while a script trains?
 
 It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
 few numbers of each tensor, which stay on the device until the script ends. Once, after the third
-step, it repeats the forward pass to see whether the loss depends on weights that get no gradient;
-to do so it moves them, and restores them bit by bit. It touches nothing else. Then, and while no
-optimizer has made a step, it looks for idle optimizers. reasons.py says what all this means.
+step of the first few optimizers, it repeats the forward pass to see whether the loss depends on
+weights that get no gradient; to do so it moves them, and restores them bit by bit. It touches
+nothing else. Then, and while no optimizer has made a step, it looks for idle optimizers. reasons.py
+says what all this means.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Weight:
 
     @property
     def p(self):
+        """The parameter; None if it is gone."""
         return self.alive()
 
     @property
