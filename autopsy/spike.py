@@ -26,6 +26,7 @@ from .forward import Forward
 from .tensors import batched, extent, few
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
+BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
 OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
 FOLD = 2.0  # times the highest loss: here another training begins
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
@@ -77,6 +78,7 @@ class Rows(NamedTuple):
 
     text: str = ""  # a few rows
     labels: str = ""  # if no more is known of them
+    rare: bool = False  # they may be so
     whole: str = ""  # all rows
     term: str = ""  # all rows, and one term of the loss
     alike: str = ""  # all rows, and all have one label
@@ -175,6 +177,8 @@ class Spike:
             self.tries += 1
             rows = rows_of(self.tape, times[0], own)
             jump.whole = rows.whole
+            if rows.rare:
+                return
         larger = self._whole() if times[k] > ALL else ""
         if not (rows.labels and larger):  # else that says more
             jump.why = jump.why or rows.text + rows.labels
@@ -289,7 +293,9 @@ def _rows_of(again, times, own):
     common = [said for t, d in again.rows.items() if (said := _common(t, d, guilty, good))]
     held = [(_kind(t), few(t[guilty].tolist())) for t in again.labels[:1]]
     labels = "".join(f". In {kind} they hold {labels}: right?" for kind, labels in held)
-    return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]), "" if common else labels)
+    if common:
+        return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]))
+    return Rows(text, labels, rare=times < (ALL if labels else BARE))
 
 
 def _term(terms, ordinary):
