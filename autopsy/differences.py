@@ -37,6 +37,7 @@ class Custom(TorchDispatchMode):
         super().__init__()
         self.count, self.calls, self.depth = 0, {}, 0
         self.random = False  # whether an operation drew random numbers
+        self.changed = []  # sentences on what a forward keeps, and something writes to
 
     def __enter__(self):
         self.undo = ExitStack()
@@ -54,9 +55,27 @@ class Custom(TorchDispatchMode):
             self.keep(function.__name__, own, args, kwargs, wanted)
         self.depth += 1
         try:
-            return own(*args, **kwargs)
+            out = own(*args, **kwargs)
         finally:
             self.depth -= 1
+        for node in {t.grad_fn for t in flat_tensors(out)} - {None}:
+            self.look_after(node, f"{line_of(frames_now())}: {function.__name__}")
+        return out
+
+    def look_after(self, node, name):
+        """Is what the forward has put on `ctx` still the same at the backward?"""
+        kept = [(key, t, t._version) for key, t in vars(node).items() if isinstance(t, Tensor)]
+
+        def before(grads):
+            self.changed += [
+                f"{name} keeps ctx.{key}, to which something writes before the backward "
+                "(ctx.save_for_backward() would notice)"
+                for key, t, version in kept
+                if t._version != version
+            ]
+
+        if kept:
+            node.register_prehook(before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1

@@ -150,7 +150,7 @@ class Step:
             wrong = self._wrong(first, truth, rounding)
         blamed = self._who(wrong, truth, rounding) if wrong else ""
         named, unknown, right = custom.answers()
-        named += dict.fromkeys([*saved.changed, *self._constants()])
+        named += dict.fromkeys([*saved.changed, *custom.changed, *self._constants()])
         named += dict.fromkeys(self.notes) if blamed == OWN else ()
         if wrong and custom.random and not _draws_alike(blamed):
             wrong = {}

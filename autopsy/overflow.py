@@ -10,7 +10,7 @@ script. It changes no number.
 from __future__ import annotations
 
 import re
-from math import inf
+from math import floor, inf, log2
 from weakref import WeakKeyDictionary
 
 import torch
@@ -127,6 +127,7 @@ class Overflow(Locator):
                 self.raises(func, name, given, half, rule.writes)
             if not backward and not rule.writes:  # it overwrites its evidence
                 self.zeros(func, name, args)
+                self.angles(func, name, args)
                 if half:
                     self.constants(name, args, kwargs, made[0])
                 if name in DIFFERENCES and made:
@@ -205,6 +206,16 @@ class Overflow(Locator):
                 words = f"bf16 rounds {equal:.0%} of them (exact up to 256; fp16 up to 2048)"
                 if equal:
                     self.note(func, "whole", 1 + equal, f"whole numbers up to {size:.0f}, {words}")
+
+    def angles(self, func, name, args):
+        """A sine of numbers that half rounds by a radian."""
+        if name not in ("sin", "cos") or not self.halves.is_half(args[0]) or not args[0].numel():
+            return
+        size = float(numbers_of(args[0].detach()).float().abs().amax())
+        steps = [torch.finfo(dtype).eps * 2.0 ** floor(log2(max(size, 1.0))) for dtype in HALF]
+        if max(steps) >= 1:
+            words = f"fp16 rounds angles up to {size:.3g} to multiples of {steps[0]:g}"
+            self.note(func, "angle", 1 + max(steps), f"{words}, bf16 of {steps[1]:g}")
 
     def zeros(self, func, name, args):
         """Numbers that half makes 0 matter where they are divided by, or go into a log."""
@@ -299,9 +310,9 @@ class Overflow(Locator):
             return "\n".join([f"{about}: none leaves fp16, these come near its end:", *lines])
         head = f"would leave half precision, of {about}:"
         kinds = {key[2] for key, (badness, _) in self.found.items() if badness >= 1}
-        if kinds & {"size", "whole", "zero", "difference", "raises"}:
+        if kinds & {"size", "whole", "zero", "difference", "raises", "angle"}:
             lines.append(f"  try: {VERDICTS['precision'][1]}")
-        if kinds & {"zero", "difference"}:
+        if kinds & {"zero", "difference", "angle"}:
             lines.append(f"  {EARLIER}")
         return "\n".join([head, *lines])
 

@@ -108,13 +108,17 @@ class Anew:
         self.found = {}  # step, `at` or the next one: {weight: shape}
 
     def look(self, losses, held):
-        """Before a backward pass of these losses."""
+        """Before a backward pass of these losses. It returns those that are the same as before."""
         step = self.tape.steps
         if step in (self.at, self.at + 1) and step not in self.found:
             known = {p for root in self.names.roots for p in root.parameters()} | {*held}
+            if any(hasattr(p, "full_tensor") for p in known):
+                return []  # fully_shard() computes with parameters of its own, and frees them
             known |= {t for call in self.tape.calls for _, t in call.given()}
             new = [p for p in leaves(losses) if isinstance(p, nn.Parameter) and p not in known]
             self.found[step] = {ref(p): list(p.shape) for p in new}
+            return [p for p in new if ref(p) in self.found.get(step - 1, ())]
+        return []
 
     @property
     def shapes(self):

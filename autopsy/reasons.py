@@ -14,8 +14,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from .still import READ
 from .tensors import HALF, few
+from .weight import READ
 
 CUTS = {
     "": "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()",
@@ -185,13 +185,14 @@ class Reasons:
         left = [
             (k, w)
             for k, w in enumerate(self.living)
-            if not (w.optimizer or w.idle) and w.fed and w.stands and w.p.numel() > largest
+            if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
+            if w.p.numel() > largest
             if w.trains
         ]
         parents = set()  # modules within which something is trained
         for k in trained:
             parents |= {m for root in self.names.roots for m in _above(root, self.living[k].p)}
-        early = [w for k, w in left if trained and k < trained[0] and not w.unlisted]
+        early = [w for k, w in left if trained and k < trained[0] and w.fed and not w.unlisted]
         followed = self.still.optimizers.values()
         lost = [seen for seen in followed if seen.steps > READ and seen.strays]
         empty = [seen for seen in followed if seen.steps > READ and seen.empty]
@@ -203,10 +204,12 @@ class Reasons:
         if on_purpose and not (lost or shared or off or empty):
             left = [(k, w) for k, w in left if w not in early]
         left = [w for _, w in left] if trained else []
-        for unlisted in sorted({w.unlisted for w in left}, reverse=True):
-            if some := [w for w in left if w.unlisted == unlisted]:
+        for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
+            if some := [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]:
                 why = "add them, or requires_grad_(False) if they are not meant to train"
-                if unlisted:
+                if some[0].fed_late:
+                    why = "were they unfrozen after it was built? add_param_group()"
+                elif unlisted:
                     why = unlisted
                 elif lost:
                     why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
@@ -220,8 +223,8 @@ class Reasons:
                     why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
                     why += "whose requires_grad is False"
                 yield (
-                    f"{self._names(some)} got gradients at every step read, are in no optimizer "
-                    f"and never changed: {why}"
+                    f"{self._names(some)} got gradients at every step read"
+                    f"{' of late' * some[0].fed_late}, are in no optimizer and never changed: {why}"
                 )
 
     def _frozen_between(self):

@@ -136,6 +136,13 @@ OVERFLOWS = {
         return torch.linalg.solve(gram + ridge, self.mix(h).T).T  # here
     train(Net(middle))
     """, "linalg_solve.*no kernel for half"),
+    "angles from a product in half": ("""
+    def middle(self, h):
+        times = torch.arange(len(h)) * 600.0
+        angles = torch.einsum("i,j->ij", times, torch.logspace(0, -3, h.shape[1]))
+        return h * angles.cos()  # here
+    train(Net(middle))
+    """, "aten.cos.*fp16 rounds angles up to 9e.03 to multiples of 8, bf16 of 64"),
     "gradients that become 0": ("""
     def loss_of(out, y):
         return F.cross_entropy(out, y) * 1e-9
@@ -212,6 +219,22 @@ WRONG = {
         return torch.cdist(far, far.detach().roll(1, 0)).mean()  # here
     train(Net(), loss_of, batch=lambda: data(32))
     """, "_euclidean_dist.*fp32 loses its result"),
+    "what ctx holds is written to": ("""
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x
+            return x * x.sigmoid()
+        @staticmethod
+        def backward(ctx, g):
+            s = ctx.x.sigmoid()
+            return g * s * (1 + ctx.x * (1 - s))
+    def middle(self, h):
+        h = h * 1
+        wide = self.mix(Swish.apply(h))  # here
+        return h.add_(wide)
+    train(Net(middle))
+    """, "Swish keeps ctx.x, to which something writes"),
     "a factor is missing": ("""
     class Square(torch.autograd.Function):
         @staticmethod

@@ -137,7 +137,7 @@ def test_the_rooms_import_in_one_direction_and_the_examination_never_the_watch()
             opened |= uses[room]
     watch = {"hooks", "names", "tape", "replay", "ledger", "scaling", "course"}
     watch |= {"findings", "judges", "spike", "forward", "still", "reasons", "swallowed"}
-    watch |= {"changes", "path"}
+    watch |= {"changes", "path", "weight"}
     watch |= {"watch", "script"}
     watch |= {"halves", "overflow", "differences", "gradients"}
     assert watch < rooms.keys() and not opened & watch

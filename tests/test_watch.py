@@ -699,6 +699,8 @@ class Net(nn.Module):
         self.row = row.unsqueeze(0) if fault == "result" else row
         more = nn.Linear(16, 1)
         self.heads = {"more": more} if fault == "dict" else nn.ModuleDict({"more": more})
+        if fault == "unfrozen alone":
+            self.late = nn.Parameter(torch.ones(16), requires_grad=False)
         self.gains = [nn.Parameter(torch.ones(1))]
         if fault != "list of tensors":
             self.gains = nn.ParameterList(self.gains)
@@ -714,6 +716,10 @@ class Net(nn.Module):
             h = torch.from_numpy(h.detach().numpy() + 0.5)
         if fault == "sign":
             h = h.sign()
+        if fault == "helper":
+            h = h * tables.scale
+        if fault == "unfrozen alone" and step > 20:
+            h = h * self.late.requires_grad_()
         if fault == "made anew":
             h = nn.Linear(16, 16)(h)
         h = self.head(h.tanh()) + self.heads["more"](h.tanh())
@@ -729,9 +735,13 @@ if fault == "attribute":
     net.body.requires_grad = True
 if fault == "attribute in vain":
     net.body.requires_grad = False
+class Tables:
+    def __init__(self):
+        self.scale = nn.Parameter(torch.ones(16))
+tables = Tables()
 held = [p for name, p in net.named_parameters() if "body" not in name or fault != "empty group"]
 body = net.body.parameters()
-groups = [{"params": held}]
+groups = [{"params": [p for p in held if p.requires_grad]}]
 if fault == "empty group":
     print(sum(p.numel() for p in body))
     groups += [{"params": body}]
@@ -775,6 +785,8 @@ for step in range(100):
     ("attribute", ["body.weight, body.bias: requires_grad = True", "theirs is False"]),
     ("attribute in vain", ["body.weight, body.bias: requires_grad = False", "theirs is True"]),
     ("new tensor", ["had a gradient in any: at script.py:", "begins at a new tensor"]),
+    ("helper", ["a parameter float32[16] got gradients", "no module lists them"]),
+    ("unfrozen alone", ["late got gradients at every step read of late", "add_param_group()"]),
     ("made anew", ["a forward makes weights of the shapes [16], [16, 16] anew"]),
     ("empty group", ["body.weight, body.bias got gradients", "group of SGD is empty"]),
     ("loads nothing", ["has loaded none of 11 tensors", "like module."]),
