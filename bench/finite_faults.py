@@ -16,7 +16,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from record import ROOT, arguments, header
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.record import ROOT, arguments, header
 
 PRELUDE = """
 import copy, math, torch

@@ -14,6 +14,7 @@ from helpers import rows_of, run_ranks
 
 from autopsy import script as tool
 from autopsy.ledger import Ledger
+from bench import finite_faults
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = """
@@ -539,7 +540,13 @@ def test_it_is_never_silent_about_a_bad_number(run, fault, code, words):
         assert f"script.py:{line_of(NEVER_SILENT, fault)} " in done.stderr, done.stderr
 
 
-# bench/finite_faults.py has 30 healthy and 20 faulty scripts more.
+@pytest.mark.parametrize("name", finite_faults.HEALTHY)
+def test_no_healthy_script_of_the_bench_is_accused(run, name):
+    done = run(finite_faults.PRELUDE + finite_faults.HEALTHY[name])
+    assert done.returncode == 0 and done.stderr.count("autopsy: ") == 1, done.stderr
+
+
+# bench/finite_faults.py has 20 faulty scripts more.
 FINITE = PREAMBLE + """
 class Net(nn.Module):
     def __init__(self):
