@@ -34,7 +34,7 @@ RANDOM = re.compile(
 )
 WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
 # Attributes, and what only torch itself calls
-NOTHING_NEW = re.compile(r"backward|__set__|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+NOTHING_NEW = re.compile(r"backward|__set__.*|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
 FOREACH = re.compile(r"_foreach_\w+_")  # writes into a list of tensors
 COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
 LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
