@@ -101,7 +101,8 @@ class Still:
     def loads(self, original, module, state, *args, **kwargs):
         """module.load_state_dict(state), which with strict=False may pass over every name."""
         answer = original(module, state, *args, **kwargs)
-        missing, others = answer or ((), ())
+        missing = getattr(answer, "missing_keys", ())
+        others = getattr(answer, "unexpected_keys", ())
         if missing and len(others) >= len(state) > 0:
             self.unloaded[line_of(frames_now())] = (
                 f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
