@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .frames import line_of
-from .ledger import moved_by
 from .tape import BACKWARD
 from .tensors import few, storage_of
 
@@ -37,11 +36,11 @@ class Changes:
         """This line of the script writes into these weights."""
         self.written.append((line, {storage_of(p) for p in weights}))
 
-    def look(self, optimizer, past):
+    def look(self, optimizer, past, moved):
+        """Before a step of this optimizer, which moves so many weights."""
         mine = set()
         if self.written:
             mine = {storage_of(p) for group in optimizer.param_groups for p in group["params"]}
-        moved = len(moved_by(optimizer))
         more = past in self.noted and moved > self.noted[past][-1]["moved"]
         calls = [c for c in self.tape.calls if c.number > self.tape.latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
@@ -118,8 +117,8 @@ def _unusual(shape, earlier):
     """A sentence if a batch of this shape is far larger than those, or has far fewer rows."""
     same = [other for other in earlier if len(other) == len(shape)]
     for d, sizes in enumerate(zip(*same, strict=True)):
-        few = d == 0 and shape[d] * APART <= min(sizes)
-        if few or shape[d] >= APART * max(sizes) > 0:
+        fewer = d == 0 and shape[d] * APART <= min(sizes)
+        if fewer or shape[d] >= APART * max(sizes) > 0:
             where = "rows" if d == 0 else f"in dimension {d}"
             return f"Its batch has {shape[d]} {where}, those before had {_span(set(sizes))}"
     return ""

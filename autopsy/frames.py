@@ -40,6 +40,14 @@ def frames_now():
         frame = frame.f_back
 
 
+def script_frame(*also):
+    """The innermost frame that is neither torch's nor ours, nor in one of these files."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((HERE, TORCH, *also)):
+        frame = frame.f_back
+    return frame
+
+
 def frames_in(text):
     """The same from the text of traceback.format_stack()."""
     return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from .frames import HERE, TORCH, frames_now, script_frames
+from .frames import TORCH, frames_now, script_frame, script_frames
 from .tensors import HALF, flat_tensors, storage_of
 
 # Names of aten's operations
@@ -178,9 +178,7 @@ class Halves(TorchFunctionMode):
 
 def named_by_type():
     """What the script's current line takes a type from: x in `dtype=x.dtype`, `y.to(x.dtype)`."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((HERE, TORCH)):
-        frame = frame.f_back
+    frame = script_frame()
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = re.search(r"\b(\w+)\.dtype\b", line)
     return found and frame.f_locals.get(found[1])

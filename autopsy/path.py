@@ -110,7 +110,8 @@ class Anew:
     def look(self, losses, held):
         """Before a backward pass of these losses. It returns those that are the same as before."""
         step = self.tape.steps
-        if step in (self.at, self.at + 1) and step not in self.found:
+        due = step in (self.at, self.at + 1) and step not in self.found
+        if due and self.names.roots:
             known = {p for root in self.names.roots for p in root.parameters()} | {*held}
             if any(hasattr(p, "full_tensor") for p in known):
                 return []  # fully_shard() computes with parameters of its own, and frees them

@@ -106,8 +106,8 @@ class Spike:
             usual = [torch.maximum(a, b) if a.dtype == b.dtype else a for a, b in pairs]
         self.given[module] = [ref(t) for t in real], usual
 
-    def look(self, optimizer, losses, norm):
-        """Before the step of this optimizer: these losses have led to its gradients."""
+    def look(self, optimizer, losses, norm, moved):
+        """Before the step of this optimizer: these losses have led to so many gradients."""
         past = self.pasts.get(optimizer)
         if not past or past.owner != id(optimizer):
             past = self._begins(optimizer, sum(losses))
@@ -115,7 +115,7 @@ class Spike:
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
         raised = self._raised(past, max(rates, default=0.0))
         past.step = self.tape.steps
-        self.changes.look(optimizer, past)
+        self.changes.look(optimizer, past, moved)
         now, highest = (sum(losses), norm), past.highest
         recent = [max(values) for values in zip(*past.last, strict=True)] or [0.0, 0.0]
         if past.jump:

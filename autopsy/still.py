@@ -114,10 +114,9 @@ class Still:
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
             self.leaf = line_of(frames_now())
-        roots = [*self.names.roots][:1]
-        for p in self.anew.look(losses, self.weights) if roots else ():
+        for p in self.anew.look(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
-            self._add(p, f"a parameter {type_of(p)}", roots[0], why)
+            self._add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
 
     def passed(self):
         """After a backward pass, before the first step of any optimizer."""

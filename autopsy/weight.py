@@ -26,11 +26,11 @@ class Followed:
         self.zero = {}  # group: the step since which its rate is 0
         self.highest = 0.0  # rate
         self.end = ""  # of the graph of all its weights
-        # The first weights whose gradient has become 0, all or not, though the loss is not: since
-        self.dead = None  # when, and where it becomes 0
+        # The weights whose gradient has become 0 though the loss is not; since when; where
+        self.dead = None
         self.strays = 0  # parameters without a gradient, which no module holds
         self.empty = False  # is one of its groups?
-        self.closely = True
+        self.closely = True  # is it one of the first few?
 
 
 class Weight:
