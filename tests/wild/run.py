@@ -108,12 +108,8 @@ def run(row, folder, ways):
         return run_together(jobs, folder)
     ended = []
     for argv, at, more in jobs:
-        for _ in range(5):
-            done = subprocess.run([sys.executable, *LAUNCHERS[row.launcher], *argv], cwd=at,
-                                  text=True, env=os.environ | more, capture_output=True,
-                                  timeout=600)  # fmt: skip
-            if "terminate called without an active exception" not in done.stderr:
-                break  # else a thread of gloo's, at the exit of a bare script too: again
+        done = subprocess.run([sys.executable, *LAUNCHERS[row.launcher], *argv], cwd=at, text=True,
+                              env=os.environ | more, capture_output=True, timeout=600)
         ended.append((done.returncode, done.stdout, done.stderr))
     return ended
 
