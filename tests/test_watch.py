@@ -1585,7 +1585,7 @@ torch.optim.SGD([w], 0.1).step()
 
 
 RANKS = PREAMBLE + """
-import torch.distributed as dist
+import gc, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -1599,6 +1599,8 @@ for step in range(5):
     loss = out.square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     if rank == 0: print(step, loss.item().hex())
+del ddp, net, optimizer, out, loss  # see leave() in ranks.py
+gc.collect()
 dist.destroy_process_group()
 """
 

@@ -1,6 +1,7 @@
 """torch's page "Fault-tolerant Distributed Training with torchrun". Arguments: a fault, on rank 1
 alone."""
 
+import gc
 import sys
 
 import torch
@@ -26,4 +27,6 @@ for step in range(6):
     optimizer.step()
     if rank == 0:
         print("loss", loss.item().hex(), flush=True)
+del net, optimizer, loss  # the end of a group may abort while a DistributedDataParallel holds it
+gc.collect()
 dist.destroy_process_group()
