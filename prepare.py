@@ -32,7 +32,7 @@ import optim
 import report
 from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
-from models import MODELS, TOO_SMALL, DoesNotFit, build, set_drop_path, wrap
+from models import MODELS, DoesNotFit, build, fitting, set_drop_path, wrap
 from ranks import (
     agreed,
     first_on_each_machine,
@@ -172,29 +172,24 @@ def network(run: Run):
         net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
         run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
-    names = [name for name, _ in net.named_parameters()]
+    parameters = dict(net.named_parameters())
     for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
         for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
+            if not fnmatch.filter(parameters, pattern):
                 refuse(2, f"{flag} {pattern} matches no parameter of {args.model}")
-    micro_batch = args.batch_size // run.world_size // run.accum
-    try:
+    with refusing(DoesNotFit), fitting(args.model):
         if hasattr(net, "init_from_data"):
             images, labels = run.data.train
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
-        seconds_of(run, torch.float32, min(2, micro_batch))
-    except (RuntimeError, ValueError) as error:
-        if TOO_SMALL.search(str(error)):
-            refuse(2, f"--image-size or --batch-size is too small for {args.model}: {error}")
-        raise
+        seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
 
 
 def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
     """Time a forward and backward pass on `count` images."""
-    images, labels = run.stream.at(0)
-    batch = images[:count], torch.zeros_like(labels[:count])
-    return amp_policy.seconds_of_pass(run.model if model is None else model, *batch, dtype)
+    images, labels = (t[:count] for t in run.stream.at(0))
+    labels = torch.zeros_like(labels)
+    return amp_policy.seconds_of_pass(model or run.model, images, labels, dtype)
 
 
 def precision(run: Run, saved: dict | None) -> float | None:
@@ -224,7 +219,7 @@ def precision(run: Run, saved: dict | None) -> float | None:
         gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
         own_step = None if gains or resumes else lambda _, dtypes: tuple(map(step, dtypes))
         policy = amp_policy.choose_policy(wanted, caps, stopwatch=own_step)
-        if norms and gains and (wanted, policy.name) == ("auto", "bf16"):
+        if norms and gains and wanted == "auto" and policy.name == "bf16":
             # cuDNN has a BatchNorm for float16 and none for bfloat16.
             other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
             ratio = step(torch.float16) / step(torch.bfloat16)

@@ -18,6 +18,7 @@ A net that returns logits is enough: `wrap` adds the loss and the accuracy.
 """
 
 import re
+from contextlib import contextmanager
 
 import torchvision
 from torch import Tensor, nn
@@ -41,6 +42,18 @@ TOO_SMALL = re.compile(
 
 class DoesNotFit(ValueError):
     """What the user asked for does not suit the model: a sentence for the user, not a bug."""
+
+
+@contextmanager
+def fitting(name):
+    """Raise DoesNotFit for what torch says inside about sizes. A bug keeps its own error."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if TOO_SMALL.search(str(error)):
+            sentence = f"--image-size or --batch-size is too small for {name}: {error}"
+            raise DoesNotFit(sentence) from error
+        raise
 
 
 def resnet(name):
