@@ -67,8 +67,7 @@ def replay(path: Path, rerun: Callable) -> int:
     """
     found = checkpoint.load(path)
     with schema.reading(path):
-        for sentence in schema.differences(found, Capsule, "its content"):
-            raise ValueError(f"this is not a capsule of a bad step: {sentence}")
+        schema.require(found, Capsule, "this is not a capsule of a bad step: its content")
         schema.refuse_unsound(found["state"])
         content = Capsule(**found)
         state = content.state

@@ -15,7 +15,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints
@@ -28,8 +27,10 @@ from amp_policy import POLICIES
 from checkpoint import CheckpointError, load_run, named_tensors
 from record import Healing
 
-FIXED = ("val_share", "model", "dataset", "num_classes", "images", "pixels", "labels")  # of a run
-FIXED_FLAGS = ("muon", "no_decay", "amsgrad")  # older checkpoints lack them
+FIXED = (  # of a run
+    "val_share", "model", "dataset", "num_classes", "images", "pixels", "labels", "muon",
+    "no_decay", "amsgrad",
+)  # fmt: skip
 MOMENTS = {  # of a parameter, by an option of its optimizer
     "betas": ("step", "exp_avg", "exp_avg_sq"),
     "amsgrad": ("max_exp_avg_sq",),
@@ -86,37 +87,33 @@ class State(TypedDict):
     best: float | None
 
 
-def differences(value: Any, kind: Any, name: str) -> Iterator[str]:
-    """Where `value` is not as the type `kind` says: a sentence each. No int is below -1."""
+def require(value: Any, kind: Any, name: str) -> None:
+    """Raise ValueError, a sentence, if `value` is not as the type `kind` says. No int is below
+    -1."""
+    if isinstance(kind, UnionType):  # X | None
+        if value is None:
+            return
+        kind = get_args(kind)[0]
+    if kind is Any:
+        return
     parts = get_args(kind)
     is_record = hasattr(kind, "__annotations__") and kind is not Tensor
     wanted = dict if is_record else get_origin(kind) or kind
-    if kind is Any:
-        return
-    if isinstance(kind, UnionType):
-        fits = any(not [*differences(value, part, name)] for part in parts)
-        parts = ()
-    elif wanted is float:
-        fits = type(value) in (float, int)
-    else:
-        fits = type(value) is wanted and not (wanted is int and value < -1)
-    if not fits:
-        yield f"{name} is {str(value)[:40]!r}"
-    elif is_record:
-        fields = get_type_hints(kind)
-        # A constructor gets these names and no others. A TypedDict may have more.
-        for key in {*fields, *(value if is_dataclass(kind) else ())}:
-            if key in fields and key in value:
-                yield from differences(value[key], fields[key], f"{name}.{key}")
-            else:
-                yield f"{name} lacks {key}" if key in fields else f"{name} has a {key}"
+    fits = type(value) is wanted or (wanted is float and type(value) is int)
+    if not fits or (wanted is int and value < -1):
+        raise ValueError(f"{name} is {str(value)[:40]!r}")
+    if is_record:
+        for key, part in get_type_hints(kind).items():
+            if key not in value:
+                raise ValueError(f"{name} lacks {key}")
+            require(value[key], part, f"{name}.{key}")
     elif wanted is dict:
         for key, child in value.items():
-            yield from differences(key, parts[0], f"a name in {name}")
-            yield from differences(child, parts[1], f"{name}.{key}")
+            require(key, parts[0], f"a name in {name}")
+            require(child, parts[1], f"{name}.{key}")
     elif parts:
         for i, child in enumerate(value):
-            yield from differences(child, parts[0], f"{name}.{i}")
+            require(child, parts[0], f"{name}.{i}")
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -129,8 +126,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 def refuse_unsound(state: dict) -> None:
     """Raise ValueError or its like if no run can go on from this state."""
-    for sentence in differences(state, State, "its state"):
-        raise ValueError(sentence)
+    require(state, State, "its state")
     about, healing, schedule = state["identity"], state["healing"], state["schedule"]
     trend = healing["trend"]
     learnt = [*trend["first"], trend["start"], trend["usual"], trend["mean"]]
@@ -142,7 +138,6 @@ def refuse_unsound(state: dict) -> None:
         "identity.total_steps": 0 < about["total_steps"] < 10**7,
         "policy": state["policy"] in POLICIES,
         "accum": 0 < state["accum"] <= about["batch_size"],
-        "guard": all(state["guard"][key] >= 0 for key in ("steps", "skipped", "skipped_in_a_row")),
         "quarantine": {*state["quarantine"]} < {*range(about["images"])},  # one image stays
         "updates": state["updates"] in steps and int(schedule["updates"]) in steps,
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"]),
@@ -168,8 +163,7 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
         words = " ".join(str(e).split())[:300]
-        known = isinstance(e, CheckpointError)
-        raise CheckpointError(words if known else f"{path} does not fit this run: {words}") from e
+        raise CheckpointError(f"{path} does not fit this run: {words}") from e
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -195,14 +189,13 @@ def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
-    CheckpointError for another run: one of FIXED or FIXED_FLAGS differs.
+    CheckpointError for another run: one of FIXED differs.
     """
     changed = {
         key: f"{key}: {saved.get(key)} -> {current.get(key)}"
         for key in {**saved, **current}
         if saved.get(key) != current.get(key)
     }
-    fixed = [*FIXED, *(key for key in FIXED_FLAGS if key in saved)]
-    if refused := [changed[key] for key in fixed if key in changed]:
+    if refused := [changed[key] for key in FIXED if key in changed]:
         raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
     return list(changed.values())
