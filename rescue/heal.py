@@ -189,11 +189,16 @@ def more_precise(run: Run, report: autopsy.Report) -> str:
     return f"no single module is left to keep in fp32: the run goes on in {run.policy.name}"
 
 
+def load_last_good(run: Run) -> dict:
+    """Its state, on every rank, as soon as rank 0 has written the file."""
+    run.checkpoints.wait()
+    ranks.agreed(None)
+    return schema.load(run.checkpoints.last_good)
+
+
 def rewind(run: Run, slower: bool = False) -> str:
     """Restore weights, moments and average of last_good. The data goes on where it is."""
-    run.checkpoints.wait()
-    ranks.agreed(None)  # no rank reads the file before rank 0 has written it
-    state = schema.load(run.checkpoints.last_good)
+    state = load_last_good(run)
     factor = run.schedule.factor * (0.5 if slower else 1.0)  # it outlives the turn back
     resume.restore(run, state)
     run.schedule.slow_down(factor / run.schedule.factor)

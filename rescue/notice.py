@@ -50,7 +50,7 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
         trend.first.append(loss)
         # A run that blows up within ten steps must not take the blown-up loss for its start.
         trend.start = min(statistics.median(trend.first), 4 * trend.first[0])
-        trend.usual = trend.mean = trend.start
+        trend.usual = trend.mean = trend.lowest = trend.start
         return ""
     limit = max(4 * trend.usual, 0.1 * trend.start)
     far_above = loss > min(2 * trend.start, limit) and trend.start > 0
@@ -101,9 +101,7 @@ def inspect_step(run: Run, step: int, sampler: probes.Probes | None
     run.guard.see_state(param=named, optstate=moments)
     if run.world_size > 1 and run.args.verify_every:
         verify.carry_checksum(run)
-    sentences = []
-    if step == 1:
-        sentences += probes.first_step_checks(run.net)
+    sentences = probes.first_step_checks(run.net) if step == 1 else []
     if sampler:
         sampler.detach()
         sentences += sampler.warnings(float(run.scaler.scale_tensor))
@@ -137,18 +135,17 @@ def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> No
         weight = masters.get(p, p).reshape(-1)
         samples.append(weight[:: max(1, len(weight) // 100)].float())
         gradient = weight.new_zeros(()) if p.grad is None else p.grad
-        largest = torch.linalg.vector_norm(gradient, torch.inf)
-        gradients.append(largest.float())
+        gradients.append(gradient.any().float())
     before = healing.sample
     numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()
+    sample, graded = numbers.tensor_split([-len(named)])
     # It goes into the checkpoint, which takes no bad number.
-    healing.sample = numbers[: -len(named)].nan_to_num(0, 0, 0).clamp(-1e18, 1e18)
-    if before is None or len(before) != len(healing.sample):
+    healing.sample = sample.nan_to_num(0, 0, 0).clamp(-1e18, 1e18)
+    if before is None or len(before) != len(sample):
         before = healing.sample
-    changes = (healing.sample - before).split([len(sample) for sample in samples])
-    rows = zip(named.items(), changes, numbers[-len(named) :].tolist(), strict=True)
-    for (name, p), change, gradient in rows:
-        found = [bool(change.abs().max() > LEAST_MOVE), gradient != 0, rates.get(p, 0) != 0]
+    changes = (healing.sample - before).abs().split([len(some) for some in samples])
+    for (name, p), change, has_gradient in zip(named.items(), changes, graded, strict=True):
+        found = (change.max() > LEAST_MOVE, has_gradient, rates.get(p))
         signs = healing.signs.setdefault(name, [0, 0, 0])
         signs[:] = [step if yes else last for yes, last in zip(found, signs, strict=True)]
 
@@ -188,8 +185,7 @@ def has_not_learnt(run: Run) -> str:
     signs = run.healing.signs
     is_on = any(rated for _, _, rated in signs.values())
     # A rate of 0 beside others is how some freeze a part.
-    still = [name for name in named if name in signs and not signs[name][0]
-             and (signs[name][2] or not is_on)]  # fmt: skip
+    still = [name for name in named if not signs[name][0] and (signs[name][2] or not is_on)]
     elements = sum(named[name].numel() for name in still)
     most = max(len(still) / len(named), elements / sum(p.numel() for p in named.values()))
     if most >= 0.5 and trend.lowest > 0.8 * trend.start:
@@ -208,7 +204,7 @@ def doubts(run: Run) -> list[str]:
     scores = run.scores
     val_loss = scores["val_loss"]
     said = lifeless(run)
-    learnt = trend.start - min(trend.lowest, trend.start)
+    learnt = trend.start - trend.lowest
     knows = False
     if "val_acc1" in scores and len(run.data.classes) > 1:
         labels = run.data.val[1]
@@ -241,7 +237,7 @@ def lifeless(run: Run) -> list[str]:
     named, rates = learning(run)
     causes = {}
     for name, p in named.items():
-        moved, graded, rated = run.healing.signs.get(name, [run.step] * 3)
+        moved, graded, rated = run.healing.signs[name]
         for since, what in ((rated, "had a learning rate of 0"), (graded, "had no gradient"),
                             (moved, "did not move")):  # fmt: skip
             if p not in rates:
@@ -264,7 +260,7 @@ def ended_high(run: Run) -> str:
         return (f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
                 f"step had {untrained:.4g}")
     suspected = any(steps >= 3 for steps in trend.suspicions.values())
-    learnt = trend.start - min(trend.lowest, trend.start)
+    learnt = trend.start - trend.lowest
     if suspected and val_loss > trend.start - 0.2 * learnt:
         return (f"the model has lost what it learnt: the last validation has a loss of "
                 f"{val_loss:.4g}, training had {trend.start:.4g} at the start and "

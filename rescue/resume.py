@@ -136,8 +136,7 @@ def read_back(run: Run) -> None:
             files.wait()  # raises where the last save failed
             step = schema.load(files.last)["step"]
             best = checkpoint.load(files.best)
-            with schema.reading(files.best):
-                shapes = {name: t.shape for name, t in best.items()}
+            shapes = {name: t.shape for name, t in checkpoint.named_tensors(best)}
             with schema.reading(about):
                 known = json.loads(about.read_text("utf-8")) if about.is_file() else {}
                 known |= {"evaluated": 0}  # it may be older
@@ -195,37 +194,33 @@ def load_whole_state(run: Run, state: dict) -> str:
     """Resume where a whole_state() ends. Returns where, and what differs now."""
     changes = schema.describe_changes(state["identity"], run.identity)
     with schema.reading(state["path"]):
-        take_over(run, state)
+        healing = state["healing"]
+        run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
+        run.total_steps += run.healing.extra_steps
+        run.accum = max(run.accum, state["accum"])
+        run.stream.leave_out(state["quarantine"])
+        keep_fp32(run.net, state["pinned"])  # first: these modules have fp32 weights
+        keep_fp32(run.net, state["keep_output"], keep_output=True)
+        if "eager mode" in run.healing.healed:
+            run.compiled = run.ddp
+        run.guard.watch(run.net)  # pinning may have exchanged buffers
+        # As it began; it may have been given up.
+        if run.policy.name == state["identity"]["precision"]:
+            adopt(run, state["policy"])
+        restore(run, state)
+        run.scaler.load_state_dict(state["scaler"])
+        run.guard.load_state_dict(state["guard"])
+        if pending := state["guard"]["pending"]:
+            _, row, names = pending
+            if len(row) != len(run.guard.names) + 32 or not {"loss", "grad_norm"} <= {*names}:
+                raise ValueError("its pending verdict cannot be read")
+        run.step = state["step"]
+        if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):
+            run.scores = state["scores"]  # else it is validated again
+        run.best = state["best"]
+        if run.rank < len(state["rng"]):
+            checkpoint.set_rng_state(state["rng"][run.rank], run.device)
     return "; ".join([f", resumed from {state['path']} after step {run.step}", *changes])
-
-
-def take_over(run: Run, state: dict) -> None:
-    """All of a whole_state()."""
-    healing = state["healing"]
-    run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
-    run.total_steps += run.healing.extra_steps
-    run.accum = max(run.accum, state["accum"])
-    run.stream.leave_out(state["quarantine"])
-    keep_fp32(run.net, state["pinned"])  # first: these modules have fp32 weights
-    keep_fp32(run.net, state["keep_output"], keep_output=True)
-    if "eager mode" in run.healing.healed:
-        run.compiled = run.ddp
-    run.guard.watch(run.net)  # pinning may have exchanged buffers
-    if run.policy.name == state["identity"]["precision"]:  # as it began; it may have been given up
-        adopt(run, state["policy"])
-    restore(run, state)
-    run.scaler.load_state_dict(state["scaler"])
-    run.guard.load_state_dict(state["guard"])
-    if pending := state["guard"]["pending"]:
-        _, row, names = pending
-        if len(row) != len(run.guard.names) + 32 or not {"loss", "grad_norm"} <= {*names}:
-            raise ValueError("its pending verdict cannot be read")
-    run.step = state["step"]
-    if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):
-        run.scores = state["scores"]  # else it is validated again
-    run.best = state["best"]
-    if run.rank < len(state["rng"]):
-        checkpoint.set_rng_state(state["rng"][run.rank], run.device)
 
 
 def restore(run: Run, state: dict) -> None:

@@ -26,16 +26,18 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 import autopsy
 import guards
 import optim
+import ranks
 from record import Run
-from rescue import heal, schema
+from rescue import heal
 
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -54,8 +56,7 @@ def replica(run: Run) -> dict[str, Tensor]:
             tensors[f"{names[p]}'s master"] = master
     for optimizer in run.optimizers:
         for p, state in optimizer.state.items():
-            moments = {f"{names[p]}'s {key}": t for key, t in state.items() if t.dim()}
-            tensors |= moments
+            tensors |= {f"{names[p]}'s {key}": t for key, t in state.items() if t.dim()}
     return tensors
 
 
@@ -99,8 +100,8 @@ def is_repeated(run: Run, step: int, images: Tensor, labels: Tensor) -> bool:
 
 def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two gradients differ by less than 1 % of their norm, or both are non-finite."""
-    difference = torch.stack(torch._foreach_norm(torch._foreach_sub(a, b))).norm()
-    return not difference > 0.01 * torch.stack(torch._foreach_norm(a)).norm()
+    difference = get_total_norm(torch._foreach_sub(a, b))
+    return not difference > 0.01 * get_total_norm(a)
 
 
 def differs(carried: dict[str, float]) -> bool:
@@ -117,10 +118,7 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
         return heal.Cure(autopsy.Report(step=verdict.step), "")
     run.healing.examined_until = run.step
     tensors = replica(run)
-    mine = checksums(tensors.values())
-    every = [torch.empty_like(mine) for _ in range(run.world_size)]
-    dist.all_gather(every, mine)
-    table = [tuple(row.tolist()) for row in every]  # ranks x tensors
+    table = ranks.all_values(checksums(tensors.values()).tolist())  # ranks x tensors
     usual = max(table, key=table.count)
     odd = [rank for rank, row in enumerate(table) if row != usual]
     if not odd:  # half weights, say, that their masters have rewritten
@@ -160,11 +158,7 @@ def farthest(run: Run, names: list[str]) -> int:
     now = dict(run.net.named_parameters())
     if any(name not in now for name in names):
         return -1
-    run.checkpoints.wait()
-    dist.barrier()
-    good = schema.load(run.checkpoints.last_good)["model"]
-    distances = [(now[name].detach().cpu() - good[name]).norm() for name in names]
-    mine = torch.stack(distances).sum().to(run.device)
-    every = [torch.empty_like(mine) for _ in range(run.world_size)]
-    dist.all_gather(every, mine)
-    return int(torch.stack(every).argmax())
+    good = heal.load_last_good(run)["model"]
+    distance = sum(float((now[name].detach().cpu() - good[name]).norm()) for name in names)
+    distances = ranks.all_values(distance)
+    return distances.index(max(distances))
