@@ -76,8 +76,8 @@ class EMA:
             torch._foreach_copy_(live, backup)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average (live tensors) and its count."""
-        return {"average": self.average, "updates": self.updates.clone()}
+        """The average and its count: live tensors."""
+        return {"average": self.average, "updates": self.updates}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 HALF = (torch.float16, torch.bfloat16)
 # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights
@@ -152,9 +153,6 @@ class Muon(torch.optim.Optimizer):
         def permuted(tensors: Iterable[Tensor]) -> list[Tensor]:  # views
             return [t.permute(order) for t, order in zip(tensors, orders, strict=True)]
 
-        def join(tensors: list[Tensor]) -> Tensor:
-            return torch.cat([t.flatten() for t in tensors])
-
         weights = permuted(self.masters.get(p, p) for p in params)
         momenta = permuted(self._momentum(p) for p in params)
         shapes = Counter(map(rows_and_columns, params))
@@ -162,17 +160,17 @@ class Muon(torch.optim.Optimizer):
         sizes = [p.numel() for p in params]
 
         def stacks(flat: Tensor) -> list[Tensor]:  # (n, rows, columns) for each shape
-            pieces = flat.split([n * rows * columns for (rows, columns), n in shapes.items()])
-            return [x.view(n, *shape) for x, (shape, n) in zip(pieces, shapes.items(), strict=True)]
+            pieces = flat.split([n * math.prod(shape) for shape, n in shapes.items()])
+            return [x.view(-1, *shape) for x, shape in zip(pieces, shapes, strict=True)]
 
-        grad = join(permuted(p.grad for p in params)).float()
+        grad = _flatten_dense_tensors(permuted(p.grad for p in params)).float()
         if getattr(self, "grad_scale", None) is not None:
             grad = grad / self.grad_scale
-        old_momentum = join(momenta)
+        old_momentum = _flatten_dense_tensors(momenta)
         momentum = old_momentum.lerp(grad, 1 - g["momentum"])
         turn = grad.lerp(momentum, g["momentum"]).bfloat16()  # Nesterov's
         newton_schulz_(stacks(turn), g["ns_steps"])
-        old = join(weights).float()
+        old = _flatten_dense_tensors(weights).float()
         new = old.clone()
         norms = torch.stack(torch._foreach_norm(weights, 2, dtype=torch.float32))
         lengths = (norms * g["lr"]).split(counts)

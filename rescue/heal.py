@@ -65,7 +65,7 @@ def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.
     kept = autopsy.StepRecord(step, run.net, rank=run.rank)
     batch = images, labels, run.stream.indices(step - 1)
     for x, y, indices in zip(*(t.chunk(run.accum) for t in batch), strict=True):
-        kept.keep(x, y, indices=indices.tolist())
+        kept.keep(x, y, indices=indices)
     return kept
 
 
@@ -126,7 +126,7 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
         scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled,
     ))
     harmless = report.verdict in ("calibration", "not reproducible")
-    if harmless and run.scaler.is_enabled() and report.scale > run.scaler.floor:
+    if harmless and report.scale > run.scaler.floor:
         return Cure(report, "")  # the loss scale was too high, and it can fall
     if report.rank == run.rank and not any(run.folder.glob("bad_step_*")):
         capsule.save(run.folder / f"bad_step_{step}_rank{run.rank}.pt", run, kept, report)
@@ -259,8 +259,7 @@ def make_room(run: Run, error: Exception) -> None:
     one_image = 2 * run.accum > run.args.batch_size // run.world_size
     if not ranks.out_of_memory(error) or run.guard.state != "open" or recording or one_image:
         raise error
-    for optimizer in run.optimizers:
-        optimizer.zero_grad()
+    run.net.zero_grad()
     run.graph = None
     run.guard.restart()
     run.accum *= 2

@@ -159,8 +159,7 @@ class Injector:
                 every = dict(net.named_modules())
                 inner = f.name == "*"
                 names = [n for n, m in every.items() if n and not (inner and any(m.children()))]
-                module = every[pick(f, names)]
-                module.register_forward_hook(lambda m, args, out, strike=strike: strike(out))
+                every[pick(f, names)].register_forward_hook(strike)
             elif f.where == "grad":
                 params = {n: p for n, p in net.named_parameters() if p.requires_grad}
                 params[pick(f, params)].register_hook(strike)
@@ -171,19 +170,20 @@ class Injector:
         self._size = len(args[0])
         self._room = self._room or max(1, self._size // 2)
 
-    def _strike(self, f: Fault, tree: Any) -> Any:
-        if not f.first <= self.step <= f.last or f in self._struck:
-            return tree
+    def _strike(self, f: Fault, *args: Any) -> Any:
+        """A hook. Its last argument is what a module returns, or a gradient."""
+        if f not in self._due(f.where) or f in self._struck:
+            return None
         if f.kind != "oom":
             if f.kind == "flip":
                 self._struck.add(f)
-            return spoil(tree, f.kind)
+            return spoil(args[-1], f.kind)
         if self._size > self._room:
             size = self._size
             self._size = 0  # once a pass
             raise torch.OutOfMemoryError(
                 f"planted: no memory for {size} images at {f.where} {f.name}")
-        return tree
+        return None
 
     def _strike_loss(self, model: nn.Module, args: tuple, out: tuple) -> tuple | None:
         """In training, micro-batch 0 of a step writes the faults of buffers (they stay in later

@@ -72,14 +72,14 @@ class TensorFigures:
 
     @torch.no_grad()
     def __init__(
-        self, named: Mapping[str, Tensor], masters: Mapping | None = None, scale: Any = None
+        self, named: Mapping[str, Tensor], masters: Mapping | None = None, scale: Any = 1.0
     ):
-        self._rows = []
+        self._rows = {}
         for name, p in named.items():
             if p.grad is not None:
-                grad_norm = p.grad.float().norm() / (1.0 if scale is None else scale)
+                grad_norm = p.grad.float().norm() / scale
                 weight = (masters or {}).get(p, p)
-                self._rows.append((name, grad_norm, weight, weight.clone()))
+                self._rows[name] = grad_norm, weight, weight.clone()
 
     @torch.no_grad()
     def read(self) -> dict[str, dict[str, float]]:
@@ -88,15 +88,15 @@ class TensorFigures:
         weight_norm: before the step. update_ratio = |update| / weight_norm.
         """
         table = []
-        for _, grad_norm, weight, old in self._rows:
+        for grad_norm, weight, old in self._rows.values():
             size = old.float().norm()
             update = (weight - old).float().norm()
             ratio = torch.where(update == 0, update, update / size)  # a bias may be 0
             table.append(torch.stack([grad_norm, size, ratio]))
         rows = torch.stack(table).tolist() if table else []
         kinds = ("grad_norm", "weight_norm", "update_ratio")
-        names = [name for name, *_ in self._rows]
-        return {n: dict(zip(kinds, row, strict=True)) for n, row in zip(names, rows, strict=True)}
+        figures = [dict(zip(kinds, row, strict=True)) for row in rows]
+        return dict(zip(self._rows, figures, strict=True))
 
 
 class Reading(NamedTuple):
@@ -148,7 +148,7 @@ class Probes:
             underflow.copy_(torch.maximum(underflow, share))
 
         def on_output(module: nn.Module, args: Any, out: Any) -> None:
-            for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            for t in tree_leaves(out):
                 if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
                     low, high = torch.aminmax(t.detach())
                     largest = torch.maximum(-low, high)  # maximum propagates NaN

@@ -182,7 +182,7 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
     }
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
+def optimizer_state(optimizer: Optimizer) -> dict:
     """Its state_dict with learning rates as numbers: a rate beyond any weight is no bad moment.
     Half moments, which O3 has, as fp32: loading rounds them back to the same bits."""
     state = optimizer.state_dict()

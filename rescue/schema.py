@@ -186,14 +186,14 @@ def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                     raise ValueError(f"the {name} of parameter {i} cannot be")
 
 
-def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
     CheckpointError for another run: one of FIXED differs.
     """
     changed = {
         key: f"{key}: {saved.get(key)} -> {current.get(key)}"
-        for key in {**saved, **current}
+        for key in saved | current
         if saved.get(key) != current.get(key)
     }
     if refused := [changed[key] for key in FIXED if key in changed]:
