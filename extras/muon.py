@@ -83,7 +83,7 @@ def memory_order(p: Tensor) -> list[int]:
     return [0, *sorted(range(1, p.ndim), key=p.stride, reverse=True)]
 
 
-def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
+def newton_schulz_(stacks: list[Tensor], steps: int) -> None:
     """In place: each x = U S V^T of these (n, rows, columns) becomes U V^T, roughly. A step applies
     a*s + b*s^3 + c*s^5 to S. bf16 is enough.
 

@@ -91,7 +91,7 @@ def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Modul
                      pieces: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by name of a micro-batch: whole, or in 2, 4, ... pieces, as many as it
     takes to fit into memory. (What just fits in training may not fit in fp32.)"""
-    total = torch.zeros((), device=batch[0].device)
+    total = 0.0
     try:
         with fp32_eval(run.net) if fp32 else nullcontext():
             for x, y in zip(*(t.chunk(pieces) for t in batch), strict=True):

@@ -59,7 +59,7 @@ class Fault(NamedTuple):
     name: str  # a pattern
     first: int
     last: int
-    rank: int | None = None
+    rank: int | None
 
 
 def parse_inject(spec: str) -> tuple[Fault, ...]:
@@ -104,13 +104,13 @@ def flipped(x: Tensor) -> Tensor:
     return torch.where(largest, other, x)
 
 
-def pick(fault: Fault, names: Iterable[str]) -> str:
-    """The first name that fits the fault's NAME, a pattern."""
-    fits = fnmatch.filter(names, fault.name)
+def pick(fault: Fault, named: dict[str, Any]) -> Any:
+    """The first of these whose name fits the fault's NAME, a pattern."""
+    fits = fnmatch.filter(named, fault.name)
     if not fits:
-        there = ", ".join(names) or "none"
+        there = ", ".join(named) or "none"
         raise ValueError(f"--inject: no {fault.where} is named {fault.name}; there are: {there}")
-    return fits[0]
+    return named[fits[0]]
 
 
 def spoil(tree: Any, kind: str) -> Any:
@@ -156,13 +156,13 @@ class Injector:
         for f in self.faults:
             strike = functools.partial(self._strike, f)
             if f.where == "act":  # without a name: the first module that has no modules inside
-                every = dict(net.named_modules())
-                inner = f.name == "*"
-                names = [n for n, m in every.items() if n and not (inner and any(m.children()))]
-                every[pick(f, names)].register_forward_hook(strike)
+                modules = {n: m for n, m in net.named_modules() if n}
+                if f.name == "*":
+                    modules = {n: m for n, m in modules.items() if not any(m.children())}
+                pick(f, modules).register_forward_hook(strike)
             elif f.where == "grad":
                 params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-                params[pick(f, params)].register_hook(strike)
+                pick(f, params).register_hook(strike)
         if self.faults and model is not None:
             model.register_forward_hook(self._strike_loss)
 
@@ -241,6 +241,5 @@ class Injector:
 
     def _write(self, where: str, tensors: dict[str, Tensor]) -> None:
         for f in self._due(where):
-            # .data: a buffer may be saved for a backward to come
-            t = tensors[pick(f, tensors)].data
+            t = pick(f, tensors).data  # a buffer may be saved for a backward to come
             t.copy_(spoil(t, f.kind))

@@ -175,12 +175,11 @@ def has_not_learnt(run: Run) -> str:
     trend = run.healing.trend
     if run.updates < PATIENCE[DEAD] or trend.mean <= 1e-3 * trend.start:
         return ""
-    names = {p: name for name, p in run.net.named_parameters()}
-    for optimizer in run.optimizers:
-        for p, state in optimizer.state.items():
-            moments = [t for t in state.values() if t.dim()]
-            if moments and not any(t.any() for t in moments):
-                return f"the gradient of {names[p]} was always 0: it has never learnt"
+    for name, p in run.net.named_parameters():
+        states = [optimizer.state.get(p, {}) for optimizer in run.optimizers]
+        moments = [t for state in states for t in state.values() if t.dim()]
+        if moments and not any(t.any() for t in moments):
+            return f"the gradient of {name} was always 0: it has never learnt"
     named, _ = learning(run)
     signs = run.healing.signs
     is_on = any(rated for _, _, rated in signs.values())

@@ -158,8 +158,8 @@ def read_back(run: Run) -> None:
 
 def whole_state(run: Run, rng: list[dict]) -> dict:
     """All that a run needs to go on, open findings included."""
-    names = {p: name for name, p in run.net.named_parameters()}
-    masters = {names[p]: master for p, master in optim.master_params(run.optimizers).items()}
+    masters = optim.master_params(run.optimizers)
+    weights = {name: masters.get(p, p) for name, p in run.net.named_parameters()}
     return {
         "step": run.step,
         "healing": asdict(run.healing),
@@ -168,7 +168,7 @@ def whole_state(run: Run, rng: list[dict]) -> dict:
         "policy": run.policy.name,
         "accum": run.accum,
         "quarantine": sorted(run.stream.quarantine),
-        "model": run.net.state_dict() | masters,
+        "model": run.net.state_dict() | weights,
         "optimizers": [optimizer_state(optimizer) for optimizer in run.optimizers],
         "schedule": run.schedule.state_dict(),
         "scaler": run.scaler.state_dict(),

@@ -156,7 +156,7 @@ def farthest(run: Run, names: list[str]) -> int:
     masters differ too: all ranks step by the same gradients, so a weight that differs alone was
     changed by itself."""
     now = dict(run.net.named_parameters())
-    if any(name not in now for name in names):
+    if not now.keys() >= {*names}:
         return -1
     good = heal.load_last_good(run)["model"]
     distance = sum(float((now[name].detach().cpu() - good[name]).norm()) for name in names)
