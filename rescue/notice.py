@@ -203,7 +203,6 @@ def doubts(run: Run) -> list[str]:
     scores = run.scores
     val_loss = scores["val_loss"]
     said = lifeless(run)
-    learnt = trend.start - trend.lowest
     knows = False
     if "val_acc1" in scores and len(run.data.classes) > 1:
         labels = run.data.val[1]
@@ -217,7 +216,7 @@ def doubts(run: Run) -> list[str]:
     if trend.mean > (1.0 if knows else 0.95) * trend.start > 0:
         said.append(f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
                     f"{trend.mean:.4g} at the end")
-    elif trend.mean > trend.start - 0.5 * learnt:
+    elif trend.mean > (trend.start + trend.lowest) / 2:
         said.append(f"the training loss is {trend.mean:.4g} at the end, and was {trend.lowest:.4g}")
     if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
         said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "

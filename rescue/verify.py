@@ -111,19 +111,31 @@ def differs(carried: dict[str, float]) -> bool:
 
 
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
-    """Find out which rank is right, and count. Every rank calls this, at the same step."""
+    """Find out which rank is right, and count: the fifth difference ends the run. Every rank calls
+    this, at the same step."""
     if unsure := int(verdict.carried["unsure_rank"]):
-        return unreliable(run, verdict.step, unsure - 1, "the same pass gave two gradients")
-    if verdict.step <= run.healing.examined_until:  # it ran before the replicas were repaired
+        rank = unsure - 1
+        symptom = "the same pass gave two gradients"
+        action = "passed over"
+    elif verdict.step <= run.healing.examined_until:  # it ran before the replicas were repaired
         return heal.Cure(autopsy.Report(step=verdict.step), "")
-    run.healing.examined_until = run.step
+    else:
+        run.healing.examined_until = run.step
+        rank, symptom, action = make_equal(run)
+    report = autopsy.Report(verdict="not reproducible", step=verdict.step, rank=rank,
+                            precision=run.policy.name, symptom=symptom, advice="flags")
+    return heal.respond(run, report)._replace(action=action)
+
+
+def make_equal(run: Run) -> tuple[int, str, str]:
+    """Make the replicas equal. Returns the rank that differed (-1: not known), how it differed, and
+    what was done."""
     tensors = replica(run)
     table = ranks.all_values(checksums(tensors.values()).tolist())  # ranks x tensors
     usual = max(table, key=table.count)
     odd = [rank for rank, row in enumerate(table) if row != usual]
     if not odd:  # half weights, say, that their masters have rewritten
-        symptom = "the replicas of the ranks differed, and agree again"
-        return unreliable(run, verdict.step, -1, symptom)
+        return -1, "the replicas of the ranks differed, and agree again", "passed over"
     names = [name for name, column in zip(tensors, zip(*table, strict=True), strict=True)
              if len(set(column)) > 1]
     what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
@@ -134,21 +146,12 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
             dist.broadcast(whole, right)
             tensors[name].copy_(whole)
         symptom = f"the replica of rank {', '.join(map(str, odd))} differs in {what}"
-        return unreliable(run, verdict.step, odd[0], symptom, f"repaired from rank {right}")
+        return odd[0], symptom, f"repaired from rank {right}"
     guilty = farthest(run, names)
     symptom = f"the replicas of {run.world_size} ranks differ in {what}"
     if guilty >= 0:
         symptom += f"; suspect rank {guilty}, which is farther from last_good"
-    action = f"no majority knows who is right: {heal.rewind(run)}"
-    return unreliable(run, verdict.step, guilty, symptom, action)
-
-
-def unreliable(run: Run, step: int, rank: int, symptom: str, action: str = "passed over"
-               ) -> heal.Cure:
-    """Count a difference; the fifth ends the run."""
-    report = autopsy.Report(verdict="not reproducible", step=step, rank=rank,
-                            precision=run.policy.name, symptom=symptom, advice="flags")
-    return heal.respond(run, report)._replace(action=action)
+    return guilty, symptom, f"no majority knows who is right: {heal.rewind(run)}"
 
 
 def farthest(run: Run, names: list[str]) -> int:
