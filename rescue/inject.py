@@ -52,17 +52,16 @@ SPEC = r"(\w+):(\w+)(?::([^@]+))?@step=(\d+)(?:\.\.(\d+))?(?:,rank=(\d+))?"
 
 
 class Fault(NamedTuple):
-    """One fault to plant in steps first..last, on one rank or (None) on all."""
+    """One fault to plant in these steps, on one rank or (None) on all."""
 
     kind: str
     where: str
     name: str  # a pattern
-    first: int
-    last: int
+    steps: range
     rank: int | None
 
 
-def parse_inject(spec: str) -> tuple[Fault, ...]:
+def parse_inject(spec: str) -> list[Fault]:
     """`KIND:WHERE[:NAME]@step=N[..M][,rank=R]`, joined by ';' if several. ValueError, one sentence,
     for all else."""
     faults = []
@@ -74,12 +73,11 @@ def parse_inject(spec: str) -> tuple[Fault, ...]:
                 f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R]. There "
                 f"are: {known}")
         kind, where, name, first, last, rank = match.groups()
-        last = last or first
-        fault = Fault(kind, where, name or "*", int(first), int(last), rank and int(rank))
-        if fault.last < fault.first:
+        steps = range(int(first), int(last or first) + 1)
+        if not steps:
             raise ValueError(f"--inject {part!r}: the last step comes before the first")
-        faults.append(fault)
-    return tuple(faults)
+        faults.append(Fault(kind, where, name or "*", steps, rank and int(rank)))
+    return faults
 
 
 def fault_value(kind: str, dtype: torch.dtype) -> float | int:
@@ -237,7 +235,7 @@ class Injector:
         return images, labels
 
     def _due(self, where: str) -> list[Fault]:
-        return [f for f in self.faults if f.where == where and f.first <= self.step <= f.last]
+        return [f for f in self.faults if f.where == where and self.step in f.steps]
 
     def _write(self, where: str, tensors: dict[str, Tensor]) -> None:
         for f in self._due(where):
