@@ -67,7 +67,10 @@ def replay(path: Path, rerun: Callable) -> int:
     """
     found = checkpoint.load(path)
     with schema.reading(path):
-        schema.require(found, Capsule, "this is not a capsule of a bad step: its content")
+        try:
+            schema.require(found, Capsule, "its content")
+        except ValueError as error:
+            raise ValueError(f"this is not a capsule of a bad step: {error}") from error
         schema.refuse_unsound(found["state"])
         content = Capsule(**found)
         state = content.state
