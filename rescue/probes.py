@@ -42,7 +42,7 @@ def first_step_checks(net: nn.Module) -> list[str]:
     zero_grad. Syncs."""
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad and p.numel()]
     unused = [n for n, p in named if p.grad is None]
-    learns = {n for n, p in named if p.grad is not None and bool((p.grad != 0).any())}
+    learns = {n for n, p in named if p.grad is not None and p.grad.any()}
     wrong = []
     if unused:
         some = ", ".join(unused[:5])
