@@ -44,7 +44,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 HALF = (torch.float16, torch.bfloat16)
 # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights
@@ -83,7 +82,7 @@ def memory_order(p: Tensor) -> list[int]:
     return [0, *sorted(range(1, p.ndim), key=p.stride, reverse=True)]
 
 
-def newton_schulz_(stacks: list[Tensor], steps: int) -> None:
+def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
     """In place: each x = U S V^T of these (n, rows, columns) becomes U V^T, roughly. A step applies
     a*s + b*s^3 + c*s^5 to S. bf16 is enough.
 
@@ -153,6 +152,9 @@ class Muon(torch.optim.Optimizer):
         def permuted(tensors: Iterable[Tensor]) -> list[Tensor]:  # views
             return [t.permute(order) for t, order in zip(tensors, orders, strict=True)]
 
+        def join(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([t.flatten() for t in tensors])
+
         weights = permuted(self.masters.get(p, p) for p in params)
         momenta = permuted(self._momentum(p) for p in params)
         shapes = Counter(map(rows_and_columns, params))
@@ -163,14 +165,14 @@ class Muon(torch.optim.Optimizer):
             pieces = flat.split([n * math.prod(shape) for shape, n in shapes.items()])
             return [x.view(-1, *shape) for x, shape in zip(pieces, shapes, strict=True)]
 
-        grad = _flatten_dense_tensors(permuted(p.grad for p in params)).float()
+        grad = join(permuted(p.grad for p in params)).float()
         if getattr(self, "grad_scale", None) is not None:
             grad = grad / self.grad_scale
-        old_momentum = _flatten_dense_tensors(momenta)
+        old_momentum = join(momenta)
         momentum = old_momentum.lerp(grad, 1 - g["momentum"])
         turn = grad.lerp(momentum, g["momentum"]).bfloat16()  # Nesterov's
         newton_schulz_(stacks(turn), g["ns_steps"])
-        old = _flatten_dense_tensors(weights).float()
+        old = join(weights).float()
         new = old.clone()
         norms = torch.stack(torch._foreach_norm(weights, 2, dtype=torch.float32))
         lengths = (norms * g["lr"]).split(counts)

@@ -184,7 +184,8 @@ def has_not_learnt(run: Run) -> str:
     signs = run.healing.signs
     is_on = any(rated for _, _, rated in signs.values())
     # A rate of 0 beside others is how some freeze a part.
-    still = [name for name in named if not signs[name][0] and (signs[name][2] or not is_on)]
+    still = [name for name in named if name in signs and not signs[name][0]
+             and (signs[name][2] or not is_on)]  # fmt: skip
     elements = sum(named[name].numel() for name in still)
     most = max(len(still) / len(named), elements / sum(p.numel() for p in named.values()))
     if most >= 0.5 and trend.lowest > 0.8 * trend.start:
@@ -235,7 +236,7 @@ def lifeless(run: Run) -> list[str]:
     named, rates = learning(run)
     causes = {}
     for name, p in named.items():
-        moved, graded, rated = run.healing.signs[name]
+        moved, graded, rated = run.healing.signs.get(name, [run.step] * 3)
         for since, what in ((rated, "had a learning rate of 0"), (graded, "had no gradient"),
                             (moved, "did not move")):  # fmt: skip
             if p not in rates:
