@@ -66,7 +66,7 @@ def test_every_validation_image_is_seen_once_over_all_ranks():
     assert sorted(seen) == [*range(95)]
 
 
-@pytest.mark.parametrize(("how", "edge"), [
+@pytest.mark.parametrize("how, edge", [
     ({"pad": 0}, 0),
     ({"augment": "flip", "scale": (0.35, 1.0), "size": 24}, 4),
     ({"augment": "flip"}, 0),
@@ -191,7 +191,7 @@ def test_the_fingerprint_binds_each_image_to_its_label_and_its_place():
         assert fingerprint(*changed) != before
 
 
-@pytest.mark.parametrize(("change", "words"), [
+@pytest.mark.parametrize("change, words", [
     ({"train": (IMAGES.float(), CLASSES)}, r"images are torch.float32 \(96, 3, 32, 32\)"),
     ({"train": (IMAGES, CLASSES[1:])}, "96 train images have 95 labels"),
     ({"classes": ["disc", "disc"]}, "two classes are called disc"),
@@ -320,7 +320,7 @@ def odd_one(folder):
         to_pil_image(torch.zeros(3, 8, 9)).save(folder / path / "odd.png")
 
 
-@pytest.mark.parametrize(("make", "flags", "code", "words"), [
+@pytest.mark.parametrize("make, flags, code, words", [
     (str, ("--dataset", "imagefolder"), 2, "data should hold train/<class>/"),
     (str, ("--image-size", 64), 2, "--image-size 64: the images of cifar10 are 32 x 32"),
     (str, ("--val-share", 0.2), 2, "--val-share is for --dataset imagefolder"),

@@ -343,24 +343,21 @@ SIGNS = (
     'notice.py: rates |= dict.fromkeys(group["params"], float(group["lr"]))',
     "notice.py: numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()",
 )
-PATHS = {  # what is run -> the lines that may ask the device, all of them and no other
-    one_step: set(),
-    average: set(),
-    look: {FIGURES, *SIGNS},
-    lambda *run: look(*run, sampled=True): {
+PATHS = {  # path: what is run, the lines that may ask the device (no other may), and a function
+    # that the path calls from a line that may not ask
+    "a step": (one_step, set(), (Guard, "close")),
+    "the average": (average, set(), (torch, "_fused_sgd_")),
+    "a look": (look, {FIGURES, *SIGNS}, (Guard, "see_state")),
+    "a look with probes": (lambda *run: look(*run, sampled=True), {
         FIGURES, *SIGNS, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
         "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
-    },
-    run_twice: {"verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}"},
-    evaluate: {
+    }, (Probes, "detach")),
+    "a pass twice": (run_twice, {
+        "verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}",
+    }, (heal, "forward_backward")),
+    "validation": (evaluate, {
         "validation.py: total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
-    },
-}  # fmt: skip
-NAMES = ["a step", "the average", "a look", "a look with probes", "a pass twice", "validation"]
-PLANTED = {  # a function that the path calls, from a line that may not ask
-    "a step": (Guard, "close"), "the average": (torch, "_fused_sgd_"),
-    "a look": (Guard, "see_state"), "a look with probes": (Probes, "detach"),
-    "a pass twice": (heal, "forward_backward"), "validation": (validation, "in_halves"),
+    }, (validation, "in_halves")),
 }  # fmt: skip
 
 
@@ -373,14 +370,14 @@ def no_rng(monkeypatch):
 
 
 @pytest.mark.parametrize("plant", [False, True], ids=["as it is", "a question planted"])
-@pytest.mark.parametrize("name, path", [*zip(NAMES, PATHS, strict=True)], ids=NAMES)
-def test_only_the_lines_that_may_ask_do_ask(gpu, no_rng, monkeypatch, name, path, plant):
+@pytest.mark.parametrize("path, lines, planted", PATHS.values(), ids=PATHS)
+def test_only_the_lines_that_may_ask_do_ask(gpu, no_rng, monkeypatch, path, lines, planted, plant):
     with gpu, Watch(answer=1):
         run, *batch = prepared()
         one_step(run, *batch)  # the first step makes state, and may ask
         path(run, *batch)
         if plant:
-            owner, attribute = PLANTED[name]
+            owner, attribute = planted
             original = getattr(owner, attribute)
 
             def asking(*args, **kwargs):
@@ -391,11 +388,10 @@ def test_only_the_lines_that_may_ask_do_ask(gpu, no_rng, monkeypatch, name, path
     with gpu, Watch(answer=1) as watch:
         path(run, *batch)
     assert watch.launches > 10
-    extra = watch.lines - PATHS[path]
     if plant:
-        assert len(extra) == 1
+        assert len(watch.lines - lines) == 1
     else:
-        assert watch.lines == PATHS[path], watch.seen
+        assert watch.lines == lines, watch.seen
 
 
 # --- Launches: what the guards cost where every kernel is launched by itself

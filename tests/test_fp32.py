@@ -50,7 +50,7 @@ def test_an_island_heals_an_overflow_and_returns_what_the_caller_would_have_had(
     torch.testing.assert_close(out.float(), net(x), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize(("module", "given", "wanted"), [
+@pytest.mark.parametrize("module, given, wanted", [
     (nn.Linear(4, 4), F32, BF16),  # autocast would have returned half whatever came in
     (nn.LayerNorm(4), BF16, BF16),
     (nn.Sequential(nn.Linear(4, 4), nn.GELU()), F32, F32),  # a block on an fp32 residual stream
@@ -373,7 +373,7 @@ def test_a_finite_drift_is_named_too_and_agreement_is_silent():
 X, Y = torch.full((4, 8), 4.5), torch.arange(4)
 
 
-@pytest.mark.parametrize(("gives", "inputs", "labels", "loss"), [
+@pytest.mark.parametrize("gives, inputs, labels, loss", [
     ("mapping", {"images": X, "labels": Y}, None, None),
     ("pair", X, Y, None),
     ("logits", X, Y, nn.CrossEntropyLoss(reduction="none")),

@@ -328,7 +328,7 @@ def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
         guard.step(optimizer, scaler)
 
 
-@pytest.mark.parametrize(("made", "used", "told"), [(0, 0, 0), (0, 3, 3), (5, 6, 8)])
+@pytest.mark.parametrize("made, used, told", [(0, 0, 0), (0, 3, 3), (5, 6, 8)])
 def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used, told):
     gc.collect()  # scalers of other tests
     net, scaler = nn.Linear(4, 1), None

@@ -35,7 +35,7 @@ def as_pillow(path):
 # --- One file
 
 
-@pytest.mark.parametrize(("name", "mode"), [
+@pytest.mark.parametrize("name, mode", [
     ("a.jpg", "RGB"), ("grey.png", "L"), ("cmyk.jpg", "CMYK"), ("palette.gif", "P"),
     ("ünïcödé\n猫.png", "RGBA"),
 ])  # fmt: skip
@@ -61,7 +61,7 @@ def test_exif_turns_the_picture_as_a_viewer_would(tmp_path, kind):
     assert torch.equal(rgb(path), as_pillow(path).rot90(turns, (1, 2)))
 
 
-@pytest.mark.parametrize(("width", "height", "detail", "largest"), [
+@pytest.mark.parametrize("width, height, detail, largest", [
     (24, 24, 24, 2),  # noise
     (1200, 800, 5, 12), (1, 500, 1, 0),  # soft shapes, as JPEG, which is halved before
 ])  # fmt: skip
@@ -189,7 +189,7 @@ def test_other_files_and_circles_are_passed_over_and_links_are_followed(folder):
         assert colours(read(folder)[0]) == sorted([*EXPECTED, (red, 60, 70, 0)])
 
 
-@pytest.mark.parametrize(("link", "target"), [
+@pytest.mark.parametrize("link, target", [
     ("train/cat/circle", "."), ("train/cat/up", ".."), ("train/cat/top", "/"),
     ("train/cat/other", "../dog"), ("train/cat/leak", "../../val/cat"),
     ("val/dog/leak", "../../train/dog"), ("train/cat/missing", "/nowhere"),
@@ -222,7 +222,7 @@ def test_what_two_links_lead_to_is_read_once_and_only_downwards(folder):
     assert "val/cat/link: " in warnings[1]
 
 
-@pytest.mark.parametrize(("place", "words"), [
+@pytest.mark.parametrize("place, words", [
     ("train/cat/x.png", "two labels"), ("val/dog/x.png", "in both splits"),
 ])  # fmt: skip
 def test_a_file_with_two_labels_or_in_both_splits_is_named(folder, place, words):
@@ -250,7 +250,7 @@ def emptied(folder):
         path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(("damage", "kind", "words"), [
+@pytest.mark.parametrize("damage, kind, words", [
     (lambda f: shutil.rmtree(f / "train"), FileNotFoundError, "should hold train/<class>/"),
     (lambda f: shutil.rmtree(f / "val"), FileNotFoundError, "val/<class>/ \\(or test/<class>/\\)"),
     (lambda f: shutil.rmtree(f / "val/dog"), ValueError, "different classes: only one has dog"),
@@ -343,7 +343,7 @@ def as_split(folder, *names):
         shutil.copytree(folder / "cat", folder / name / "cat")
 
 
-@pytest.mark.parametrize(("share", "change", "kind", "words"), [
+@pytest.mark.parametrize("share, change, kind, words", [
     (None, str, FileNotFoundError, "--val-share 0.2"),
     (0.2, lambda f: as_split(f, "Test", "Val"), FileNotFoundError, "should hold train/<class>/"),
     (0.2, lambda f: [as_split(f, "Valid"), shutil.rmtree(f / "train")], FileNotFoundError, "hold"),
@@ -387,7 +387,7 @@ def build_elsewhere(folder, log, die):
     read(folder, progress=progress)
 
 
-@pytest.mark.parametrize(("die", "ends", "built"), [
+@pytest.mark.parametrize("die, ends, built", [
     (False, {0}, ["20", "4"]), (True, {signal.SIGKILL}, ["20"] * 3),
 ])  # fmt: skip
 def test_processes_that_start_together_build_once_and_what_a_kill_leaves_is_no_cache(
@@ -439,7 +439,7 @@ def of_row_70(path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unreadable": {"70": ""}}))
 
 
-@pytest.mark.parametrize(("kind", "damage"), [
+@pytest.mark.parametrize("kind, damage", [
     ("images", lambda path: path.write_bytes(b"cut short")),
     ("images", with_one_bit),
     ("images", pipe),

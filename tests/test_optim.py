@@ -292,7 +292,7 @@ def test_beside_torchs_adamw_it_obeys_a_scheduler_and_every_option_but_the_kerne
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "options", "words"), [
+@pytest.mark.parametrize("dtype, options, words", [
     (torch.float16, {}, "eps=1e-08 is exactly 0"),
     (torch.bfloat16, {}, "never decays with beta2=0.999"),
     (torch.bfloat16, {"betas": (0.9, 0.99)}, "lose small updates"),
@@ -469,7 +469,7 @@ def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_gu
 
 
 @pytest.mark.parametrize("number", [5, 50])
-@pytest.mark.parametrize(("clip", "dtype", "most"), [
+@pytest.mark.parametrize("clip, dtype, most", [
     (None, torch.float32, 5), (1.0, torch.float32, 14), (None, torch.bfloat16, 7)])
 def test_a_step_costs_few_operations_however_many_tensors(clip, dtype, most, number):
     params = [torch.randn(3, 3).to(dtype).requires_grad_() for _ in range(number)]

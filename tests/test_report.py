@@ -64,7 +64,7 @@ LAST = '{"status": "done"}\n'
 
 
 @needs_unix
-@pytest.mark.parametrize(("pipe", "out", "err"), [
+@pytest.mark.parametrize("pipe, out, err", [
     ("| head -2", "step 1\nstep 2\n", LAST), ("2>&1 | head -2", "step 1\nstep 2\n", ""),
     ("> /dev/full", "", LAST), ("> /dev/full 2> /dev/full", "", ""), (">&-", "", LAST)])
 def test_standard_output_that_fails_is_said_once_and_ends_nothing(tmp_path, pipe, out, err):

@@ -129,7 +129,7 @@ def test_two_ranks_outlive_the_death_of_one_and_of_all(few_images, run, capsys):
 
 # --- Stopped
 
-@pytest.mark.parametrize(("fault", "step"), [
+@pytest.mark.parametrize("fault, step", [
     ("nan:param@step=7", 6),  # before a turn back
     ("nan:loss@step=6", 6),  # in a rejected step
     ("", EPOCH - 1), ("", 11),  # at the end of an epoch, and of the run
@@ -209,7 +209,7 @@ def change_data(monkeypatch):
     return through
 
 
-@pytest.mark.parametrize(("model", "side", "batch"), [("cifarnet-tiny", 8, 40), ("resnet18", 8, 1)])
+@pytest.mark.parametrize("model, side, batch", [("cifarnet-tiny", 8, 40), ("resnet18", 8, 1)])
 def test_images_and_batches_too_small_for_the_model_are_refused(
     run, change_data, model, side, batch
 ):
@@ -243,7 +243,7 @@ def retouched(images, labels):
     return images, labels
 
 
-@pytest.mark.parametrize(("change", "words"), [
+@pytest.mark.parametrize("change, words", [
     (retouched, "pixels: "),
     (lambda images, labels: (images, labels.where(labels > 1, 1 - labels)), "labels: "),
     (lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100"),

@@ -4,13 +4,8 @@ import pytest
 import torch
 import torchvision
 from nets import build, rename, shake
-from torchvision.models.swin_transformer import (
-    PatchMergingV2,
-    SwinTransformer,
-    SwinTransformerBlockV2,
-)
 
-from models.swin import Swin, WindowAttention
+from models.swin import WindowAttention
 
 HALF = torch.float16
 
@@ -59,27 +54,8 @@ def test_the_published_networks_compute_what_torchvisions_do(name, size):
             assert module.weight.std().item() == pytest.approx(0.02, rel=0.1), path
     theirs = shaken(make(), 0.02)
     copy_torchvisions_weights(theirs, ours)
-    images = torch.randn(1, 3, size, size).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, size, size).to(memory_format=torch.channels_last)
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@torch.no_grad()
-def test_a_small_network_computes_what_torchvisions_does(version):
-    """Three stages of 16, 8 and 4 tokens a side: two are shifted, the last is a single window."""
-    torch.manual_seed(0)
-    v2 = dict(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2)
-    theirs = SwinTransformer(
-        [2, 2], 24, [2, 2, 2], [2, 3, 4], [4, 4], num_classes=7, stochastic_depth_prob=0.0,
-        **(v2 if version == 2 else {}),
-    )  # fmt: skip
-    ours = Swin(
-        num_classes=7, patch_size=2, dim=24, depths=(2, 2, 2), heads=(2, 3, 4), version=version
-    ).eval()
-    copy_torchvisions_weights(shaken(theirs, 0.05), ours)
-    images = torch.randn(4, 3, 32, 32)
-    # regions that meet, offsets turned, a shift the wrong way round: off by 2e-3 or more
-    torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=2e-5)
 
 
 @torch.no_grad()

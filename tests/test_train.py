@@ -214,7 +214,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "words"), REFUSED)
+@pytest.mark.parametrize("flags, words", REFUSED)
 def test_what_cannot_work_is_refused_in_one_sentence_and_writes_nothing(run, flags, words):
     refused(run(*flags.split(" ")), *words)
     assert not run.folder.exists()
@@ -294,7 +294,7 @@ LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])),
           ("cifarnet-tiny", "O3"), ("dit-test", "O1")]
 
 
-@pytest.mark.parametrize(("model", "precision"), LEVELS)
+@pytest.mark.parametrize("model, precision", LEVELS)
 def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, precision):
     eps = ("--adam-eps", "1e-4") if precision == "O3" else ()  # without it O3 is refused
     code, last, _, lines = run("--model", model, "--precision", precision, "--max-steps", 4,
