@@ -1,7 +1,6 @@
 """DiT: sampling against closed forms, what half precision may not touch, fused paths that lie."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -203,12 +202,12 @@ def test_a_fused_path_that_lies_is_refused_once_and_the_step_is_unaffected(
 @pytest.mark.parametrize("device, fused", [
     ("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=needs_cuda)])
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_good_fused_paths_are_accepted_without_a_warning(precision, device, fused):
     policy = policy_for(precision, device)
     net = policy.prepare(awake(fused=fused).to(device))
     state = torch.get_rng_state()
-    with warnings.catch_warnings(), policy.autocast(), torch.no_grad():
-        warnings.simplefilter("error", UserWarning)
+    with policy.autocast(), torch.no_grad():
         net.show(*(t.to(device) for t in batch(2)))
     chosen = net.blocks[0].fused.chosen
     assert {key[0] for key in chosen} == set(fused)

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import warnings
 
 import pytest
 import torch
@@ -276,35 +275,33 @@ class Norm(nn.BatchNorm1d):
 @pytest.mark.parametrize("kind, count", [(Centre, 1), (Growing, 1), (Norm, 2)])
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("lag", [True, False])
-def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, count):
+def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, count, recwarn):
     torch.manual_seed(0)
     net = kind()
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     guards = [Guard(net, lag=lag) for _ in range(count)]
     net(torch.ones(3, 4))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for step in range(12):
-            if step == 5:
-                with torch.no_grad():
-                    net(torch.full((3, 4), math.inf))  # an evaluation that was left in train mode
-            if kind is Norm and opens:
-                net.loaded.fill_(step)
-                net.mask[0, 0] = step
-            for guard in guards:
-                if opens:
-                    guard.open()
-                net(torch.randn(6, 4)).backward()
-                guard.step(optimizer)
-                optimizer.zero_grad()
-                guard.verdict()
-            if kind is Norm and opens:
-                assert net.loaded.eq(step).all() and net.mask[0, 0] == step
+    for step in range(12):
+        if step == 5:
+            with torch.no_grad():
+                net(torch.full((3, 4), math.inf))  # an evaluation that was left in train mode
+        if kind is Norm and opens:
+            net.loaded.fill_(step)
+            net.mask[0, 0] = step
+        for guard in guards:
+            if opens:
+                guard.open()
+            net(torch.randn(6, 4)).backward()
+            guard.step(optimizer)
+            optimizer.zero_grad()
+            guard.verdict()
+        if kind is Norm and opens:
+            assert net.loaded.eq(step).all() and net.mask[0, 0] == step
     for guard in guards:
         guard.flush()
         assert guard.skipped <= (2 if opens and lag else 1) and guard.skipped_in_a_row == 0
     assert all(b.isfinite().all() for name, b in net.named_buffers() if name != "mask")
-    told = ["and no step did it" in str(w.message) for w in said]
+    told = ["and no step did it" in str(w.message) for w in recwarn]
     assert sum(told) == (opens or kind is Growing)
 
 
@@ -329,7 +326,7 @@ def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
 
 
 @pytest.mark.parametrize("made, used, told", [(0, 0, 0), (0, 3, 3), (5, 6, 8)])
-def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used, told):
+def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used, told, recwarn):
     gc.collect()  # scalers of other tests
     net, scaler = nn.Linear(4, 1), None
     optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net, lag=False)
@@ -338,12 +335,11 @@ def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used,
             scaler = torch.amp.GradScaler("cpu")
         loss = net(torch.ones(2, 4)).sum()
         (scaler.scale(loss) if step >= used else loss).backward()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            guard.step(optimizer)
+        recwarn.clear()
+        guard.step(optimizer)
         optimizer.zero_grad()
         guard.verdict()
-        warned = any("call guard.step(optimizer, scaler)" in str(w.message) for w in said)
+        warned = any("call guard.step(optimizer, scaler)" in str(w.message) for w in recwarn)
         assert warned == (step >= told), step
 
 

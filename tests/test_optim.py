@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import warnings
 from functools import partial
 
 import pytest
@@ -14,17 +13,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from extras.ema import EMA
-from extras.muon import Muon
+from extras.muon import Muon, matrices
 from flags import scaled_lr
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
 from rescue.resume import widen
 
 SHAPES = [(7, 5), (5,), (4, 3, 3, 3), (1,), (33,)]
+MATRICES = [(64, 32), (8, 12, 3, 3), (64, 32), (16, 48)]
 
 
-def make_params(dtype=torch.float32, device="cpu"):
+def make_params(dtype=torch.float32, device="cpu", shapes=SHAPES):
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in SHAPES]
+    return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
 
 
 def set_grads(params, seed, size=1.0):
@@ -47,6 +47,8 @@ VARIANTS = {
     "fp16 masters": dict(masters=True, dtype=torch.float16),
     "bf16 masters": dict(masters=True, dtype=torch.bfloat16),
     "half state": dict(masters=False, dtype=torch.float16),
+    "Muon": {},
+    "Muon, bf16 masters": dict(dtype=torch.bfloat16),
 }
 
 
@@ -56,8 +58,14 @@ def grouped(params):
 
 def build(variant, device="cpu"):
     options = dict(VARIANTS[variant])
-    params = make_params(options.pop("dtype", torch.float32), device)
-    optimizer = ClippedAdamW(grouped(params), lr=1e-2, **options)
+    is_muon = variant.startswith("Muon")
+    shapes = MATRICES if is_muon else SHAPES
+    params = make_params(options.pop("dtype", torch.float32), device, shapes)
+    if is_muon:  # the gradients of the filter have another memory layout
+        params[1].data = params[1].data.to(memory_format=torch.channels_last)
+        optimizer = Muon(params, lr=5e-3, momentum=0.6, masters=True)
+    else:
+        optimizer = ClippedAdamW(grouped(params), lr=1e-2, **options)
     return params, optimizer, Schedule([optimizer], warmup_cosine(20, 5))
 
 
@@ -86,6 +94,12 @@ def test_twenty_steps_equal_unscale_clip_and_adamw_in_float64(device, amsgrad):
         torch.testing.assert_close(p.detach().cpu().double(), q.detach(), rtol=2e-6, atol=2e-6)
 
 
+def everything(params, optimizer, schedule):
+    """Muon has its own order of states."""
+    states = [optimizer.state[p] for p in params]
+    return snapshot(params, states, [*optimizer.masters.values()], schedule)
+
+
 FAULTS = [  # a number in the gradient, found_inf, grad_scale
     (math.nan, 0.0, 1.0), (math.inf, 0.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 0.0),
     (1e20, 0.0, 1.0),  # its square overflows
@@ -107,18 +121,25 @@ def test_a_run_with_rejected_steps_that_is_resumed_is_the_run_without_them(varia
             bad, dirty, dirty_rates = copy.deepcopy(resumed)
         set_grads(bad, i)
         bad[2].grad.view(-1)[1] = torch.tensor(number)
-        if found_inf:
-            dirty.found_inf = torch.tensor(found_inf, device=device)
-        result = dirty.step(grad_scale=torch.tensor(scale, device=device))
-        dirty_rates.update(result.found_inf)
+        decided = variant.startswith("Muon")  # by a guard
+        if found_inf or decided:
+            dirty.found_inf = torch.ones((), device=device)
+        dirty.grad_scale = torch.tensor(scale, device=device)
+        result = dirty.step()
+        assert decided or result.found_inf == 1
+        dirty_rates.update(torch.ones((), device=device))
         vars(dirty).pop("found_inf", None)
-        assert result.found_inf == 1
+        del dirty.grad_scale
         for params, optimizer, schedule in ((good, clean, rates), (bad, dirty, dirty_rates)):
             set_grads(params, i)
-            schedule.update(optimizer.step().found_inf)
+            result = optimizer.step()
+            schedule.update(torch.zeros((), device=device) if decided else result.found_inf)
     assert rates.updates == len(FAULTS)
-    assert same(snapshot(good, clean, rates), snapshot(bad, dirty, dirty_rates))
+    assert same(everything(good, clean, rates), everything(bad, dirty, dirty_rates))
     assert same(kept, snapshot(states)), "the checkpoint is as it was"
+    assert all(torch.equal(p, master.to(p.dtype)) for p, master in dirty.masters.items())
+    dtypes = {t.dtype for state in dirty.state.values() for t in state.values()}
+    assert dtypes == {torch.float32} or variant == "half state"
 
 
 def test_masters_train_as_fp32_weights_do_and_so_do_half_weights_once_widened():
@@ -453,30 +474,85 @@ def test_a_closure_works_as_torchs_do():
     assert optimizer.step(closure).item() == 3 > optimizer.step(closure).item()
 
 
-def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_guard():
+def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_guard(recwarn):
     params, optimizer, _ = build("fp32")
     said = {}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for i in range(30):
-            bad = i in (2, 4) or i > 6
-            set_grads(params, i, math.nan if bad else 1.0)
-            optimizer.step()
-            for warning in caught:
-                assert warning.filename == __file__
-                said.setdefault(str(warning.message), i)
+    for i in range(30):
+        bad = i in (2, 4) or i > 6
+        set_grads(params, i, math.nan if bad else 1.0)
+        optimizer.step()
+        for warning in recwarn:
+            assert warning.filename == __file__
+            said.setdefault(str(warning.message), i)
     assert [*said.values()] == [2, 16] and "10 in a row" in [*said][1]
 
 
-@pytest.mark.parametrize("number", [5, 50])
-@pytest.mark.parametrize("clip, dtype, most", [
-    (None, torch.float32, 5), (1.0, torch.float32, 14), (None, torch.bfloat16, 7)])
-def test_a_step_costs_few_operations_however_many_tensors(clip, dtype, most, number):
-    params = [torch.randn(3, 3).to(dtype).requires_grad_() for _ in range(number)]
-    optimizer = ClippedAdamW(params, clip=clip, masters=True)
-    optimizer.found_inf = torch.zeros(())  # a guard has measured and decided
-    for _ in range(2):
-        set_grads(params, 0)
-        with Operations() as seen:
-            optimizer.step()
-    assert seen.count <= most
+@pytest.mark.parametrize("make, dtype, most", [
+    (partial(ClippedAdamW, clip=None), torch.float32, 5),
+    (partial(ClippedAdamW, clip=1.0), torch.float32, 14),
+    (partial(ClippedAdamW, clip=None), torch.bfloat16, 7),
+    (partial(Muon, ns_steps=3), torch.float32, 40),
+])  # fmt: skip
+def test_a_step_costs_few_operations_however_many_tensors(make, dtype, most):
+    counts = []
+    for number in (2, 50):
+        filters = [torch.randn(8, 4, 3, 3).to(dtype) for _ in range(number)]
+        params = [p.to(memory_format=torch.channels_last).requires_grad_() for p in filters]
+        optimizer = make(params, masters=True)
+        optimizer.found_inf = torch.zeros(())  # a guard has measured and decided
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            with Operations() as seen:
+                optimizer.step()
+        counts.append(seen.count)
+    assert counts[0] == counts[1] <= most
+
+
+# --- Muon
+
+def test_muon_turns_each_matrix_towards_torchs_direction_and_keeps_its_norm():
+    params, optimizer, schedule = build("Muon")
+    directions = [torch.zeros(p.flatten(1).shape) for p in params]
+    torchs = torch.optim.Muon(directions, lr=1.0, momentum=0.6, weight_decay=0.0)
+    norms = [p.detach().norm() for p in params]
+    for i in range(20):
+        before = snapshot(params)[0]
+        scale = 1024.0 if i % 2 else 2.0  # a scale that never changes would turn nothing
+        set_grads(params, i, scale)
+        for d, p in zip(directions, params, strict=True):
+            d.zero_().grad = p.grad.flatten(1) / scale
+        optimizer.grad_scale = torch.tensor(scale)
+        optimizer.step()
+        torchs.step()
+        for p, old, d, norm in zip(params, before, directions, norms, strict=True):
+            rate = 10 * schedule.lr * norm / math.sqrt(len(d))
+            moved = old + rate * d.view(p.shape)
+            wanted = moved * norm / moved.norm()
+            # A rounding of the direction to bf16 is up to 2e-4 of a weight, a turn about 2e-2.
+            torch.testing.assert_close(p.detach(), wanted, rtol=1e-4, atol=5e-4)
+
+
+class Listed(nn.Linear):
+    def no_weight_decay(self):
+        return {"weight"}
+
+
+def test_what_muon_gets_and_what_it_refuses():
+    net = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        nn.Embedding(4, 4),
+        nn.LayerNorm((4, 4)),
+        Listed(4, 4),
+    )
+    nn.init.zeros_(net[1].weight)
+    net[2].requires_grad_(False)
+    assert matrices(net, ["[0-9].*"]) == [net[0].weight]
+    assert matrices(net, ["0"]) == []
+    for p in (net[1].weight, net[0].bias):
+        with pytest.raises(ValueError, match="leave it to AdamW"):
+            Muon([nn.Parameter(torch.ones(2, 2))]).add_param_group({"params": [p]})
+    with pytest.raises(ValueError, match="masters=True"):
+        Muon(net[0].half().parameters())
