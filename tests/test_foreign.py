@@ -70,7 +70,7 @@ def classify(make, guarded, fault="", at=2, scaler=None, clip=1e9, by_hand=False
     ranks = partial(nn.parallel.DistributedDataParallel, broadcast_buffers=False)
     model = net if rank is None else ranks(net)
     optimizers = make(net)
-    guard, history = Guard([net], num_classes=10, lag=False), []
+    guard, history = Guard([net[:2], net[2:]], num_classes=10, lag=False), []
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for step in range(5):
         planted = fault if step == at else ""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import both_devices, policy_for, same, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from amp_policy import set_tf32
@@ -331,24 +332,6 @@ class Classifier(nn.Module):
         return rows.mean(), metrics if self.gives == "rows" else {}
 
 
-@both_devices
-@pytest.mark.parametrize("name", ["fp16", "O2"])
-def test_the_layer_where_half_and_fp32_part_is_named(device, name):
-    policy = policy_for(name, device)
-    net = policy.prepare(Classifier(Hot()).to(device))
-    x = 4 + torch.rand(16, 8, device=device)
-    y = torch.zeros(16, dtype=torch.long, device=device)
-    x[:12] /= 1e3  # only the last four rows overflow
-    verdict = disagreement(net, x, y, policy)
-    assert verdict.parted and verdict.layer == "body"
-    assert verdict.nonfinite == 0.25 and verdict.nonfinite_fp32 == 0.0
-    assert not math.isfinite(verdict.loss) and math.isfinite(verdict.loss_fp32)
-    assert "25.0% of rows non-finite" in str(verdict) and "part at body" in str(verdict)
-    keep_fp32(net, [verdict.layer])
-    assert not disagreement(net, x, y, policy).parted
-    assert net.training and not net.head._forward_hooks
-
-
 def test_a_finite_drift_is_named_too_and_agreement_is_silent():
     class Cancel(nn.Module):
         def forward(self, x):
@@ -370,24 +353,34 @@ def test_a_finite_drift_is_named_too_and_agreement_is_silent():
         assert (verdict.changed > 0) >= bool(layer)
 
 
-X, Y = torch.full((4, 8), 4.5), torch.arange(4)
+X = torch.full((16, 8), 4.5)
+X[:12] /= 1e3  # only the last four rows overflow
+Y = torch.zeros(16, dtype=torch.long)
 
 
-@pytest.mark.parametrize("gives, inputs, labels, loss", [
-    ("mapping", {"images": X, "labels": Y}, None, None),
-    ("pair", X, Y, None),
-    ("logits", X, Y, nn.CrossEntropyLoss(reduction="none")),
-    ("logits", {"images": X}, Y, F.cross_entropy),
+@both_devices
+@pytest.mark.parametrize("name, gives, inputs, labels, loss, share", [
+    ("fp16", "rows", X, Y, None, 0.25),
+    ("O2", "rows", X, Y, None, 0.25),
+    ("fp16", "mapping", {"images": X, "labels": Y}, None, None, 1.0),  # a mean is one number
+    ("fp16", "pair", X, Y, None, 1.0),
+    ("fp16", "logits", X, Y, nn.CrossEntropyLoss(reduction="none"), 0.25),
+    ("fp16", "logits", {"images": X}, Y, F.cross_entropy, 1.0),
 ])
-def test_disagreement_takes_batches_and_outputs_as_other_projects_have_them(
-    gives, inputs, labels, loss
+def test_the_layer_where_half_and_fp32_part_is_named_whatever_batches_and_outputs_look_like(
+    device, name, gives, inputs, labels, loss, share
 ):
-    net, policy = Classifier(Hot(), gives), policy_for("fp16")
-    verdict = disagreement(net, inputs, labels, policy, loss=loss)
+    policy = policy_for(name, device)
+    net = policy.prepare(Classifier(Hot(), gives).to(device))
+    batch = tree_map_only(torch.Tensor, lambda t: t.to(device), (inputs, labels))
+    verdict = disagreement(net, *batch, policy, loss=loss)
     assert verdict.parted and verdict.layer == "body"
-    assert (verdict.nonfinite, verdict.nonfinite_fp32) == (1.0, 0.0)
-    keep_fp32(net, ["body"])
-    assert not disagreement(net, inputs, labels, policy, loss=loss).parted
+    assert (verdict.nonfinite, verdict.nonfinite_fp32) == (share, 0.0)
+    assert not math.isfinite(verdict.loss) and math.isfinite(verdict.loss_fp32)
+    assert f"{share:.1%} of rows non-finite" in str(verdict) and "part at body" in str(verdict)
+    keep_fp32(net, [verdict.layer])
+    assert not disagreement(net, *batch, policy, loss=loss).parted
+    assert net.training and not net.head._forward_hooks
 
 
 def test_disagreement_says_that_a_loss_outside_of_the_network_is_to_be_passed():

@@ -75,16 +75,28 @@ def test_the_augmented_views_have_the_peers_weights():
     assert bench.tta_accuracy(net, [(images, labels)]) == 100
 
 
-def shortest(peer, image_folder, folder, *more):
-    """The options of a bench of a few steps."""
-    return ["--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
-            "--results", str(folder), "--epochs", "1", "--flags",
-            "--model cifarnet-tiny --batch-size 50 --precision fp32", *more]
+@pytest.fixture
+def raw_file(tmp_path):
+    return tmp_path / "time_to_accuracy-cpu.json"
 
 
-def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_folder, tmp_path):
-    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "2", "--epochs", "1.5"))
-    raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
+@pytest.fixture
+def measure(peer, image_folder, raw_file):
+    """measure(seeds, epochs): a bench of a few steps, and what it writes."""
+
+    def go(seeds, epochs="1"):
+        bench.main([
+            "--airbench", str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
+            "--results", str(raw_file.parent), "--seeds", seeds, "--epochs", epochs,
+            "--flags", "--model cifarnet-tiny --batch-size 50 --precision fp32",
+        ])
+        return json.loads(raw_file.read_text())
+
+    return go
+
+
+def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(measure):
+    raw = measure("2", "1.5")
     theirs = raw["curves"]["airbench94_muon"]
     assert [[row[:2] for row in curve] for curve in theirs] == [[[1, 1.5], [2, 4.0]]] * 2
     for first, last in raw["curves"]["ours"]:
@@ -95,9 +107,7 @@ def test_the_bench_runs_both_in_turns_and_writes_curves_and_goals(peer, image_fo
     assert raw["goals"]["plain"]["first"]["airbench94_muon"] == [1, 1.5]
 
 
-def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder, tmp_path,
-                                                             monkeypatch):
-    options = shortest(peer, image_folder, tmp_path, "--seeds", "2")
+def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(measure, raw_file, monkeypatch):
     run, seeds = bench.run_peer, []
 
     def stopped(*args):
@@ -109,25 +119,22 @@ def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(peer, image_folder
     monkeypatch.setattr(bench, "run_peer", stopped)
     limit = 3  # the warm-up, then seed 0; seed 1 is the peer's turn first
     with pytest.raises(KeyboardInterrupt):
-        bench.main(options)
-    path = tmp_path / "time_to_accuracy-cpu.json"
-    cut = json.loads(path.read_text())
+        measure("2")
+    cut = json.loads(raw_file.read_text())
     assert cut["unfinished"]
     assert {name: len(curve) for name, curve in cut["curves"].items()} == {
         "ours": 1, "airbench94_muon": 1}
     assert cut["ratio"]["n"] == 1  # a figure of its own
     limit = 0
     seeds.clear()
-    bench.main(options)
-    whole = json.loads(path.read_text())
+    whole = measure("2")
     assert seeds == [0, 1]  # the warm-up, and what was missing
     assert whole["curves"]["ours"][0] == cut["curves"]["ours"][0]
     assert whole["ratio"]["n"] == 2
     assert "unfinished" not in whole
 
 
-def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder, tmp_path,
-                                                            monkeypatch):
+def test_the_clock_is_read_when_the_device_has_done_its_work(measure, monkeypatch):
     """A device that needs another thousand seconds whenever it is waited for."""
     waits = []
 
@@ -137,9 +144,7 @@ def test_the_clock_is_read_when_the_device_has_done_its_work(peer, image_folder,
     monkeypatch.setattr(bench.record, "wait", waits.append)
     clock = types.SimpleNamespace(perf_counter=now, time=now)
     monkeypatch.setattr(bench.train, "time", clock)
-    bench.main(shortest(peer, image_folder, tmp_path, "--seeds", "1", "--epochs", "2"))
-    raw = json.loads((tmp_path / "time_to_accuracy-cpu.json").read_text())
-    first, last = raw["curves"]["ours"][0]
+    first, last = measure("1", "2")["curves"]["ours"][0]
     assert first[1] == 1000  # the wait at the end of its epoch
     assert last[1] == 2000
 
