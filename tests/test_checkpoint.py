@@ -119,9 +119,9 @@ def bomb(path):
     save(path, toy() | {"step": 1})
     with zipfile.ZipFile(path) as whole:
         records = {name: whole.read(name) for name in whole.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+    with zipfile.ZipFile(path, "w") as packed:
         for name, content in records.items():
-            packed.writestr(name, content)
+            packed.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 def of_model(make):

@@ -114,11 +114,12 @@ def test_a_run_with_rejected_steps_that_is_resumed_is_the_run_without_them(varia
         if i == 3:
             weights, *states = reloaded([bad, dirty.state_dict(), dirty_rates.state_dict()])
             kept = snapshot(states)
-            resumed = bad, dirty, dirty_rates = build(variant, device)
+            bad, dirty, dirty_rates = build(variant, device)
             torch._foreach_copy_([p.detach() for p in bad], weights)
-            for x, state in zip(resumed[1:], states, strict=True):
-                x.load_state_dict(state)
-            bad, dirty, dirty_rates = copy.deepcopy(resumed)
+            dirty.load_state_dict(states[0])
+            dirty_rates.load_state_dict(states[1])
+        if i == 4:
+            bad, dirty, dirty_rates = copy.deepcopy((bad, dirty, dirty_rates))
         set_grads(bad, i)
         bad[2].grad.view(-1)[1] = torch.tensor(number)
         decided = variant.startswith("Muon")  # by a guard

@@ -157,7 +157,6 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_that_cannot_be_trusted_gives_a_sentence_and_no_answer(folder, said, name):
     (file, plant), words = FAULTS[name]
-    assert said(folder, folder / "red.png")[0] == 0
     plant(folder / file)
     code, out, err = said(folder, folder / "red.png")
     assert (code, out, len(err)) == (2, "", 1)

@@ -283,7 +283,7 @@ def unproved(page):
         for figure in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text) if files else ():
             places = len(figure.partition(".")[2])
             if not any(abs(times * value - float(figure)) <= 0.50001 * 10**-places
-                       for value in known for times in (1, 100, 1000)):
+                       for value in known for times in (1, 100)):
                 yield figure, files
 
 

@@ -187,14 +187,6 @@ def test_a_signal_while_the_run_is_finished_does_not_cost_its_last_line(run, mon
     assert run("--max-steps", 1)[1]["status"] == "done"
 
 
-def test_flags_of_the_optimizer_count_in_a_run_that_goes_on(run, finished):
-    more = (*finished, "--resume", "auto", "--max-steps", EPOCH + 1)
-    refused(run(*more, "--amsgrad"), "amsgrad: False -> True")
-    assert run(*more, "--weight-decay", 0.3, "--betas", 0.8, 0.9)[0] == 0
-    group = torch.load(run.folder / "last.pt")["optimizers"][0]["param_groups"][0]
-    assert group["betas"] == (0.8, 0.9)
-
-
 # --- What is refused: one sentence, exit code 2, nothing is written
 
 @pytest.fixture

@@ -237,13 +237,16 @@ def test_boolean_flags_and_published_spellings_work(words, name, meant):
     assert getattr(flags.parse(words.split(), "", train.MODELS, train.NAMES), name) == meant
 
 
-def test_flags_of_the_optimizer_reach_it(run, mlp):
-    run("--model", "mlp", "--max-steps", 1, "--betas", 0.8, 0.95, "--no-decay", "1.*",
-        "--weight-decay", 0.1)
-    groups = last_state(run)["optimizers"][0]["param_groups"]
-    assert all(tuple(group["betas"]) == (0.8, 0.95) for group in groups)
-    decayed = [len(group["params"]) for group in groups if group["weight_decay"] == 0.1]
-    assert decayed == [1], "of two matrices one is named by --no-decay"
+def test_flags_of_the_optimizer_reach_it_and_count_in_a_run_that_goes_on(run, mlp):
+    flags = ("--model", "mlp", "--no-decay", "1.*")
+    for steps, decay, betas in ((1, 0.1, (0.8, 0.95)), (2, 0.3, (0.7, 0.9))):
+        more = ("--max-steps", steps, "--weight-decay", decay, "--betas", *betas)
+        assert run(*flags, *more, "--resume", "auto")[0] == 0
+        groups = last_state(run)["optimizers"][0]["param_groups"]
+        assert all(tuple(group["betas"]) == betas for group in groups)
+        decayed = [len(group["params"]) for group in groups if group["weight_decay"] == decay]
+        assert decayed == [1], "of two matrices one is named by --no-decay"
+    refused(run(*flags, *more, "--amsgrad", "--resume", "auto"), "amsgrad: False -> True")
 
 
 # --- Options
