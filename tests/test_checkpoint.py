@@ -119,9 +119,11 @@ def bomb(path):
     save(path, toy() | {"step": 1})
     with zipfile.ZipFile(path) as whole:
         records = {name: whole.read(name) for name in whole.namelist()}
-    with zipfile.ZipFile(path, "w") as packed:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, content in records.items():
-            packed.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            packed.writestr(name, content)
+        for record in packed.infolist():
+            record.external_attr = 0  # as torch writes it
 
 
 def of_model(make):

@@ -18,13 +18,16 @@ def test_it_learns_by_heart_and_generates_what_its_exact_match_counts():
     images, labels = pictures(60)  # 20 to learn, 40 never seen
     optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3, weight_decay=0.0)
     for _ in range(300):
+        loss, _ = net.train()(images[:20], labels[:20])
         optimizer.zero_grad()
-        net.train()(images[:20], labels[:20])[0].backward()
+        loss.backward()
         optimizer.step()
         with torch.no_grad():
-            exact = net.eval()(images, labels)[1]["exact_match"] == 100
+            _, metrics = net.eval()(images, labels)
+        exact = metrics["exact_match"] == 100
         if exact[:20].all():
             break
+
     said = net.generate(images)
     right = [text == NAMES[label] for text, label in zip(said, labels.tolist(), strict=True)]
     assert right == exact.tolist()
