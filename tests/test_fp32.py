@@ -380,7 +380,7 @@ def test_the_layer_where_half_and_fp32_part_is_named_whatever_batches_and_output
     assert f"{share:.1%} of rows non-finite" in str(verdict) and "part at body" in str(verdict)
     keep_fp32(net, [verdict.layer])
     assert not disagreement(net, *batch, policy, loss=loss).parted
-    assert net.training and not net.head._forward_hooks
+    assert net.training and not nn.modules.module._global_forward_hooks
 
 
 def test_disagreement_says_that_a_loss_outside_of_the_network_is_to_be_passed():
