@@ -97,12 +97,12 @@ class Struck(nn.Module):
 @pytest.fixture
 def struck(run, model, monkeypatch):
     """Runs a Struck network on images that it learns within an epoch: struck(strike, *flags)."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(0, 200, (10, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    torch.manual_seed(0)
     labels = torch.arange(500) % 10
-    images = patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8), generator=generator).byte()
-    train_split, val_split = zip(images.split(400), labels.split(400), strict=True)
-    data = Dataset("patterns", train_split, val_split, [*"0123456789"])
+    patterns = torch.randint(0, 200, (10, 3, 8, 8))
+    images = (patterns[labels] + torch.randint(0, 50, (500, 3, 8, 8))).byte()
+    halves = (images[:400], labels[:400]), (images[400:], labels[400:])
+    data = Dataset("patterns", *halves, [*"0123456789"])
     monkeypatch.setattr(train.prepare, "load", lambda *_, **__: copy.deepcopy(data))
 
     def go(strike, *flags):
@@ -119,78 +119,80 @@ def struck(run, model, monkeypatch):
     return go
 
 
-RUINS = [
-    ("running_var", -1.0, "validation is non-finite"),
-    ("running_mean", 1e5, "outputs no longer"),
-]
-
-
-@pytest.mark.parametrize(("statistic", "value", "reason"), RUINS)
-def test_statistics_that_ruin_the_evaluation_turn_the_run_back(struck, statistic, value, reason):
+def before(first, change):
+    """change(net) before this training step."""
     def strike(net, step, batch):
-        if step == 13:
-            getattr(net.body[2], statistic).fill_(value)
-            net.body[2].momentum = 0.0
+        if step == first:
+            change(net)
 
+    return strike
+
+
+def ruin(statistic, value):
+    def change(net):
+        getattr(net.body[2], statistic).fill_(value)
+        net.body[2].momentum = 0.0
+
+    return before(13, change)
+
+
+TURNED_BACK = {
+    "a variance below 0": (ruin("running_var", -1.0), "validation is non-finite", 10),
+    "a mean that is far away": (ruin("running_mean", 1e5), "outputs no longer", 10),
+    "a head that grows a thousandfold near the end":
+        (before(36, lambda net: net.head.weight.data.mul_(-1e3)), "", 30),
+}
+
+
+@pytest.mark.parametrize("strike", TURNED_BACK)
+def test_statistics_that_ruin_the_evaluation_turn_the_run_back(struck, strike):
+    strike, reason, good = TURNED_BACK[strike]
     code, last, _, lines = struck(strike, "--max-steps", 40)
     cure, = events(lines, "cure")
-    assert reason in cure["reason"] and "back to the weights of step 10" in cure["action"]
+    assert reason in cure["reason"] and f"back to the weights of step {good}" in cure["action"]
     assert code == 0 and last["val_acc1"] > 90
 
 
-def test_a_head_that_grows_a_thousandfold_near_the_end_never_ends_done(struck):
-    def strike(net, step, batch):
-        if step == 36:
-            net.head.weight.data.mul_(-1e3)
-
-    code, last, _, lines = struck(strike, "--max-steps", 40)
-    assert events(lines, "cure") and (code, last["val_acc1"] > 90) == (0, True)
+def shuffle(net, step, batch):
+    images, labels = batch
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(step))
+    return (images, labels[order]) if step > 60 else None
 
 
-def test_labels_shuffled_halfway_never_end_done(struck):
-    def strike(net, step, batch):
-        images, labels = batch
-        order = torch.randperm(40, generator=torch.Generator().manual_seed(step))
-        return (images, labels[order]) if step > 60 else None
+def ignore(net, step, batch):
+    if step >= 15:
+        net.body[2].bias.data.fill_(-1e9)  # no unit lives: the head's bias alone learns on
 
-    code, last, _, _ = struck(strike, "--max-steps", 120, "--max-cures", 1)
-    assert (code, last["status"]) == (3, "diverged") and "far above" in last["reason"]
+
+LOST = {
+    "labels that are shuffled halfway":
+        (shuffle, "far above", ("--max-steps", 120, "--max-cures", 1)),
+    "outputs that ignore their input": (ignore, "", ("--max-steps", 40, "--max-cures", 2)),
+    "a rate that is held at 0":
+        (lambda *_: None, "did not move", ("--lr", 1e-30, "--max-steps", 20)),
+    "a block whose gradient is always 0":
+        (before(1, lambda net: net.body[1].weight.register_hook(torch.zeros_like)),
+         "body.1.weight", ("--max-steps", 20)),
+}
+
+
+@pytest.mark.parametrize("strike", LOST)
+def test_a_run_that_is_lost_never_ends_done(struck, strike):
+    strike, reason, flags = LOST[strike]
+    code, last, _, _ = struck(strike, *flags)
+    assert (code, last["status"]) == (3, "diverged") and reason in last["reason"]
 
 
 def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(struck, run):
-    def strike(net, step, batch):
-        if step == 15:
-            for p in net.parameters():
-                p.register_hook(lambda g: -g)
+    def ascend(net):
+        for p in net.parameters():
+            p.register_hook(torch.neg)
 
     flags = ("--lr", 3e-2, "--max-steps", 100, "--ckpt-every", 5, "--max-cures", 2)
-    code, last, _, _ = struck(strike, *flags)
+    code, last, _, _ = struck(before(15, ascend), *flags)
     assert (code, last["status"]) == (3, "diverged")
     good = checkpoint.load(run.folder / "last_good.pt")
     assert good["step"] >= 10 and good["scores"]["val_acc1"] > 70
-
-
-def test_a_rate_held_at_0_is_not_training(struck):
-    code, last, _, _ = struck(lambda *_: None, "--lr", 1e-30, "--max-steps", 20)
-    assert (code, last["status"]) == (3, "diverged") and "did not move" in last["reason"]
-
-
-def test_a_block_whose_gradient_is_always_0_has_never_learnt(struck):
-    def strike(net, step, batch):
-        if step == 1:
-            net.body[1].weight.register_hook(torch.zeros_like)
-
-    code, last, _, _ = struck(strike, "--max-steps", 20)
-    assert (code, last["status"]) == (3, "diverged") and "body.1.weight" in last["reason"]
-
-
-def test_outputs_that_ignore_their_input_turn_back_and_never_end_done(struck):
-    def strike(net, step, batch):
-        if step >= 15:
-            net.body[2].bias.data.fill_(-1e9)  # no unit lives: the head's bias alone learns on
-
-    code, last, _, _ = struck(strike, "--max-steps", 40, "--max-cures", 2)
-    assert (code, last["status"]) == (3, "diverged")
 
 
 # --- What must be left alone
@@ -213,16 +215,16 @@ def test_a_look_logs_both_ends_of_the_gradient_norms():
     assert [*lines[0]["tensors"]] == ["t12", "t0", "t1", "t38", "t39", "t31"]
 
 
-def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not():
-    learnt = [2.3] * 10 + [1.0] * 50
-    said, trend = judged(learnt + [80.0] * 15 + [0.9] * 100)
+LEARNT = [2.3] * 10 + [1.0] * 50
+
+
+@pytest.mark.parametrize(("losses", "reason"), [
+    ([80.0] * 20, "far above its past for 20 steps"), ([2.25] * 50, "lost what it learnt")])
+def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not(losses, reason):
+    said, _ = judged(LEARNT + losses)
+    assert not any(said[:-1]) and reason in said[-1]
+    said, trend = judged(LEARNT + losses[5:] + [0.9] * 100)
     assert not any(said) and not trend.suspicions
-    said, _ = judged(learnt + [80.0] * 20)
-    assert not any(said[:-1]) and "far above its past for 20 steps" in said[-1]
-    said, _ = judged(learnt + [2.25] * 45 + [1.0] * 30)
-    assert not any(said), "back at the start, for 45 steps, and recovers"
-    said, _ = judged(learnt + [2.25] * 50)
-    assert "lost what it learnt" in said[-1]
 
 
 def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_left_to_learn():
@@ -243,8 +245,7 @@ def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
             return loss.mean(), {"loss": loss}
 
     y = torch.arange(12) // 4
-    x = y.float().view(12, 1, 1, 1)
-    noisy = x + torch.rand(12, 1, 1, 1) * 0.1
-    for looks, images, ignored in ((1, x, False), (1, noisy, False), (0, noisy, True)):
+    for looks, noise in ((1, 0.0), (1, 0.1), (0, 0.1)):
+        images = (y + noise * torch.rand(12)).view(12, 1, 1, 1)
         scores = train.validation.evaluate(Judge(looks), [(images, y)], alone=True)
-        assert (train.validation.INDEPENDENT in scores) == ignored
+        assert (train.validation.INDEPENDENT in scores) == (looks == 0)
