@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import campaign
+import helpers
 import pytest
 import torch
 from helpers import events, last_state, same
@@ -31,7 +32,7 @@ class Rootless(nn.Module):
     """Overflows in fp16 by an operation of its own, so that no module but the whole can be kept in
     fp32. Elsewhere its memory ends where a micro-batch has more than `room` images."""
 
-    def __init__(self, classes, room):
+    def __init__(self, classes, room=1000):
         super().__init__()
         self.head, self.room, self.largest = nn.Linear(3072, classes), room, 0
 
@@ -41,19 +42,14 @@ class Rootless(nn.Module):
             if len(images) > self.room:
                 raise torch.OutOfMemoryError("planted")
             self.largest = max(self.largest, len(images))
-        return overflow(self.head(images.flatten(1)))
-
-
-def overflow(logits):
-    return logits * 1e6 / 1e6
+        return self.head(images.flatten(1)) * 1e6 / 1e6
 
 
 @pytest.fixture
 def wide(model):
     def make(classes):
-        net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.GELU())
-        net.add_module("block", Wide(32))
-        net.extend([nn.LayerNorm(32), nn.Linear(32, classes)])
+        net = helpers.mlp(classes)
+        net[2] = Wide(32)
         return net
 
     return model("wide", make, lr=3e-3)
@@ -73,21 +69,21 @@ def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp
     flags = ("--model", "wide", "--max-steps", 60)
     precise = run(*flags, out="fp32")[1]
     code, healed, _, lines = run(*flags, "--precision", "O1")
-    assert code == 0 and healed["healed"] == ["block"]
+    assert code == 0 and healed["healed"] == ["2"]
     assert healed["skipped"] <= 4 and healed["updates"] == 60 - healed["skipped"]
     assert healed["val_loss"] == pytest.approx(precise["val_loss"], abs=0.1)
     cure = events(lines, "cure")[0]
-    assert (cure["verdict"], cure["module"]) == ("precision", "block")
-    assert last_state(run)["pinned"] == ["block"]
+    assert (cure["verdict"], cure["module"]) == ("precision", "2")
+    assert last_state(run)["pinned"] == ["2"]
     resumed = run("--model", "wide", "--max-steps", 70, "--precision", "O1", "--resume", "auto")
-    assert resumed[1]["healed"] == ["block"]
+    assert resumed[1]["healed"] == ["2"]
     assert not [line for line in events(resumed[3], "skip") if line["step"] > 60]
 
     capsule = next(run.folder.glob("bad_step_*.pt"))
     capsys.readouterr()
     assert train.main(["--replay", str(capsule)]) == 0
     printed = capsys.readouterr().out
-    assert "in block (forward" in printed
+    assert "in 2 (forward" in printed
     assert "recorded verdict: precision, replayed on the CPU: precision" in printed
 
     code, stalled, _, _ = run(*flags, "--precision", "O1", "--on-nonfinite", "skip", out="skip")
@@ -96,7 +92,7 @@ def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_fault_outside_of_modules_ends_well_at_every_level_of_fp16(run, model, level):
-    model("rootless", lambda classes: Rootless(classes, room=1000))
+    model("rootless", Rootless)
     flags = ("--model", "rootless", "--precision", level, "--lr", 1e-3)
     # Before the first validation last_good is of step 0, and of the level before.
     spec = "nan:param:head.weight@step=8"
