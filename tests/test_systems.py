@@ -1,7 +1,6 @@
 """Windows and MPS, imitated: names are hidden; kernels ignore what they are told."""
 
 import contextlib
-import copy
 import json
 import math
 import pickle
@@ -119,7 +118,7 @@ def trained(make):
     for step in range(5):
         x, y = torch.randn(9, 6), torch.arange(9) % 3
         x[0, 0] = math.nan if step == 2 else 1.0
-        before = copy.deepcopy(snapshot(net, ema, *optimizers))
+        before = snapshot(net, ema, *optimizers)
         guard.open()
         y = batches.send(guard.see_batch(x, y), x.device)
         loss = nn.functional.cross_entropy(net(x), y)
