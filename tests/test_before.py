@@ -10,9 +10,9 @@ import textwrap
 import pytest
 import torch
 from helpers import needs_unix
-from test_watch import PREAMBLE, line_of
+from test_watch import PREAMBLE, lines_of
 from test_watch import run as run  # the fixture
-from torch import nn
+from torch import nn  # noqa: F401 for CALLS
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -632,12 +632,12 @@ def names(device):
     def weight(*shape):
         return torch.ones(*shape, device=device).requires_grad_()
 
-    space = {"torch": torch, "F": F, "nn": nn, "x": weight(4, 8), "w": weight(8, 8)}
-    space |= {"b": weight(8), "p": weight(2, 3, 8, 8), "k": weight(3, 3, 3, 3)}
-    space |= {"q": weight(2, 2, 4, 8), "g": weight(2, 4, 4, 2), "m": torch.zeros(8, device=device)}
-    space |= {"i": torch.zeros(4, dtype=torch.int64, device=device)}
-    space |= {"h": space["x"] @ space["w"], "c": F.conv2d(space["p"], space["k"])}
-    return space
+    x, w, b = weight(4, 8), weight(8, 8), weight(8)
+    p, k = weight(2, 3, 8, 8), weight(3, 3, 3, 3)
+    q, g = weight(2, 2, 4, 8), weight(2, 4, 4, 2)
+    m, i = torch.zeros(8, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    h, c = x @ w, F.conv2d(p, k)
+    return globals() | locals()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="2.9 aborts: no GPU for fake tensors")
@@ -661,41 +661,28 @@ def script(text):
     return BEGINS + textwrap.dedent(text)
 
 
-def first_finding(done):
-    """The first line under the heading."""
-    return done.stderr.partition("autopsy: ")[2].splitlines()[1]
+QUESTIONS = {"--would-overflow": OVERFLOWS, "--check-gradients": WRONG}
+BOTH = pytest.mark.parametrize("question", QUESTIONS)
 
 
 @needs_unix
-@pytest.mark.parametrize("name", OVERFLOWS)
-def test_what_would_leave_half_is_named_first_with_its_line_and_its_margin(run, name):
-    text, words = OVERFLOWS[name]
+@pytest.mark.parametrize(
+    ("question", "name"), [(question, name) for question, faults in QUESTIONS.items()
+                           for name in faults])
+def test_the_fault_is_named_first_with_its_line_and_its_number(run, question, name):
+    text, words = QUESTIONS[question][name]
     text = script(text)
-    bare, done = run(text, watched=False), run(text, before=("--would-overflow",))
+    bare, done = run(text, watched=False), run(text, before=(question,))
     assert done.returncode == 3, done.stderr
     assert bare.returncode == 0 and bare.stdout.startswith(done.stdout) and done.stdout
-    assert re.search(words, first_finding(done)), done.stderr
-    if "# here" in text:
-        assert f"script.py:{line_of(text, 'here')} " in first_finding(done), done.stderr
+    first = done.stderr.partition("autopsy: ")[2].splitlines()[1]  # under the heading
+    assert re.search(words, first), done.stderr
+    assert all(f"script.py:{line} " in first for line in lines_of(text, "here")), done.stderr
     assert len(done.stderr.splitlines()) <= 12, done.stderr
 
 
 @needs_unix
-@pytest.mark.parametrize("name", WRONG)
-def test_a_gradient_that_is_wrong_is_named_with_its_number(run, name):
-    text, words = WRONG[name]
-    text = script(text)
-    bare, done = run(text, watched=False), run(text, before=("--check-gradients", "1"))
-    assert done.returncode == 3, done.stderr
-    assert bare.stdout.startswith(done.stdout) and done.stdout
-    assert re.search(words, first_finding(done)), done.stderr
-    if "# here" in text:
-        assert f"script.py:{line_of(text, 'here')} " in first_finding(done), done.stderr
-    assert len(done.stderr.splitlines()) <= 12, done.stderr
-
-
-@needs_unix
-@pytest.mark.parametrize("question", ["--would-overflow", "--check-gradients"])
+@BOTH
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_healthy_script_is_accused(run, name, question):
     text = script(HEALTHY[name])
@@ -718,7 +705,7 @@ ENDS = script("""
 
 
 @needs_unix
-@pytest.mark.parametrize("question", ["--would-overflow", "--check-gradients"])
+@BOTH
 def test_without_a_step_nothing_is_known_and_a_script_keeps_its_exit_code(run, question, tmp_path):
     done = run(ENDS, before=(question,))
     assert done.returncode == 4 and "nothing is known" in done.stderr
