@@ -5,7 +5,7 @@ compiler that makes a NaN, bad labels every 70 steps, a run that diverges with f
 the moments at which nobody looks: before the first save, between two saves, at the last step, and
 after the last validation.
 
-    python tests/campaign.py            one process; prints the table, writes campaign-1.json
+    python tests/campaign.py            one process; writes campaign-1.json
     python tests/campaign.py FILE PRECISION ...                      only these, to another file
     torchrun --standalone --nproc_per_node=2 tests/campaign.py       the fault on rank 1 only
 
@@ -90,23 +90,24 @@ def prepare():
 def run_cell(where, kind, precision, folder, rank=None):
     """One run; on rank 0 the outcome as a dict, elsewhere {}."""
     on = "" if rank is None else f",rank={rank}"
-    steps, more = STEPS, ["--verify-every", "3"]
+    steps, every, more = STEPS, 5, "--verify-every 3"
     train.CHECK_EVERY = 1
     spec = f"{kind}:{where}@step={STEP}{on}"
     if kind in MOMENTS:
         train.CHECK_EVERY = 100  # as users run it
-        spec, more = f"nan:{where}@step={MOMENTS[kind]}{on}", ["--verify-every", "0"]
+        spec = f"nan:{where}@step={MOMENTS[kind]}{on}"
+        every, more = 6, "--verify-every 0"
     elif kind == "every 70":
         spec, steps = ";".join(f"big:label@step={step}{on}" for step in (20, 90, 160)), 200
     elif kind == "diverging":
         spec, steps = "", 120
-        more = ["--lr", "30", "--clip-grad", "0", "--warmup-updates", "0", "--max-cures", "3"]
+        more = "--lr 30 --clip-grad 0 --warmup-updates 0 --max-cures 3"
     elif where == "compiler":
-        spec, more = "", ["--compile"]
+        spec, more = "", "--compile"
     out, err = io.StringIO(), io.StringIO()
-    arguments = ["--model", "campaign", "--dataset", "cifar10", "--precision", precision,
-                 "--inject", spec, "--device", "cpu", "--max-steps", str(steps), "--log-every", "1",
-                 "--ckpt-every", "6" if kind in MOMENTS else "5", "--out-dir", str(folder), *more]
+    flags = (f"--model campaign --dataset cifar10 --device cpu --precision {precision} "
+             f"--max-steps {steps} --log-every 1 --ckpt-every {every} {more}")
+    arguments = [*flags.split(), "--inject", spec, "--out-dir", str(folder)]
     torch.compile = miscompiled if where == "compiler" else COMPILE
     CALLS.clear()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -230,13 +231,9 @@ def main():
         return 0
     shutil.rmtree(folder)
     rows = [{**cell, "holds": judge(cell, ranks)} for cell in cells]
-    outcome = {(row["where"], row["kind"], row["precision"]): row["holds"] for row in rows}
-    print(f"{'fault':<24}" + "".join(f"{p:>14}" for p in chosen))
-    for where, kind in (*BAD, *MORE, *LONG, *STATE):
-        words = [outcome[where, kind, p].split(":")[0] or "holds" for p in chosen]
-        print(f"{kind + ' ' + where:<24}" + "".join(f"{word:>14}" for word in words))
-    broken = {" ".join(key): why for key, why in outcome.items()
-              if why and not why.startswith("n/a")}
+    outcome = {f"{row['where']} {row['kind']} {row['precision']}": row["holds"] for row in rows}
+    impossible = [key for key, why in outcome.items() if why.startswith("n/a")]
+    broken = {key: why for key, why in outcome.items() if why and key not in impossible}
     target = ROOT / "bench" / "results" / f"campaign-{ranks}.json"
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else target
     command = ["git", "-C", ROOT, "rev-parse", "HEAD"]
@@ -244,9 +241,9 @@ def main():
     about = {"ranks": ranks, "torch": str(torch.__version__), "commit": commit, "n": len(cells),
              "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores"}
     target.write_text(json.dumps({**about, "cells": rows}, indent=0))
-    print(json.dumps({
-        "ranks": ranks, "cells": len(cells), "holds": sum(not w for w in outcome.values()),
-        "cannot exist": sum(w.startswith("n/a") for w in outcome.values()), "broken": broken}))
+    holds = len(cells) - len(impossible) - len(broken)
+    print(json.dumps({"ranks": ranks, "cells": len(cells), "holds": holds,
+                      "cannot exist": len(impossible), "broken": broken}))
     return int(bool(broken))
 
 

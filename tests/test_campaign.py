@@ -7,24 +7,21 @@ import pytest
 from helpers import run_ranks, run_script
 
 # A cell (where, kind) that holds, and what of its outcome is changed: the judge must see it.
-SPOILED = [
-    ("input", "nan", {"summary": {"updates": 10}}),
-    ("input", "nan", {"code": 3}),
-    ("input", "nan", {"bad_files": ["last.pt"]}),
-    ("input", "nan", {"skipped": []}),
-    ("input", "nan", {"skipped": [7]}),
-    ("input", "nan", {"reasons": ["loss"]}),
-    ("input", "nan", {"skipped": [6, 7, 8, 9]}),
-    ("act", "flip", {"cures": []}),
-    ("grad", "flip", {"cured_rank": [-1]}),
-    ("act", "oom", {"warnings": []}),
-    ("grad", "oom", {"summary": {"updates": 11}}),
-    ("label", "every 70", {"skipped": [20, 90]}),
-    ("lr", "diverging", {"cures": [], "code": 0}),
-    ("compiler", "nan", {"cures": ["divergence"]}),
-    ("optstate", "last", {"last step": 0}),
-    ("param", "last", {"bad_files": ["best.pt"]}),
-]
+SPOILED = {
+    "input nan": [
+        {"summary": {"updates": 10}}, {"code": 3}, {"bad_files": ["last.pt"]}, {"skipped": []},
+        {"skipped": [7]}, {"reasons": ["loss"]}, {"skipped": [6, 7, 8, 9]},
+    ],
+    "act flip": [{"cures": []}],
+    "grad flip": [{"cured_rank": [-1]}],
+    "act oom": [{"warnings": []}],
+    "grad oom": [{"summary": {"updates": 11}}],
+    "label every 70": [{"skipped": [20, 90]}],
+    "lr diverging": [{"cures": [], "code": 0}],
+    "compiler nan": [{"cures": ["divergence"]}],
+    "optstate last": [{"last step": 0}],
+    "param last": [{"bad_files": ["best.pt"]}],
+}  # fmt: skip
 
 
 def outcome(ranks, precisions, folder):
@@ -49,7 +46,7 @@ def test_every_cell_of_the_campaign_holds_and_the_judge_would_notice(ranks, prec
     if ranks == 2:  # rank-local faults are named with the rank they came from
         local = [c for c in caught if c["where"] in ("input", "label", "loss")]
         assert {c["rank"] for c in local} == {1}
-    by_key = {(c["where"], c["kind"], c["precision"]): c for c in cells}
-    for where, kind, spoiled in SPOILED:
-        cell = by_key[where, kind, precisions[0]]
-        assert campaign.judge({**cell, **spoiled}, ranks), (where, kind, spoiled)
+    first = {f"{c['where']} {c['kind']}": c for c in cells if c["precision"] == precisions[0]}
+    for name, changes in SPOILED.items():
+        unseen = [x for x in changes if not campaign.judge(first[name] | x, ranks)]
+        assert not unseen, name
