@@ -5,7 +5,6 @@ import math
 import random
 import struct
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -447,20 +446,15 @@ blames("a value that half cannot hold raises and is precision",
        lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", made="")
 
 
-def test_a_teacher_beside_the_net_and_a_batch_of_plain_objects_have_names():
+def test_a_teacher_beside_the_net_has_a_name():
     def run_step(batch, fp32):
-        stored = batch[0]._store
-        loss = F.cross_entropy(net(stored["x"]) + teacher(stored["x"]).detach(), stored["y"])
+        loss = F.cross_entropy(net(batch[0]) + teacher(batch[0]).detach(), batch[1])
         loss.backward()
         return loss
 
-    net, teacher, x = Net(), nn.Linear(6, 3), X.clone()
-    x[2, 2] = math.nan
-    graph = SimpleNamespace(_store={"x": x, "y": Y})
-    expect(autopsied(net, (graph,), run_step=run_step), verdict="data", samples=(2,), source="x")
-    x[2, 2] = 0
+    net, teacher = Net(), nn.Linear(6, 3)
     teacher.weight.data[0, 0] = math.nan
-    expect(autopsied(net, (graph,), run_step=run_step), source="parameter Linear.weight")
+    expect(autopsied(net, run_step=run_step), source="parameter Linear.weight")
 
 
 # --- Kinds that were met in other people's code

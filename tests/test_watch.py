@@ -1,4 +1,5 @@
 """`python autopsy SCRIPT`: the same figures as without it, and each planted fault is named."""
+import math
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, rows_of, run_ranks, run_script
 
+from autopsy.ledger import Ledger
 from bench import finite_faults
 
 PREAMBLE = """
@@ -1859,6 +1861,15 @@ tells("a warm-up on memory that somebody writes is one", STRANGE, 3, {
     "written": "-> divergence", "shape": "-> divergence", "out": "-> divergence",
     "lent": "-> data",
 })
+
+
+def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
+    ledger, judged, bad = Ledger(), [], torch.tensor([math.nan])
+    losses = ledger.entries([bad], lambda t, norm: judged.append("loss"))
+    ledger.wrote(bad, "a write", lambda p, writes, t, norm: judged.append("written"))
+    ledger.note([bad, bad + 1], lambda t, norm: judged.append("noted"))
+    assert ledger.transfer([torch.tensor(2.0)], losses) == [2.0]
+    assert judged == ["noted", "noted", "written", "loss"] and not ledger.transfer()
 
 
 QUIET = PREAMBLE + """
