@@ -6,8 +6,6 @@ operation also a change of its arguments to try. suggestion() picks what fits a 
 report alone: no tensor, no step.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from math import inf

@@ -6,14 +6,13 @@ backward passes lead to it, train() or eval(), writes into weights by hand, and 
 state. They may explain a jump of the loss. It reads no number and judges nothing.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from .frames import line_of
+from .ledger import params_of
 from .tape import BACKWARD
 from .tensors import few, storage_of
 
@@ -40,7 +39,7 @@ class Changes:
         """Before a step of this optimizer, which moves so many weights."""
         mine = set()
         if self.written:
-            mine = {storage_of(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = {storage_of(p) for p in params_of(optimizer)}
         more = past in self.noted and moved > self.noted[past][-1]["moved"]
         calls = [c for c in self.tape.calls if c.number > self.tape.latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]

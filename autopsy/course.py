@@ -5,8 +5,6 @@ It keeps gradient norms, learning rates, and the framework that runs the steps. 
 number; if there was none, the last lines quote them. It ends no script.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from weakref import ref
 
@@ -38,7 +36,7 @@ class Course:
 
     def after_step(self, rates, steps):
         """Note the rates: a tensor, which may be on a device, after few steps only."""
-        now = steps & (steps - 1) == 0  # 0, 1, 2, 4, 8, ...
+        now = steps.bit_count() < 2  # 0, 1, 2, 4, 8, ...
         plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
         self._rates.update(map(float, plain))
 
@@ -68,7 +66,7 @@ class Course:
         lowest = min(self._rates, default=1.0)
         return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
 
-    def strange(self):
+    def sentences(self):
         """Sentences about what is finite and looks wrong."""
         if negative := self.negative():
             yield negative

@@ -8,19 +8,17 @@ compared with the step in float64, where that is finite. Only what was tried is 
 doubts no verdict, and leaves the weights as they were.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from .advice import ANOTHER, SUBTRACT, WEAK, cure_of
-from .frames import frames_now, line_of
+from .frames import line_now
 from .locator import Locator
 from .modes import AtLines, InDtype, islands
+from .report import on_ranks
 from .step import rng_states
 from .tensors import HALF, NARROW, numbers_of
 
@@ -31,7 +29,7 @@ def first_cure(rerun, report):
     tried, exact = list(report.tried), None
     # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
     measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
-    measured = measured and not _on_ranks()
+    measured = measured and not on_ranks()  # see below
     for what, context, cure, advice in _cures(rerun, report):
         symptom = rerun(context, fp32=context is None)
         went = f"still bad ({symptom})" if symptom else "finite"
@@ -86,17 +84,13 @@ def _cures(rerun, report):
         known = (words if "(" in code else f"{words}: {code}") + ", or "
     kinds = {"fp32": None}
     half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
-    if report.result.startswith("float16") and not (half and _on_ranks()):
+    # On ranks no parameter may have another dtype for a while: autograd drops its accumulator, and
+    # with it DDP's hook, so that this rank would average its gradients no more.
+    if report.result.startswith("float16") and not (half and on_ranks()):
         kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
     for kind, context in kinds.items():
         whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
         yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
-
-
-def _on_ranks():
-    """Then no parameter may have another dtype for a while: autograd drops its accumulator, and
-    with it DDP's hook, so that this rank would average its gradients no more."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def _outcome(rerun):
@@ -150,7 +144,7 @@ class LogSumExp(AtLines):
             self.hits += 1
             return torch.logsumexp(held[1], **held[2])
         out = func(*args, **kwargs)
-        if self.name == "exp" and line_of(frames_now()) in self.lines:
+        if self.name == "exp" and line_now() in self.lines:
             self.known.append((out, args[0], {}))
         elif held and self.name == "sum":
             dims = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs

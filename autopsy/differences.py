@@ -9,19 +9,17 @@ wrong unseen: writes to what the forward saved, or to a gradient; results that f
 draws from generators of its own and writes into copies.
 """
 
-from __future__ import annotations
-
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .frames import frames_now, line_of, said
+from .frames import line_now, said
 from .hooks import calls_through
 from .step import rng_states, set_rng_states
-from .tensors import device_of, flat_tensors
+from .tensors import device_of, flat_tensors, floats_in
 
 ROOM, RESULTS = 1 << 20, 4096  # numbers of a result, and results, that are compared
 MOST = 16  # calls of custom functions that are compared
@@ -41,13 +39,13 @@ class Custom(TorchDispatchMode):
         self.changed = []  # sentences on what a forward keeps, and something writes to
 
     def __enter__(self):
-        self.undo = ExitStack()
-        self.undo.enter_context(calls_through(self.applied))
+        self.functions = calls_through(self.applied)
+        self.functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.undo.close()
+        self.functions.__exit__(*error)
 
     def applied(self, function, own, args, kwargs):
         """A custom function is called, perhaps within another one."""
@@ -60,7 +58,7 @@ class Custom(TorchDispatchMode):
         finally:
             self.depth -= 1
         for node in {t.grad_fn for t in flat_tensors(out)} - {None}:
-            self.look_after(node, f"{line_of(frames_now())}: {function.__name__}")
+            self.look_after(node, f"{line_now()}: {function.__name__}")
         return out
 
     def look_after(self, node, name):
@@ -88,7 +86,7 @@ class Custom(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def keep(self, name, function, args, kwargs, wanted):
-        line = line_of(frames_now())
+        line = line_now()
         if (name, line) in self.calls or len(self.calls) >= MOST:
             return
         held = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
@@ -121,7 +119,7 @@ def own_gradients():
     register = Tensor.register_hook
 
     def wrapper(function, own, args, kwargs):
-        line, name = line_of(frames_now()), function.__name__
+        line, name = line_now(), function.__name__
         given = []
 
         def before(grads):
@@ -142,7 +140,7 @@ def own_gradients():
         return out
 
     def hooked(t, hook):
-        line, name = line_of(frames_now()), getattr(hook, "__qualname__", type(hook).__name__)
+        line, name = line_now(), getattr(hook, "__qualname__", type(hook).__name__)
 
         def with_copy(grad):
             given = _copy(grad)
@@ -178,7 +176,7 @@ class FirstApart(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         forward = torch._C._current_autograd_node() is None
         forward = forward and func is not torch.ops.aten._to_copy.default  # ours, too
-        made = [t for t in flat_tensors(out) if t.is_floating_point() and t.numel() <= ROOM]
+        made = [t for t in floats_in(out) if t.numel() <= ROOM]
         if forward and self.rest is None and len(self.kept) < RESULTS:
             self.kept.append((func, [t.detach().double() for t in made]))
         elif forward and self.rest and not self.line:
@@ -187,7 +185,7 @@ class FirstApart(TorchDispatchMode):
             if same is not func:
                 self.rest = ()  # another way: nothing can be compared
             elif any(float((t - b).norm()) > self.apart * float(t.norm()) > 0 for t, b in pairs):
-                self.line = f"{line_of(frames_now())}: {func}"
+                self.line = f"{line_now()}: {func}"
         return out
 
 
@@ -202,14 +200,14 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
     def pack(self, t):
         plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
         copy = t.detach().clone() if plain else None
-        return t.detach(), copy, t.requires_grad, line_of(frames_now())
+        return t.detach(), copy, t.requires_grad, line_now()
 
     def unpack(self, saved):
         t, before, learns, line = saved
         node = torch._C._current_autograd_node().name()
         statistic = "BatchNorm" in node and t.dim() == 1 and not learns  # it updates these itself
         kept = before is None or statistic
-        if not kept and bool(((t != before) & (before == before)).any()):
+        if not kept and ((t != before) & (before == before)).any():
             self.changed.append(
                 f"{line}: {node} reads a tensor that was written to after the forward without "
                 "autograd's knowledge (through .data or NumPy?)"
@@ -254,8 +252,7 @@ class Slope:
         with torch.set_grad_enabled(graph):
             given = [a * 1 if graph and j in self.wanted else a for j, a in enumerate(args)]
             out = self.function(*given, **self.kwargs)
-        outs = [t for t in (out if isinstance(out, tuple | list) else [out]) if _real(t)]
-        return outs, args
+        return floats_in(out), args
 
     def differs(self):
         outs, args = self.at(graph=True)
@@ -316,13 +313,13 @@ class Slope:
     def _is_choice(self, x, u, slopes, slope, weights):
         """Whether the forward is constant, or the identity, nearby."""
         flat = [s.abs() <= 1e-6 for s in slopes]
-        if all(bool(f.all()) for f in flat):
+        if all(f.all() for f in flat):
             return bool(slope.abs().amax() > 0)
         if len(slopes) != 1 or slopes[0].shape != x.shape:
             return False
         loose = 1e-4 if self.dtype is torch.float64 else 1e-2
         same = (slopes[0] - u).abs() <= loose * (1 + u.abs())
-        if bool(same.all()):
+        if same.all():
             return True
         # the identity, and constant elsewhere: its backward may pass everything on
         w = weights[0]

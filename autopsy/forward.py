@@ -6,17 +6,15 @@ rollout, a target) it computes once, as it was. It restores buffers, gradients, 
 what modules carry.
 """
 
-from __future__ import annotations
-
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .frames import line_of
-from .step import StepRecord
+from .replay import net_of
+from .step import unchanged
 from .tape import BACKWARD, SLOPES, Made
 from .tensors import batch_size_of, batched
 
@@ -40,18 +38,15 @@ class Forward:
         self.as_it_was = {}  # what they made
         self.results = []  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
-        self.net = nn.Module()
-        called = [x for c in self.calls for x in (c.function, *tree_leaves(c.args))]
-        for k, module in enumerate(dict.fromkeys(m for m in called if isinstance(m, nn.Module))):
-            self.net.add_module(str(k), module)
+        net = net_of(self.calls)
+        self.unchanged = unchanged(net, [*net.parameters()])
 
     def __enter__(self):
-        self.undo = ExitStack()
-        self.undo.enter_context(_unchanged(self.tape, self.calls, self.net))
+        self.unchanged.__enter__()
         return self
 
     def __exit__(self, *error):
-        return self.undo.__exit__(*error)
+        self.unchanged.__exit__(*error)
 
     def largest(self):
         """Return the largest loss, as it was; from now on repeat only this one."""
@@ -88,7 +83,7 @@ class Forward:
         def add(number, value=None):
             call = calls[number]
             parts = [m.number for m in call.uses() if m.number in calls]
-            name = getattr(call.function, "__name__", "").strip("_")
+            name = call.name.strip("_")
             if name in SUMS and value is None:
                 for part in parts:
                     add(part, values[part])
@@ -149,21 +144,6 @@ class Forward:
             return t.index_select(d, torch.tensor(rows, device=t.device))
 
         return pick
-
-
-@contextmanager
-def _unchanged(tape, calls, net):
-    """Restore everything, versions of buffers too: the script's own graph has saved them."""
-    now = StepRecord(0, net)
-    grads = [(p, p.grad) for p in net.parameters()]
-    buffers = tuple(b for b in net.buffers() if not b.is_inference())
-    with torch.autograd._unsafe_preserve_version_counter(buffers):
-        try:
-            yield
-        finally:
-            now.restore()
-            for p, g in grads:
-                p.grad = g
 
 
 def _number(loss):

@@ -5,8 +5,6 @@ The innermost line that is neither torch's nor ours; if a library owns it, also 
 script that called the library. It reads stacks and knows no tensor.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -69,6 +67,11 @@ def line_of(frames):
     """file:line in function: of a library, then of the script that called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in script_frames(frames)]
     return ", called from ".join([*at[:1], *at[1:][-1:]])
+
+
+def line_now():
+    """The script's line that is under way."""
+    return line_of(frames_now())
 
 
 @cache

@@ -9,8 +9,6 @@ operations of the step (u: half of the last bit). What is not torch's own is com
 differences. It puts back weights, buffers, gradients and random numbers; the script ends.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -25,8 +23,8 @@ from .forward import SCALES, SUMS
 from .frames import line_of, said
 from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
-from .replay import net_of
-from .step import StepRecord
+from .replay import in_no_module, net_of
+from .step import unchanged
 from .tape import BACKWARD
 from .tensors import HALF, NARROW, numbers_of
 from .watch import Watch
@@ -97,12 +95,11 @@ class Step:
     def __init__(self, tape, optimizer):
         self.tape, self.order = tape, []
         self.notes = []  # on custom functions
-        self.calls = _calls(tape)
+        # Earlier passes belong to other optimizers, and their gradients were set to 0.
+        self.calls = tape.needed((), since=tape.latest)
         self.net = net_of(self.calls)
         self.params = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
-        known = set(self.params.values())
-        leaves = dict.fromkeys(t for c in self.calls for _, t in c.given() if t.is_leaf)
-        free = [t for t in leaves if t.requires_grad and t.grad is not None and t not in known]
+        free = [t for t in in_no_module(self.calls, self.net) if t.grad is not None]
         self.params |= {f"tensor {k}": t for k, t in enumerate(free)}
         self.moved = {id(p) for p in moved_by(optimizer)}
         kinds = {dtype for call in self.calls for _, dtype in call.autocast}
@@ -112,14 +109,8 @@ class Step:
 
     def check(self):
         """(exit code, text)"""
-        now = StepRecord(0, self.net)
-        grads = [(p, p.grad) for p in self.params.values()]
-        try:
-            return self._checked({name: _wide(p.grad, p) for name, p in self.params.items()})
-        finally:
-            now.restore()
-            for p, g in grads:
-                p.grad = g
+        with unchanged(self.net, self.params.values()):
+            return self._checked({name: _gradient(p) for name, p in self.params.items()})
 
     def _checked(self, own):
         first, second = self.once(), self.once()
@@ -165,11 +156,12 @@ class Step:
             return 3, "\n  ".join([head, *lines])
         if DRAWS in unknown:
             return 4, f"nothing is known: {DRAWS}"
+        most = max((_off(first[n], truth[n]) for n in _large(truth, FAINT)), default=0.0)
         agree = f"; {right} custom functions agree with central differences" if right else ""
         rest = f"; not compared: {', '.join(unknown)}"[:300] if unknown else ""
         return 0, (
             f"the gradients of {len(first)} tensors are those of the step in {reference}, "
-            f"{', '.join(WAYS)}, up to {_largest(first, truth):.1e}{agree}{rest}"
+            f"{', '.join(WAYS)}, up to {most:.1e}{agree}{rest}"
         )
 
     def _lines(self, found, first, truth):
@@ -204,7 +196,7 @@ class Step:
                 (_wider(call, dtype, of) if dtype else call).repeat(made)
         self.learns = {m.number for m, t in made.items() if t.requires_grad}
         self.order = [*dict.fromkeys((*order, *self.params))]
-        return {name: _wide(self.params[name].grad, self.params[name]) for name in self.order}
+        return {name: _gradient(self.params[name]) for name in self.order}
 
     def _constants(self):
         """Sentences on terms of the loss that are made of a gradient which has no graph."""
@@ -221,7 +213,7 @@ class Step:
 
         def look(number):
             call = by_number[number]
-            name = getattr(call.function, "__name__", "").strip("_")
+            name = call.name.strip("_")
             parts = {m.number for m in call.uses() if m.number in by_number}
             for part in parts if name in (*SUMS, "sub", "rsub") else ():
                 if slope := part not in self.learns and slope_of(part):
@@ -261,9 +253,8 @@ class Step:
 
     def _rounded(self, first, truth):
         """Gradients of which fp32 keeps less than one digit."""
-        total = max((float(t.norm()) for t in truth.values()), default=0.0)
-        real = [n for n, t in truth.items() if float(t.norm()) > total / 1000]
-        return {n: ": fp32 has rounded it" for n in real if _off(first[n], truth[n]) > DIGIT}
+        large = _large(truth, 1e-3)
+        return {n: ": fp32 has rounded it" for n in large if _off(first[n], truth[n]) > DIGIT}
 
     def _first_apart(self):
         """A sentence on the first operation whose result fp32 rounds as much."""
@@ -276,11 +267,10 @@ class Step:
 
     def _lost(self, first, truth):
         """Gradients that became 0 in fp16."""
-        total = max((float(t.norm()) for t in truth.values()), default=0.0)
         found = {}
-        for name, t in truth.items():
-            zeros = float(((first[name] == 0) & (t != 0)).double().mean())
-            if zeros > ZEROS and _off(first[name], t) > 0.5 and float(t.norm()) > total / 2000:
+        for name in _large(truth, 5e-4):
+            zeros = float(((first[name] == 0) & (truth[name] != 0)).double().mean())
+            if zeros > ZEROS and _off(first[name], truth[name]) > 0.5:
                 words = "it is too small for float16, use torch.amp.GradScaler"
                 found[name] = f"; {zeros:.0%} of it is 0: {words}"
         return found
@@ -291,18 +281,6 @@ class Step:
             if not self._wrong(self.once([way]), truth, rounding).keys() & wrong.keys():
                 return way
         return ""
-
-
-def _calls(tape):
-    """The calls that lead to the backward passes since the last step of any optimizer. Earlier
-    passes belong to other optimizers, and their gradients were set to 0."""
-    calls, needed = [], set()
-    for call in reversed(tape.calls):
-        fresh = call.number > tape.latest and call.grad
-        if fresh or (call.function is not BACKWARD and call.leads_to(needed)):
-            calls.append(call)
-            needed.update(made.number for made in call.uses())
-    return calls[::-1]
 
 
 def _wider(call, dtype, of):
@@ -316,8 +294,9 @@ def _wider(call, dtype, of):
     return replace(call, args=args, kwargs=kwargs)
 
 
-def _wide(g, p):
-    """The gradient in float64 on the CPU; zeros if there is none."""
+def _gradient(p):
+    """Its gradient in float64 on the CPU; zeros if there is none."""
+    g = p.grad
     if g is None:
         return torch.zeros(p.shape, dtype=torch.float64, device="cpu")
     g = g.detach().to_dense() if g.layout is torch.sparse_coo else numbers_of(g.detach())
@@ -335,11 +314,12 @@ def _off(g, truth):
     return float((g - truth).norm()) / norm if norm else float(g.norm())
 
 
-def _largest(grads, truth):
-    """The largest difference. Some gradients should be 0, like that of a bias before BatchNorm."""
-    total = max((float(t.norm()) for t in truth.values()), default=0.0)
-    real = [n for n, t in truth.items() if float(t.norm()) > FAINT * total]
-    return max((_off(grads[n], truth[n]) for n in real), default=0.0)
+def _large(grads, share):
+    """The names of those larger than this share of the largest. Some should be 0, like that of a
+    bias before BatchNorm."""
+    norms = {name: float(g.norm()) for name, g in grads.items()}
+    most = max(norms.values(), default=0.0)
+    return [name for name, norm in norms.items() if norm > share * most]
 
 
 def _draws_alike(way):

@@ -7,8 +7,6 @@ powers and sums in fp32; all others in the type of their inputs. A backward runs
 forward. This room reads no number and changes none.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys
@@ -18,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
 from .frames import TORCH, frames_now, script_frame, script_frames
+from .places import around_modules
 from .tensors import HALF, flat_tensors, storage_of
 
 # Names of aten's operations
@@ -56,7 +54,7 @@ class Halves(TorchFunctionMode):
         self._regions = []  # of autocast: does it cast? None: torch's own affair
         self._learns = [False]  # of the modules under way: do they hold weights?
         self._chooses = False  # the script says where it casts
-        self._whole = self._products = 0  # such functions under way
+        self._functions = []  # under way
 
     def __enter__(self):
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -72,10 +70,7 @@ class Halves(TorchFunctionMode):
         self._undo = ExitStack()
         self._undo.enter_context(mock.patch.object(torch.autocast, "__enter__", entered))
         self._undo.enter_context(mock.patch.object(torch.autocast, "__exit__", left))
-        before = hooks.register_module_forward_pre_hook(self._begins)
-        after = hooks.register_module_forward_hook(self._ends, always_call=True)
-        self._undo.callback(before.remove)
-        self._undo.callback(after.remove)
+        self._undo.enter_context(around_modules(self._begins, self._ends))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -103,14 +98,11 @@ class Halves(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
-        whole, product = bool(WHOLE.fullmatch(name)), name in PRODUCTS
-        self._whole += whole
-        self._products += product
+        self._functions.append(name)
         try:
             out = func(*args, **kwargs)
         finally:
-            self._whole -= whole
-            self._products -= product
+            self._functions.pop()
         asked = name == "float" or (name in ("to", "type") and re.search(FP32, source_now()))
         if asked and out is args[0] and self.is_half(out) and not out.is_leaf:
             out = out.clone()  # in half it were another tensor
@@ -127,7 +119,7 @@ class Halves(TorchFunctionMode):
         return t.dtype in HALF or self._narrow.get(storage_of(t), False)
 
     def is_product(self, name):
-        return bool(self._products or PRODUCT.fullmatch(name))
+        return PRODUCT.fullmatch(name) or any(name in PRODUCTS for name in self._functions)
 
     def in_half(self, name, given, made):
         """Whether autocast would compute this operation in half. `given`, `made`: its tensors of
@@ -157,7 +149,7 @@ class Halves(TorchFunctionMode):
         real = any(torch.is_autocast_enabled(t.device.type) for t in given[:1])
         if real or not given:
             return False  # the types are what they are
-        if casts and (self._whole or WIDE.fullmatch(name)):
+        if casts and (WIDE.fullmatch(name) or any(map(WHOLE.fullmatch, self._functions))):
             return False
         if casts and self.is_product(name):
             return True

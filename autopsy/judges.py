@@ -6,8 +6,6 @@ finite; the arguments before these say what was true when the number was noted. 
 symptom and hands it to findings.py. It repeats nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
@@ -30,7 +28,7 @@ from .tensors import (
     bad_rows,
     extent,
     few,
-    flat_tensors,
+    floats_in,
     is_bad,
     is_mask,
     is_real,
@@ -76,7 +74,7 @@ class Write(NamedTuple):
 def given_to(values, maker):
     """Split what a script writes into (tensors made by calls on the tape, plain numbers). The
     numbers are None if some tensor is unknown."""
-    given = [t for t in flat_tensors(values) if t.is_floating_point()]
+    given = floats_in(values)
     made = [t for t in given if maker(t)]
     numbers = [x for x in tree_leaves(values) if isinstance(x, int | float)]
     known = len(given) == len(made) or not all(map(isfinite, numbers))
@@ -147,8 +145,7 @@ class Judges:
         """Whether `t` is more than a copy of what was loaded."""
         made = self.tape.known.get(t)
         calls = (call for call in self.tape.calls if made and call.number == made.number)
-        names = (getattr(call.function, "__name__", "") for call in calls)
-        return any(name != "detach" and not COPIES.fullmatch(name) for name in names)
+        return any(c.name != "detach" and not COPIES.fullmatch(c.name) for c in calls)
 
     def bad_write(self, p, writes, t, value):
         """Blame the last write before which the weight was good; a bad value explains it."""

@@ -5,8 +5,6 @@ It looks at integers and raises nothing. operations.py says which arguments of a
 indices.
 """
 
-from __future__ import annotations
-
 import re
 
 from .tensors import inner_tensors
@@ -34,7 +32,7 @@ class Labels:
 
     def see(self, index, ignore_index):
         self.lawful.add(ignore_index)
-        if bool((index == ignore_index).all()):
+        if (index == ignore_index).all():
             self.all_are = ignore_index
 
     def out_of_range(self, labels, num_classes):

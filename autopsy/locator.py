@@ -5,11 +5,10 @@ It reads the result of every operation, remembers what made each storage bad, an
 birth among the ancestors of a tensor. It gives no verdict and changes no number.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count, takewhile
 from math import inf, isfinite
@@ -18,15 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW
-from .frames import frames_in, frames_now, line_of
+from .frames import frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions
 from .operations import WRITERS, in_wider_types, rule_of, underflown_divisor
-from .places import Places
+from .places import Places, around_modules
 from .report import Report
 from .samples import Samples
 from .sources import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
@@ -125,19 +123,14 @@ class Locator(TorchDispatchMode):
     def __enter__(self):
         if self.net is not None:
             self._name(self.net)
-        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        torch.set_anomaly_enabled(True, check_nan=False)
-        self._handles = (
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, always_call=True),
-        )
+        self._undo = ExitStack()
+        self._undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        self._undo.enter_context(around_modules(self._enter_module, self._leave_module))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        torch.set_anomaly_enabled(*self._anomaly)
-        for handle in self._handles:
-            handle.remove()
+        self._undo.close()
 
     def _enter_module(self, module, args):
         inner = getattr(module, "_orig_mod", module)  # what was compiled
@@ -189,7 +182,7 @@ class Locator(TorchDispatchMode):
                 self.half = self.half or t.dtype
             storage = storage_of(t)
             if rule.fresh and t.dim() and is_bad(extent(t)):
-                self.known.setdefault(storage, f"{PYTHON} ({line_of(frames_now())})")
+                self.known.setdefault(storage, f"{PYTHON} ({line_now()})")
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
             if rule.loads:  # a file's numbers

@@ -4,8 +4,6 @@ Names: what does the script call a module, a weight, a buffer?
 A module's place in the module that owns it, or the variable that holds it. It changes nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,6 +21,10 @@ class Names:
     def __init__(self):
         self.roots = WeakSet()
         self._prefixes = WeakKeyDictionary()  # of the roots
+
+    def modules(self):
+        """These, and all within them, each once."""
+        return dict.fromkeys(m for root in self.roots for m in root.modules())
 
     def of(self, p):
         """The script's name for a weight or buffer, its data, or a view of it."""

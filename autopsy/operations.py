@@ -5,8 +5,6 @@ Which arguments it writes, where the batch goes in its results, which indices it
 computes in wider types. It holds facts and judges nothing.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from math import inf

@@ -7,9 +7,8 @@ make a divisor 0, or make neighbouring positions equal? Does a gradient become 0
 script. It changes no number.
 """
 
-from __future__ import annotations
-
 import re
+from contextlib import ExitStack
 from math import floor, inf, log2
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from .frames import said
 from .halves import Halves
 from .locator import Locator
 from .operations import rule_of
-from .tensors import HALF, LIMIT, exchange_dtype, flat_tensors, numbers_of, storage_of
+from .tensors import HALF, LIMIT, exchange_dtype, floats_in, numbers_of, storage_of
 
 STEPS = 3
 MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16
@@ -69,21 +68,17 @@ class Overflow(Locator):
         self.failure = ""  # of ours
 
     def __enter__(self):
-        self.hooks = (
-            register_optimizer_step_pre_hook(self.begins),
-            register_optimizer_step_post_hook(self.ends),
-        )
-        torch.compiler.set_stance("force_eager")
+        self.around = ExitStack()
+        self.around.enter_context(register_optimizer_step_pre_hook(self.begins))
+        self.around.enter_context(register_optimizer_step_post_hook(self.ends))
+        self.around.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
-        self.halves.__enter__()
+        self.around.enter_context(self.halves)
         return self
 
     def __exit__(self, *error):
-        self.halves.__exit__(*error)
+        self.around.close()
         super().__exit__(*error)
-        torch.compiler.set_stance("default")
-        for hook in self.hooks:
-            hook.remove()
 
     def begins(self, optimizer, args, kwargs):
         self.paused = len(args) == 1 and not kwargs.get("closure")  # weights stay in fp32
@@ -117,8 +112,8 @@ class Overflow(Locator):
 
     def judge(self, func, args, kwargs, out):
         """Judge one operation of the script."""
-        given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]
-        made = [t for t in flat_tensors(out) if t.is_floating_point() and t.numel()]
+        given = floats_in((args, kwargs))
+        made = [t for t in floats_in(out) if t.numel()]
         name = func._schema.name.partition("::")[2].strip("_")
         half = self.halves.in_half(name, given, made)
         backward, rule = self.halves.backward, rule_of(func)
@@ -187,11 +182,11 @@ class Overflow(Locator):
     def in_fp32(self, func, args, kwargs, made):
         """Compute in fp32 what is already inf in fp16."""
         seeded = torch.Tag.nondeterministic_seeded in func.tags or rule_of(func).writes
-        if seeded or not any(bool(t.isinf().any()) for t in made):
+        if seeded or not any(t.isinf().any() for t in made):
             return made
         try:
             args, kwargs = exchange_dtype((args, kwargs), torch.float32, HALF)
-            return [t for t in flat_tensors(func(*args, **kwargs)) if t.is_floating_point()]
+            return floats_in(func(*args, **kwargs))
         except Exception:  # a kernel that knows half only
             return made
 
@@ -200,7 +195,7 @@ class Overflow(Locator):
         for t in tensors:
             numbers = numbers_of(t).float()
             steps = [numbers.diff(dim=d) for d in range(numbers.dim()) if numbers.shape[d] > 256]
-            if any(bool((step == 1).all()) for step in steps):
+            if any((step == 1).all() for step in steps):
                 size = float(numbers.amax())
                 equal = float((numbers.bfloat16() != numbers).float().mean())
                 words = f"bf16 rounds {equal:.0%} of them (exact up to 256; fp16 up to 2048)"
@@ -226,7 +221,7 @@ class Overflow(Locator):
         numbers = numbers_of(t.detach()).float()
         gone = (numbers != 0) & (numbers.half() == 0)
         why = self.lost.get(storage_of(t), "")
-        if bool(gone.any()):
+        if gone.any():
             least = float(numbers[gone].abs().amin())
             many = f"{int(gone.sum())} of {gone.numel()} numbers"
             why = f"{many} like {least:.2g} become 0 in fp16 (below 3e-08)"
@@ -251,8 +246,7 @@ class Overflow(Locator):
     def difference(self, func, args, out):
         """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of
         a difference that is much smaller."""
-        operands = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        if not any(t.dtype is torch.float32 and self.halves.is_half(t) for t in operands):
+        if not any(t.dtype is torch.float32 and self.halves.is_half(t) for t in floats_in(args)):
             return
         exact = numbers_of(out.detach()).double()
         norm, kinds = float(exact.norm()), []
@@ -264,7 +258,7 @@ class Overflow(Locator):
             inexact = numbers_of(func(*rounded)).double()
             kind = str(dtype).removeprefix("torch.")
             gone = (exact != 0) & (inexact == 0)
-            if bool(gone.any()):
+            if gone.any():
                 many = f"{int(gone.sum())} of {gone.numel()} numbers"
                 self.lost[storage_of(out)] = f"{many} become 0 in {kind}, and not in fp32"
             off = float((inexact - exact).norm())

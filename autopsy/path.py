@@ -6,21 +6,21 @@ was made of these weights, or the one whose backward makes 0 of a gradient. It a
 that a forward makes anew at each step. It writes into nothing.
 """
 
-from __future__ import annotations
-
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .frames import frames_in, frames_now, line_of
+from .frames import frames_in, frames_now, line_now, line_of
 from .tape import READS
 from .tensors import flat_tensors
+from .weight import READ
 
 
 class Cuts(TorchFunctionMode):
@@ -45,7 +45,7 @@ class Cuts(TorchFunctionMode):
             if name == "__get__":
                 name = func.__self__.__name__
             what = "gives no gradient" if torch.is_grad_enabled() else "runs under torch.no_grad()"
-            end = f"{name.strip('_')} at {line_of(frames_now())} {what}"
+            end = f"{name.strip('_')} at {line_now()} {what}"
             lost[end] = True
             if not made and name in READS:
                 self.read[end] = True
@@ -68,62 +68,63 @@ class Cuts(TorchFunctionMode):
         return ends[0] if ends else ""
 
 
-class Without:
-    """Finds whether modules are called without a graph, and in what: "checkpoint", "no_grad"."""
+@contextmanager
+def without_graph(modules):
+    """Yields in what each module is called without a graph: "checkpoint", "no_grad", else ""."""
+    found = {}
 
-    def __init__(self, modules):
-        self.modules, self.found = modules, {}
-
-    def __enter__(self):
-        self.hooks = [m.register_forward_pre_hook(self._begins) for m in self.modules]
-
-    def __exit__(self, *error):
-        for hook in self.hooks:
-            hook.remove()
-
-    def _begins(self, module, args):
-        self.found[module] = ""
+    def begins(module, args):
+        found[module] = ""
         if not torch.is_grad_enabled():
             saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
-            self.found[module] = "checkpoint" if saves else "no_grad"
+            found[module] = "checkpoint" if saves else "no_grad"
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(begins))
+        yield found
+
+
+def nodes_of(tensors, most=inf):
+    """The nodes of the graph that made these tensors, the last first, and at most so many."""
+    nodes = dict.fromkeys(t.grad_fn for t in tensors if t.grad_fn)
+    left = [*nodes]
+    for node in left:
+        for other, _ in node.next_functions:
+            if other and other not in nodes and len(nodes) < most:
+                nodes[other] = None
+                left.append(other)
+    return left
 
 
 def leaves(tensors, most=inf):
     """What these tensors were made of, in at most so many operations."""
-    nodes = [t.grad_fn for t in tensors if t.grad_fn]
-    seen = set(nodes)
-    for node in nodes:
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen and len(nodes) < most:
-                seen.add(other)
-                nodes.append(other)
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    return [node.variable for node in nodes_of(tensors, most) if hasattr(node, "variable")]
 
 
 class Anew:
     """Finds weights that a forward makes anew at each step: no optimizer can hold them."""
 
-    def __init__(self, tape, names, at):
-        self.tape, self.names, self.at = tape, names, at
-        self.found = {}  # step, `at` or the next one: {weight: shape}
+    def __init__(self, tape, names):
+        self.tape, self.names = tape, names
+        self.found = {}  # step, READ or the next one: {weight: shape}
 
     def look(self, losses, held):
         """Before a backward pass of these losses. It returns those that are the same as before."""
         step = self.tape.steps
-        due = step in (self.at, self.at + 1) and step not in self.found
-        if due and self.names.roots:
-            known = {p for root in self.names.roots for p in root.parameters()} | {*held}
-            if any(hasattr(p, "full_tensor") for p in known):
-                return []  # fully_shard() computes with parameters of its own, and frees them
-            known |= {t for call in self.tape.calls for _, t in call.given()}
-            new = [p for p in leaves(losses) if isinstance(p, nn.Parameter) and p not in known]
-            self.found[step] = {ref(p): list(p.shape) for p in new}
-            return [p for p in new if ref(p) in self.found.get(step - 1, ())]
-        return []
+        if step not in (READ, READ + 1) or step in self.found or not self.names.roots:
+            return []
+        known = {p for root in self.names.roots for p in root.parameters()} | {*held}
+        if any(hasattr(p, "full_tensor") for p in known):
+            return []  # fully_shard() computes with parameters of its own, and frees them
+        known |= {t for call in self.tape.calls for _, t in call.given()}
+        new = [p for p in leaves(losses) if isinstance(p, nn.Parameter) and p not in known]
+        self.found[step] = {ref(p): list(p.shape) for p in new}
+        return [p for p in new if ref(p) in self.found.get(step - 1, ())]
 
     @property
     def shapes(self):
-        first, second = (self.found.get(self.at + k, {}) for k in (0, 1))
+        first, second = (self.found.get(READ + k, {}) for k in (0, 1))
         same = [*first.values()] == [*second.values()]
         return [*first.values()] if same and first.keys().isdisjoint(second) else []
 
@@ -131,28 +132,18 @@ class Anew:
 def where_zero(losses, params):
     """Say in whose backward the gradient on the way to these weights becomes 0; or "". The forward
     must have run in anomaly mode, which keeps the lines."""
-    found, undo, seen, nodes = [], [], set(), [t.grad_fn for t in losses if t.grad_fn]
+    found = []
 
-    def look(node: Node):
-        def after(to_inputs, to_outputs):
-            on = [g for g in to_inputs if g is not None]
-            came = any(g is not None and bool(g.any()) for g in to_outputs)
-            if came and on and not any(bool(g.any()) for g in on):
-                line = line_of(frames_in(node.metadata.get("traceback_", ())))
-                found.append(f"in {node.name()}{f' of {line}' if line else ''}")
+    def after(node, to_inputs, to_outputs):
+        on = [g for g in to_inputs if g is not None]
+        came = any(g is not None and g.any() for g in to_outputs)
+        if came and on and not any(g.any() for g in on):
+            line = line_of(frames_in(node.metadata.get("traceback_", ())))
+            found.append(f"in {node.name()}{f' of {line}' if line else ''}")
 
-        undo.append(node.register_hook(after))
-
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            look(node)
-            nodes += [other for other, _ in node.next_functions if other]
-    try:
+    with ExitStack() as stack:
+        for node in nodes_of(losses):
+            stack.enter_context(node.register_hook(partial(after, node)))
         ones = [torch.ones_like(t) for t in losses]
         torch.autograd.grad(losses, params, ones, allow_unused=True)
-    finally:
-        for handle in undo:
-            handle.remove()
     return found[0] if found else ""

@@ -5,12 +5,20 @@ The module under way, which call of it this is, and to which module a node of au
 the one that was under way when the node got its sequence number. It reads no tensor.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter, deque
+from contextlib import contextmanager
 
 import torch
+from torch.nn.modules import module as modules
+
+
+@contextmanager
+def around_modules(before, after):
+    """before(module, args) and after(module, args, out) of each call of any module."""
+    begins = modules.register_module_forward_pre_hook(before)
+    with begins, modules.register_module_forward_hook(after, always_call=True):
+        yield
 
 
 class Places:

@@ -5,8 +5,6 @@ At the end of the script it looks once at what still.py read. It ignores what yo
 (a frozen part, an optimizer for the head alone), and reads nothing new.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from math import floor, log2
 from statistics import median
@@ -141,7 +139,7 @@ class Reasons:
         """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
         an expert that no token chose is no fault. In a module of the script's own, one such tensor
         may be unused on purpose."""
-        alive = {tuple(w.p.shape) for w in mine if any(w.grads)}
+        alive = {w.p.shape for w in mine if any(w.grads)}
         dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
         dead = [w for w in dead if w.module]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
@@ -149,7 +147,7 @@ class Reasons:
             owners = Counter(w.module() for w in whole)
             whole = [w for w in whole if isinstance(w.module(), DENSE) or owners[w.module()] > 1]
             dead = [w for w in dead if w.module() in {w.module() for w in whole}]
-        if whole and not any(tuple(w.p.shape) in alive for w in whole):
+        if whole and not any(w.p.shape in alive for w in whole):
             why = "a ReLU that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss "
             why += "scaling)?"
             if whole[0].end:
@@ -180,52 +178,53 @@ class Reasons:
         optimizer for the last modules alone, a network in eval(), an image trained through a
         network."""
         held = [w for w in self.living if w.optimizer and any(w.grads)]
-        trained = [k for k, w in enumerate(self.living) if w in held and w.module]
+        trained = [w for w in held if w.module]
+        if not trained:
+            return
         largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
         left = [
-            (k, w)
-            for k, w in enumerate(self.living)
+            w
+            for w in self.living
             if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
             if w.p.numel() > largest
             if w.trains
         ]
-        parents = set()  # modules within which something is trained
-        for k in trained:
-            parents |= {m for root in self.names.roots for m in _above(root, self.living[k].p)}
-        early = [w for k, w in left if trained and k < trained[0] and w.fed and not w.unlisted]
+        before = self.living[: self.living.index(trained[0])]
+        early = [w for w in before if w in left and w.fed and not w.unlisted]
         followed = self.still.optimizers.values()
         lost = [seen for seen in followed if seen.steps > READ and seen.strays]
         empty = [seen for seen in followed if seen.steps > READ and seen.empty]
         shared = [w for w in self.living if w.shared]
-        kinds = {tuple(w.p.shape) for w in early}
+        kinds = {w.p.shape for w in early}
         off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
-        off = [w for w in off if tuple(w.p.shape) in kinds and w.p.dim() > 1]
+        off = [w for w in off if w.p.shape in kinds and w.p.dim() > 1]
+        inner = {w.p for w in trained}
+        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
         on_purpose = any(w.module() not in parents for w in early)  # the first modules
         if on_purpose and not (lost or shared or off or empty):
-            left = [(k, w) for k, w in left if w not in early]
-        left = [w for _, w in left] if trained else []
+            left = [w for w in left if w not in early]
         for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
-            if some := [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]:
-                why = "add them, or requires_grad_(False) if they are not meant to train"
-                if some[0].fed_late:
-                    why = "were they unfrozen after it was built? add_param_group()"
-                elif unlisted:
-                    why = unlisted
-                elif lost:
-                    why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
-                    why += "build it after the model is complete"
-                elif shared:
-                    why = f"two optimizers hold {self._names(shared)} instead"
-                elif empty:
-                    why = f"a parameter group of {empty[0].name} is empty (a generator like "
-                    why += "parameters() is used up after one pass: list() it)"
-                elif off:
-                    why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
-                    why += "whose requires_grad is False"
-                yield (
-                    f"{self._names(some)} got gradients at every step read"
-                    f"{' of late' * some[0].fed_late}, are in no optimizer and never changed: {why}"
-                )
+            some = [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]
+            why = "add them, or requires_grad_(False) if they are not meant to train"
+            if late:
+                why = "were they unfrozen after it was built? add_param_group()"
+            elif unlisted:
+                why = unlisted
+            elif lost:
+                why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
+                why += "build it after the model is complete"
+            elif shared:
+                why = f"two optimizers hold {self._names(shared)} instead"
+            elif empty:
+                why = f"a parameter group of {empty[0].name} is empty (a generator like "
+                why += "parameters() is used up after one pass: list() it)"
+            elif off:
+                why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
+                why += "whose requires_grad is False"
+            yield (
+                f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
+                f"no optimizer and never changed: {why}"
+            )
 
     def _frozen_between(self):
         """A layer that alone among several like it has requires_grad=False, while those before and
@@ -237,11 +236,12 @@ class Reasons:
                 kinds.setdefault(kind, []).append(w)
         frozen = []
         for several in kinds.values():
-            off = [k for k, w in enumerate(several) if not w.p.requires_grad]
-            if len(off) == 1 and 0 < off[0] < len(several) - 1:
-                trains = all(any(w.grads) for k, w in enumerate(several) if k != off[0])
-                frozen += [several[off[0]]] if trains else []
-        if frozen := [w for w in frozen if w.starved and w.stands]:
+            trained = [w for w in several if w.p.requires_grad and any(w.grads)]
+            off = [w for w in several if w not in trained]
+            alone = len(off) == 1 and not off[0].p.requires_grad
+            if alone and several[0] in trained and several[-1] in trained:
+                frozen += [w for w in off if w.starved and w.stands]
+        if frozen:
             yield (
                 f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
                 "and after, are trained"
@@ -249,7 +249,7 @@ class Reasons:
 
     def _by_attribute(self):
         """module.requires_grad = ..., which sets an attribute that PyTorch never reads."""
-        for module in {m: 0 for root in self.names.roots for m in root.modules()}:
+        for module in self.names.modules():
             asked = vars(module).get("requires_grad")
             mine = [w for w in self.living if w.p in {*module.parameters()}]
             if asked in (True, False) and mine and all(w.p.requires_grad != asked for w in mine):
@@ -257,11 +257,6 @@ class Reasons:
                     f"{self._names(mine)}: requires_grad = {asked} of their module is an attribute "
                     f"that PyTorch does not read; theirs is {not asked}: use requires_grad_()"
                 )
-
-
-def _above(root, p):
-    """The modules under this one that hold this parameter, directly or further down."""
-    return [m for m in root.modules() if any(p is other for other in m.parameters())]
 
 
 def _rounding(weights, dtype):

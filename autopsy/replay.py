@@ -5,8 +5,6 @@ The calls that lead to a loss become a recorded step, which examine() judges. It
 whatever the repeat changes is put back.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +20,7 @@ from .modes import InDtype
 from .names import together
 from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
-from .step import StepRecord
+from .step import StepRecord, unchanged
 from .tape import BACKWARD, COPIES, Made
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
 from .verdict import examine
@@ -36,28 +34,17 @@ def replay(tape, targets, step):
     calls = tape.needed(targets)
     net = net_of(calls)
     params = dict(net.named_parameters())
-    within = set(params.values())
-    leaves = dict.fromkeys(t for call in calls for _, t in call.given() if t.is_leaf)
-    free = [t for t in leaves if t.requires_grad and t not in within]
-    params |= {f"{type_of(t)}, number {k}": t for k, t in enumerate(free)}  # in no module
+    free = in_no_module(calls, net)
+    params |= {f"{type_of(t)}, number {k}": t for k, t in enumerate(free)}
     rooms = _never_written(tape, params, net)
-    now = StepRecord(step, net)
-    grads = [(t, t.grad) for t in (*params.values(), *leaves)]
-    if any(g is not None and is_bad(extent(g)) for _, g in grads):
+    if any(p.grad is not None and is_bad(extent(p.grad)) for p in params.values()):
         # what was made of them, like their norm, is no cause
         passes = [call.number for call in calls if call.function is BACKWARD]
         backward = max(passes, default=0)
         targets = [number for number in targets if number < backward]
-    buffers = tuple(b for b in net.buffers() if not b.is_inference())
-    # The script's own graph has saved them: its backward may be still to come.
-    with torch.autograd._unsafe_preserve_version_counter(buffers):
-        try:
-            tape.buffers_back(calls)
-            return Replay(tape, calls, targets, net, params, rooms).report(step)
-        finally:
-            now.restore()
-            for p, g in grads:
-                p.grad = g
+    with unchanged(net, params.values()):
+        tape.buffers_back(calls)
+        return Replay(tape, calls, targets, net, params, rooms).report(step)
 
 
 def _never_written(tape, params, net):
@@ -74,6 +61,13 @@ def net_of(calls):
     called = [x for c in calls for x in (c.function, *tree_leaves(c.args))]
     modules = [x for x in called if isinstance(x, nn.Module)]
     return together([getattr(module, "_orig_mod", module) for module in modules])
+
+
+def in_no_module(calls, net):
+    """What the calls were given that needs a gradient, and is no parameter of the network."""
+    params = set(net.parameters())
+    leaves = dict.fromkeys(t for call in calls for _, t in call.given() if t.is_leaf)
+    return [t for t in leaves if t.requires_grad and t not in params]
 
 
 class Replay:
@@ -230,7 +224,7 @@ def _names(calls):
         names |= {t: name.rpartition(".")[2] for name, t in call.given()}
         names |= {x: name for name, x in call.named() if isinstance(x, Tensor | Made)}
     for call in sorted(calls, key=lambda call: -call.number):
-        copies = COPIES.fullmatch(getattr(call.function, "__name__", ""))
+        copies = COPIES.fullmatch(call.name)
         copy = Made(call.number, 0, call.frames)
         if copies and copy in names and call.args:
             names[call.args[0]] = names[copy]
@@ -265,7 +259,7 @@ def _loss_scale(calls):
     roots = {made.number for call in passes for made in call.uses()}
     scale = 1.0
     for call in calls:
-        if call.number not in roots or "mul" not in getattr(call.function, "__name__", ""):
+        if call.number not in roots or "mul" not in call.name:
             continue
         if call.scaler:
             scale = max(scale, call.scaler.get_scale())

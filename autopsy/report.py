@@ -6,8 +6,6 @@ what to do, then the evidence. A screen shows at most 12 rows; Report.full has a
 nothing and reads no tensor. Its advice comes from advice.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,11 +159,10 @@ class Report:
                 yield place + line
                 place = ""
             return
-        on_ranks = self.rank or (dist.is_available() and dist.is_initialized())
         about = {
             self.precision: self.precision not in ORDINARY,
             f"scale {self.scale:g}": self.scale != 1,
-            f"rank {self.rank}": on_ranks,
+            f"rank {self.rank}": self.rank or on_ranks(),
         }
         shown = ", ".join(text for text, needed in about.items() if needed)
         symptom = self.symptom or "the step was bad"
@@ -214,11 +211,16 @@ def on_screen(text: str, rows: int = ROWS) -> str:
     return "\n".join(lines[k] for k in sorted(shown))
 
 
+def on_ranks():
+    """Whether several ranks train together."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def agree(report: Report) -> Report:
     """Return the same report on every rank: the gravest one, from the lowest rank that has it.
 
     A collective: every rank must call it."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not on_ranks():
         return report
     every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
     dist.all_gather_object(every, report)

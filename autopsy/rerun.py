@@ -5,8 +5,6 @@ As it was, in fp32, or with every operation watched. Each run begins from the sa
 random numbers, and says what was bad first. It concludes nothing: verdict.py does.
 """
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from contextlib import nullcontext

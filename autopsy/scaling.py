@@ -5,8 +5,6 @@ It follows the script's GradScaler, which multiplies a loss, skips steps, and ta
 step. It changes nothing of the scaler, and reads no gradient.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .advice import FORGOTTEN, SKIPPED
@@ -46,7 +44,7 @@ class Scaling:
             self.multiplied[type(optimizer).__name__] = self.scaler.get_scale()
         return state.get("found_inf_per_device", {}).values()
 
-    def strange(self):
+    def sentences(self):
         """Sentences about what is finite and looks wrong."""
         for name, scale in self.multiplied.items():
             if scale != 1:

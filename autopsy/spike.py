@@ -9,8 +9,6 @@ whole batch carries a jump, it compares the batch's largest number with earlier 
 weight and no gradient, and restores buffers, random numbers and what modules carry.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +21,8 @@ import torch
 
 from .changes import PAST, Changes
 from .forward import Forward
-from .tensors import batched, extent, few
+from .ledger import params_of
+from .tensors import batched, extent, few, type_of
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
@@ -37,22 +36,6 @@ SPIKES, TRIES = 3, 6  # in a run
 AGAIN = 48  # forward passes for one spike
 ALIKE = 8  # rows: by chance fewer may have one label
 BEYOND = 10.0  # times the largest number of any other row
-
-
-@dataclass(eq=False)
-class Past:
-    """What was seen of an optimizer's steps."""
-
-    owner: int  # the optimizer's id
-    last: deque = field(default_factory=partial(deque, maxlen=PAST))  # (loss, norm)
-    highest: tuple = (0.0, 0.0)  # loss and norm so far
-    rates: deque = field(default_factory=partial(deque, maxlen=PAST))
-    before: float = inf  # the highest rate before one that was FASTER
-    since: int | None = None  # when that came
-    rate: float = 0.0  # the highest
-    step: int = 0  # the last
-    born: int | None = None  # when it took the place of an equal one
-    jump: Jump | None = None  # that has not come back
 
 
 @dataclass
@@ -71,6 +54,22 @@ class Jump:
     soon: bool = False  # it was
     back: int | None = None  # the step at which it had come back
     last: deque = field(default_factory=partial(deque, maxlen=9))
+
+
+@dataclass(eq=False)
+class Past:
+    """What was seen of an optimizer's steps."""
+
+    owner: int  # the optimizer's id
+    last: deque = field(default_factory=partial(deque, maxlen=PAST))  # (loss, norm)
+    highest: tuple = (0.0, 0.0)  # loss and norm so far
+    rates: deque = field(default_factory=partial(deque, maxlen=PAST))
+    before: float = inf  # the highest rate before one that was FASTER
+    since: int | None = None  # when that came
+    rate: float = 0.0  # the highest
+    step: int = 0  # the last
+    born: int | None = None  # when it took the place of an equal one
+    jump: Jump | None = None  # that has not come back
 
 
 class Rows(NamedTuple):
@@ -100,7 +99,7 @@ class Spike:
         """A module is called in training: read its batch at the steps 0, 1, 2, 4, 8, ..."""
         real = [t for t in batched(tensors) if t.is_floating_point() and t.numel()]
         _, usual = self.given.get(module, ((), ()))
-        if self.tape.steps & (self.tape.steps - 1) == 0:
+        if self.tape.steps.bit_count() < 2:
             sizes = [t.detach().abs().amax() for t in real]
             pairs = zip(sizes, usual or sizes, strict=False)
             usual = [torch.maximum(a, b) if a.dtype == b.dtype else a for a, b in pairs]
@@ -123,9 +122,9 @@ class Spike:
         elif len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES:
             usual = [median(values) for values in zip(*past.last, strict=True)]
             times = [*map(_times, now, recent, usual)]
-            if any(a > b and t > ROWS for a, b, t in zip(now, highest, times, strict=True)):
-                times = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
-                self._spike(past, now, recent, times, raised)
+            new = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
+            if max(new) > ROWS:
+                self._spike(past, now, recent, new, raised)
             elif times[0] > ROWS:
                 self._spike(past, now, recent, [times[0], 0.0], raised, OWN * highest[0])
         # what follows a spike, or a higher rate, is measured by what was before it
@@ -136,7 +135,7 @@ class Spike:
     def _begins(self, optimizer, loss):
         """One that follows an equal one of the step before, as after a resume, has its past; unless
         the loss is another, too, as in the next fold of a cross-validation."""
-        kind = type(optimizer), *(p.shape for g in optimizer.param_groups for p in g["params"])
+        kind = type(optimizer), *(p.shape for p in params_of(optimizer))
         past, step = self.kinds.get(kind), self.tape.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
         follows = follows and loss <= FOLD * max(last for last, _ in past.last)
@@ -197,7 +196,7 @@ class Spike:
                 now = 0.0 if t is None else max(map(abs, extent(t)))
                 if now > BEYOND * float(size) > 0:
                     return (
-                        f"{_kind(t)} holds numbers up to {now:.3g} (the batches read before: up "
+                        f"{type_of(t)} holds numbers up to {now:.3g} (the batches read before: up "
                         f"to {float(size):.3g})"
                     )
         return ""
@@ -271,8 +270,8 @@ def _rows_of(again, times, own):
     if not calm and most > BESIDE * whole:  # rows meet each other: two equal ones are another loss
         return Rows()
     if not calm:
-        same = [t for t in again.labels if bool((t == t[0]).all())]
-        also = "".join(f". In {_kind(t)} all hold {t[0].item()}" for t in same[:1])
+        same = [t for t in again.labels if (t == t[0]).all()]
+        also = "".join(f". In {type_of(t)} all hold {t[0].item()}" for t in same[:1])
         carries = "The whole batch carries it, not a few of its rows"
         term = _term(again.terms(), ordinary / whole) if times > ALL else ""
         alike = carries + also if also and size >= ALIKE and len(again.labels) == 1 else ""
@@ -291,7 +290,7 @@ def _rows_of(again, times, own):
     them = "it" if len(guilty) == 1 else "them"
     text += f"{them} the loss is {without / whole:.2g} of that"
     common = [said for t, d in again.rows.items() if (said := _common(t, d, guilty, good))]
-    held = [(_kind(t), few(t[guilty].tolist())) for t in again.labels[:1]]
+    held = [(type_of(t), few(t[guilty].tolist())) for t in again.labels[:1]]
     labels = "".join(f". In {kind} they hold {labels}: right?" for kind, labels in held)
     if common:
         return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]))
@@ -311,7 +310,7 @@ def _common(t, d, guilty, good):
     rows = t.detach().movedim(d, 0)
     rows = rows.reshape(len(rows), -1)
     bad, others = rows[guilty], rows[good]
-    kind = _kind(t)
+    kind = type_of(t)
     if t.is_floating_point():
         largest = [[max(map(abs, extent(row))) for row in part] for part in (bad, others)]
         if max(largest[0]) == 0 < min(largest[1]):
@@ -342,7 +341,3 @@ def _common(t, d, guilty, good):
             f"{pad}, others at most {max(lengths[1])}"
         )
     return ""
-
-
-def _kind(t):
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"

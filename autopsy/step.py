@@ -5,11 +5,10 @@ Random states, buffers, and what modules carry outside of buffers. It reads no w
 none.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -52,6 +51,23 @@ class StepRecord:
         put_back(self.net, self.buffers)
         carry_back(self.carried)
         self.net.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def unchanged(net, tensors):
+    """At the end all is as it was: random numbers, the network's buffers and attributes, and the
+    gradients of these tensors."""
+    now = StepRecord(0, net)
+    grads = [(t, t.grad) for t in tensors]
+    buffers = tuple(b for b in net.buffers() if not b.is_inference())
+    # The script's own graph has saved them: its backward may be still to come.
+    with torch.autograd._unsafe_preserve_version_counter(buffers):
+        try:
+            yield
+        finally:
+            now.restore()
+            for t, grad in grads:
+                t.grad = grad
 
 
 def copied_buffers(net):

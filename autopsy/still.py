@@ -9,8 +9,6 @@ nothing else. Then, and while no optimizer has made a step, it looks for idle op
 says what all this means.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 from weakref import ref
@@ -20,9 +18,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .forward import Forward
-from .frames import frames_now, line_of
-from .ledger import moved_by
-from .path import Anew, Cuts, Without, leaves, where_zero
+from .frames import line_now
+from .ledger import moved_by, params_of
+from .path import Anew, Cuts, leaves, where_zero, without_graph
 from .step import attributes_of
 from .tensors import numbers_of, type_of
 from .weight import READ, Followed, Weight
@@ -46,7 +44,7 @@ class Still:
         self.cut = []  # weights without a gradient, on which the loss depends
         self.leaf = ""  # where backward() was called of a tensor without a graph
         self.seen = 0  # optimizers
-        self.anew = Anew(tape, names, at=READ)
+        self.anew = Anew(tape, names)
         self.passes = 0  # backward, before the first step of any optimizer
         self.unloaded = {}  # line: a sentence on a load_state_dict() that has loaded nothing
 
@@ -68,7 +66,7 @@ class Still:
 
         seen.fed += bool(moved_by(optimizer))
         self._note_groups(seen, optimizer, step)
-        if step & (step - 1) == 0:
+        if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             self._read(optimizer, seen)
         if seen.closely:
             self._look_closely(seen, step)
@@ -95,7 +93,7 @@ class Still:
             self._cut_off(seen)
         elif step == READ + 1:
             self._zero(seen)
-        elif step > READ and step & (step - 1) == 0 and not seen.dead:
+        elif step > READ and step.bit_count() < 2 and not seen.dead:
             self._zero(seen, lately=True)
 
     def loads(self, original, module, state, *args, **kwargs):
@@ -104,7 +102,7 @@ class Still:
         missing = getattr(answer, "missing_keys", ())
         others = getattr(answer, "unexpected_keys", ())
         if missing and len(others) >= len(state) > 0:
-            self.unloaded[line_of(frames_now())] = (
+            self.unloaded[line_now()] = (
                 f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
                 f"and those of {type(module).__name__} are like {missing[0]}"
             )
@@ -113,7 +111,7 @@ class Still:
     def begins(self, losses):
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
-            self.leaf = line_of(frames_now())
+            self.leaf = line_now()
         for p in self.anew.look(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
             self._add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
@@ -121,7 +119,7 @@ class Still:
     def passed(self):
         """After a backward pass, before the first step of any optimizer."""
         self.passes += 1
-        if self.passes > READ and self.passes & (self.passes - 1) == 0:
+        if self.passes > READ and self.passes.bit_count() < 2:
             self._find_idle()
             self._read()
 
@@ -129,8 +127,7 @@ class Still:
         """Find optimizers that have made no step."""
         optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
         for x in optimizers:
-            params = [p for group in x.param_groups for p in group["params"]]
-            for p in params if id(x) not in self.optimizers else ():
+            for p in params_of(x) if id(x) not in self.optimizers else ():
                 self.weights.setdefault(p, Weight(p)).idle = type(x).__name__
 
     def _read(self, optimizer=None, seen=None):
@@ -210,17 +207,17 @@ class Still:
             return
 
         params = [w.p for w in cut]
-        modules = dict.fromkeys(m for root in self.names.roots for m in root.modules())
+        modules = self.names.modules()
         whole = [m for m in modules if (held := {*m.parameters()}) and held <= {*params}]
-        # Some modules are not called: attention reads the weights of its own
-        without = Without({*whole, *(w.module() for w in cut)})
+        # Some modules are not called: attention reads the weights of its own.
+        look = without_graph({*whole, *(w.module() for w in cut)})
         copies = [p.detach().clone() for p in params]
 
-        unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(params))
-        end = ""
-        with suppress(Exception), unchanged:  # what cannot be made again proves nothing
+        versions = torch.autograd._unsafe_preserve_version_counter(tuple(params))
+        found, end = {}, ""
+        with suppress(Exception), versions:  # what cannot be made again proves nothing
             try:
-                with Forward(self.tape) as again, Cuts(params) as cuts, without:
+                with Forward(self.tape) as again, Cuts(params) as cuts, look as found:
                     loss = again()
                     end = cuts.of(again.results)
                     if again.losses and again() == loss:
@@ -230,7 +227,7 @@ class Still:
             finally:
                 for p, copied in zip(params, copies, strict=True):
                     p.copy_(copied)
-        self._explain(without.found, whole, end)
+        self._explain(found, whole, end)
         if len(cut) == len(mine):
             seen.end, self.cut = end, []
             if self.leaf:

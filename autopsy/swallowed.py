@@ -8,16 +8,14 @@ in it, and float32 can hold it: the inf of a mask, a constant or a logarithm of 
 step that the loss scaler skips does not count. It changes no number and ends no script.
 """
 
-from __future__ import annotations
-
 import re
-import sys
 from math import inf
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from .frames import frames_now, line_of
+from .frames import line_now
+from .modes import was_compiled
 from .operations import in_wider_types, rule_of
 from .tensors import extent, flat_tensors
 
@@ -47,10 +45,9 @@ class Swallowed(TorchDispatchMode):
         self.ends(good=False)  # it was skipped
         steps = self.tape.steps
         due = self.half and (steps < FIRST or steps % EVERY == 0)
-        dynamo = sys.modules.get("torch._dynamo")  # what is compiled must stay so
-        compiled = dynamo and dynamo.utils.counters["frames"]
         alone = self.hooks.world == 1 and not self.hooks.locator
-        if due and alone and not compiled and not _get_current_dispatch_mode_stack():
+        # what is compiled must stay so
+        if due and alone and not was_compiled() and not _get_current_dispatch_mode_stack():
             self.half, self.entered = False, True
             self.__enter__()
 
@@ -93,7 +90,7 @@ class Swallowed(TorchDispatchMode):
                 before = self._finite(func, args, inputs)
                 before = before and in_wider_types(func, args, kwargs) == "finite in float32"
             if before:
-                self.now[line_of(frames_now())] = str(func)
+                self.now[line_now()] = str(func)
         except Exception:  # a service: it never raises into the step
             self.now = {}
 

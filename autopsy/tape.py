@@ -5,16 +5,15 @@ Calls of modules, and of torch's functions outside of modules, with their argume
 can be made again from the same line. It judges nothing.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
-from .frames import call_from, frames_now, line_of, script_frames
+from .frames import call_from, frames_now, line_now, script_frames
 from .step import carry_back, put_back, rng_states, set_rng_states
 from .tensors import device_of, extent, flat_tensors, inner_tensors, is_bad, is_mask, storage_of
 
@@ -54,13 +53,8 @@ class Made:
     data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
 
 
-class Packed(NamedTuple):
-    """Stands for a PackedSequence, which takes tensors only."""
-
-    data: Any
-    batch_sizes: Any
-    sorted_indices: Any
-    unsorted_indices: Any
+# It stands for a PackedSequence, which takes tensors only.
+Packed = namedtuple("Packed", PackedSequence._fields)
 
 
 def _is_packed(x):
@@ -86,6 +80,11 @@ class Call:
     scaler: Any = None  # that multiplies a loss here
     room: bool = False  # a module was given memory that nothing has written
     writes: set = frozenset()  # numbers of the calls into whose results it writes
+
+    @property
+    def name(self):
+        """Of the function; of a module it is ""."""
+        return getattr(self.function, "__name__", "")
 
     def given(self):
         """(dotted name, tensor)"""
@@ -232,7 +231,7 @@ class Tape(TorchFunctionMode):
 
     def _note_room(self, t):
         if t.layout is torch.strided:
-            self.rooms[storage_of(t)] = line_of(frames_now())
+            self.rooms[storage_of(t)] = line_now()
 
     def _is_no_room(self, *written):
         for t in flat_tensors(written):
@@ -337,11 +336,12 @@ class Tape(TorchFunctionMode):
             if call.leads_to(self.tables):
                 self.tables |= {call.number, *(made.number for made in call.uses())}
 
-    def needed(self, targets):
-        """The calls that lead to losses and to these: without a validation that came before."""
+    def needed(self, targets, since=0):
+        """The calls that lead to losses (of calls after number `since`) and to these: without a
+        validation that came before."""
         calls, needed = [], set(targets)
         for call in reversed(self.calls):
-            if call.grad or call.leads_to(needed):
+            if (call.grad and call.number > since) or call.leads_to(needed):
                 calls.append(call)
                 needed.update(made.number for made in call.uses())
         return calls[::-1]

@@ -5,8 +5,6 @@ Its numbers whatever its layout, its lowest and highest, whether these are bad, 
 within a batch of any shape. It reads tensors and changes none.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -178,6 +176,11 @@ def variables_of(x):
 def flat_tensors(tree):
     """The tensors among an operation's arguments or results."""
     return [a for a in tree_leaves(tree) if isinstance(a, Tensor)]
+
+
+def floats_in(tree):
+    """Those of them that are floating-point."""
+    return [t for t in flat_tensors(tree) if t.is_floating_point()]
 
 
 def batched(tensors):

@@ -5,10 +5,7 @@ examine() repeats the step and asks in turn: is it bad again, where does the bad
 is it finite in fp32, at loss scale 1, in eager mode? cures.py tries the cures.
 """
 
-from __future__ import annotations
-
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
@@ -19,7 +16,7 @@ from torch import nn
 from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
 from .cures import first_cure
 from .labels import labels_in
-from .modes import Functions, compiled_code
+from .modes import Functions, compiled_code, was_compiled
 from .report import Report
 from .rerun import Rerun
 from .sources import WRITTEN
@@ -190,8 +187,7 @@ def _only_half(report):
 
 def _finite(rerun, report, state, num_classes, run_compiled):
     """Decide on a step that is finite when repeated."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if run_compiled or (dynamo and dynamo.utils.counters["frames"]):  # something was compiled
+    if run_compiled or was_compiled():
         with compiled_code("default"):
             rerun.run_step = run_compiled or rerun.run_step
             symptom = rerun()

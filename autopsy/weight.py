@@ -4,8 +4,6 @@ Weight: what was read of one weight, and of one optimizer, and what that shows o
 still.py fills it in, reasons.py asks it. It reads a sample of a weight, and waits for no device.
 """
 
-from __future__ import annotations
-
 from weakref import ref
 
 import torch
@@ -36,9 +34,11 @@ class Followed:
 class Weight:
     """What was read of one parameter."""
 
-    def __init__(self, p, name="", module=None, unlisted=""):
-        self.alive, self.name, self.module = ref(p), name, module and ref(module)
-        self.unlisted = unlisted  # why no parameters() lists it
+    def __init__(self, p):
+        self.alive = ref(p)
+        self.name = ""
+        self.module = None  # that holds it: a weak reference
+        self.unlisted = ""  # why no parameters() lists it
         self.optimizer = None
         self.shared = False  # by two optimizers
         self.idle = ""  # the optimizer that holds it and has made no step
