@@ -57,7 +57,7 @@ class Custom(TorchDispatchMode):
             out = own(*args, **kwargs)
         finally:
             self.depth -= 1
-        for node in {t.grad_fn for t in flat_tensors(out)} - {None}:
+        for node in _nodes_of(out):
             self.look_after(node, f"{line_now()}: {function.__name__}")
         return out
 
@@ -134,7 +134,7 @@ def own_gradients():
                 notes.append(f"{line}: the backward of {name} writes into the gradient it is given")
 
         out = own(*args, **kwargs)
-        for node in {t.grad_fn for t in flat_tensors(out)} - {None}:
+        for node in _nodes_of(out):
             node.register_prehook(before)
             node.register_hook(after)
         return out
@@ -153,6 +153,10 @@ def own_gradients():
 
     with calls_through(wrapper), mock.patch.object(Tensor, "register_hook", hooked):
         yield notes
+
+
+def _nodes_of(out):
+    return {t.grad_fn for t in flat_tensors(out)} - {None}
 
 
 def _copy(g):

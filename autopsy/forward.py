@@ -78,22 +78,15 @@ class Forward:
         calls = {call.number: call for call in self.computed}
         values = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in calls}
 
-        found = []
+        def unscaled(number):
+            parts = parts_of(calls[number], calls)
+            scales = calls[number].name.strip("_") in SCALES and len(parts) == 1
+            return unscaled(parts[0]) if scales else number
 
-        def add(number, value=None):
-            call = calls[number]
-            parts = [m.number for m in call.uses() if m.number in calls]
-            name = call.name.strip("_")
-            if name in SUMS and value is None:
-                for part in parts:
-                    add(part, values[part])
-            elif name in SCALES and len(parts) == 1:
-                add(parts[0], value)
-            else:
-                found.append((value or values[number], line_of(call.frames)))
-
-        add(self.losses[0])
-        return found
+        loss = unscaled(self.losses[0])
+        sums = calls[loss].name.strip("_") in SUMS
+        terms = parts_of(calls[loss], calls) if sums else [loss]
+        return [(values[term], line_of(calls[unscaled(term)].frames)) for term in terms]
 
     @property
     def labels(self):
@@ -144,6 +137,11 @@ class Forward:
             return t.index_select(d, torch.tensor(rows, device=t.device))
 
         return pick
+
+
+def parts_of(call, calls):
+    """The numbers of those among these calls whose results it uses."""
+    return [made.number for made in call.uses() if made.number in calls]
 
 
 def _number(loss):

@@ -56,7 +56,7 @@ def script_frames(frames):
     found = []
     for frame in frames:
         file = frame[0]
-        if NAMED.match(file) or not (file.startswith((HERE, TORCH, "<"))):
+        if NAMED.match(file) or not file.startswith((HERE, TORCH, "<")):
             found.append(frame)
             if not file.startswith((LIBRARY, TORCH)) and "-packages" not in file:
                 break

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from .differences import Custom, FirstApart, Saved, own_gradients
-from .forward import SCALES, SUMS
+from .forward import SCALES, SUMS, parts_of
 from .frames import line_of, said
 from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
@@ -61,9 +61,9 @@ class GradientCheck(Watch):
 
     def check(self, optimizer):
         """Replace what the watch does before a step."""
-        passes = [c for c in self.tape.calls if c.function is BACKWARD]
-        fresh = any(call.number > self.tape.latest for call in passes)  # not so before a closure
-        if not fresh or self.tape.steps_of.get(id(optimizer), 0) < self.at:
+        late = [call for call in self.tape.calls if call.number > self.tape.latest]
+        passes = [call for call in late if call.function is BACKWARD]  # none before a closure
+        if not passes or self.tape.steps_of.get(id(optimizer), 0) < self.at:
             super().check(optimizer)
             return
         step = f"step {self.at}"
@@ -200,21 +200,20 @@ class Step:
 
     def _constants(self):
         """Sentences on terms of the loss that are made of a gradient which has no graph."""
-        by_number = {call.number: call for call in self.calls}
+        calls = {call.number: call for call in self.calls}
 
         @cache
         def slope_of(number):
             """The call of torch.autograd.grad that this is made of."""
-            call = by_number.get(number)
-            if call and call.function is torch.autograd.grad:
+            call = calls[number]
+            if call.function is torch.autograd.grad:
                 return call
-            before = [slope_of(m.number) for m in call.uses()] if call else []
-            return next(filter(None, before), None)
+            return next(filter(None, map(slope_of, parts_of(call, calls))), None)
 
         def look(number):
-            call = by_number[number]
+            call = calls[number]
             name = call.name.strip("_")
-            parts = {m.number for m in call.uses() if m.number in by_number}
+            parts = {*parts_of(call, calls)}
             for part in parts if name in (*SUMS, "sub", "rsub") else ():
                 if slope := part not in self.learns and slope_of(part):
                     yield (

@@ -68,8 +68,8 @@ class Halves(TorchFunctionMode):
             return leave(cast, *error)
 
         self._undo = ExitStack()
-        self._undo.enter_context(mock.patch.object(torch.autocast, "__enter__", entered))
-        self._undo.enter_context(mock.patch.object(torch.autocast, "__exit__", left))
+        patch = mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left)
+        self._undo.enter_context(patch)
         self._undo.enter_context(around_modules(self._begins, self._ends))
         return super().__enter__()
 

@@ -35,9 +35,6 @@ class Labels:
         if (index == ignore_index).all():
             self.all_are = ignore_index
 
-    def out_of_range(self, labels, num_classes):
-        return out_of_range("label", labels, 0, num_classes - 1, self.lawful)
-
 
 def labels_in(batch):
     """Integer tensors: of a tuple the later items, of a mapping those called labels or targets."""

@@ -24,7 +24,7 @@ from .frames import said
 from .halves import Halves
 from .locator import Locator
 from .operations import rule_of
-from .tensors import HALF, LIMIT, exchange_dtype, floats_in, numbers_of, storage_of
+from .tensors import HALF, LIMIT, exchange_dtype, floats_in, largest, numbers_of, storage_of
 
 STEPS = 3
 MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16
@@ -206,7 +206,7 @@ class Overflow(Locator):
         """A sine of numbers that half rounds by a radian."""
         if name not in ("sin", "cos") or not self.halves.is_half(args[0]) or not args[0].numel():
             return
-        size = float(numbers_of(args[0].detach()).float().abs().amax())
+        size = largest(args[0])
         steps = [torch.finfo(dtype).eps * 2.0 ** floor(log2(max(size, 1.0))) for dtype in HALF]
         if max(steps) >= 1:
             words = f"fp16 rounds angles up to {size:.3g} to multiples of {steps[0]:g}"
@@ -271,14 +271,14 @@ class Overflow(Locator):
     def flows(self, func, t):
         """Measure how much of a gradient is left in fp16 at this loss scale."""
         numbers = numbers_of(t).double()
-        norm = float(numbers.norm())
-        if norm and float(numbers.abs().amax()) <= MOST:
-            off = float((numbers - numbers.half().double()).norm())
-            zeros = float(((numbers != 0) & (numbers.half() == 0)).double().mean())
-            size = f"{float(numbers.abs().amax()):.2g}"
+        norm, size = float(numbers.norm()), largest(t)
+        if norm and size <= MOST:
+            rounded = numbers.half().double()
+            off = float((numbers - rounded).norm())
+            zeros = float(((numbers != 0) & (rounded == 0)).double().mean())
             words = f"{zeros:.0%} of its numbers become 0 in fp16 at this loss scale"
             at = _place(func, self.birth(func, ()))
-            told = f"{at}: {words} (the largest is {size})"
+            told = f"{at}: {words} (the largest is {size:.2g})"
             self.flow.append((norm / numbers.numel() ** 0.5, off / norm, told))
 
     @property

@@ -27,16 +27,16 @@ DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 class Reasons:
     """Sentences about the weights of all optimizers and modules."""
 
-    def __init__(self, still, names, ledger):
-        self.still, self.names, self.ledger = still, names, ledger
+    def __init__(self, still):
+        self.still, self.names = still, still.names
         self.living = []  # weights
 
     def sentences(self):
         """All sentences. Here the host waits for the device for the first time."""
         weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
         for w in weights:
-            w.norms = self.ledger.to_host(w.norms)
-            numbers = iter(self.ledger.to_host(g for g in w.grads if g is not None))
+            w.norms = self.still.ledger.to_host(w.norms)
+            numbers = iter(self.still.ledger.to_host(g for g in w.grads if g is not None))
             w.grads = [None if g is None else next(numbers) for g in w.grads]
         if shapes := self.still.anew.shapes:
             yield (

@@ -22,7 +22,7 @@ import torch
 from .changes import PAST, Changes
 from .forward import Forward
 from .ledger import params_of
-from .tensors import batched, extent, few, type_of
+from .tensors import batched, few, largest, type_of
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
@@ -193,7 +193,7 @@ class Spike:
         """A sentence if the batch is larger than all that were read before."""
         for batch, usual in self.given.values():
             for t, size in zip([t() for t in batch], usual, strict=False):
-                now = 0.0 if t is None else max(map(abs, extent(t)))
+                now = 0.0 if t is None else largest(t)
                 if now > BEYOND * float(size) > 0:
                     return (
                         f"{type_of(t)} holds numbers up to {now:.3g} (the batches read before: up "
@@ -312,19 +312,14 @@ def _common(t, d, guilty, good):
     bad, others = rows[guilty], rows[good]
     kind = type_of(t)
     if t.is_floating_point():
-        largest = [[max(map(abs, extent(row))) for row in part] for part in (bad, others)]
-        if max(largest[0]) == 0 < min(largest[1]):
+        sizes, usual = ([largest(row) for row in part] for part in (bad, others))
+        held = f"In {kind} they hold numbers up to {max(sizes):.3g} (other rows: "
+        if max(sizes) == 0 < min(usual):
             return f"In {kind} their numbers are all 0"
-        if min(largest[0]) > BEYOND * max(largest[1]):
-            return (
-                f"In {kind} they hold numbers up to {max(largest[0]):.3g} "
-                f"(other rows: up to {max(largest[1]):.3g})"
-            )
-        if max(largest[0]) * BEYOND < min(largest[1]):
-            return (
-                f"In {kind} they hold numbers up to {max(largest[0]):.3g} "
-                f"(other rows: at least one of {min(largest[1]):.3g})"
-            )
+        if min(sizes) > BEYOND * max(usual):
+            return f"{held}up to {max(usual):.3g})"
+        if max(sizes) * BEYOND < min(usual):
+            return f"{held}at least one of {min(usual):.3g})"
         return ""
     if rows.shape[1] == 1:
         values = set(bad.flatten().tolist())

@@ -128,7 +128,7 @@ class Still:
         optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
         for x in optimizers:
             for p in params_of(x) if id(x) not in self.optimizers else ():
-                self.weights.setdefault(p, Weight(p)).idle = type(x).__name__
+                self._weight(p).idle = type(x).__name__
 
     def _read(self, optimizer=None, seen=None):
         """Read the weights of this optimizer, and those of none."""
@@ -139,7 +139,7 @@ class Still:
                 self._list_hidden(root)
         for k, group in enumerate(optimizer.param_groups if optimizer else ()):
             for p in group["params"]:
-                w = self.weights.setdefault(p, Weight(p))
+                w = self._weight(p)
                 w.shared |= w.optimizer not in (None, seen)
                 w.optimizer, w.group, w.rate = seen, k, group.get("lr", 1.0)
                 if p.grad is not None and p.is_floating_point():
@@ -193,9 +193,12 @@ class Still:
                         why += "make nn.Parameter the last step"
                         self._add(p, f"{path}.{name}".lstrip("."), module, why)
 
+    def _weight(self, p):
+        return self.weights.setdefault(p, Weight(p))
+
     def _add(self, p, name, module, unlisted):
         """The first name that is found for a weight stays."""
-        w = self.weights.setdefault(p, Weight(p))
+        w = self._weight(p)
         if not w.module:
             w.name, w.module, w.unlisted = name, ref(module), unlisted
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from .frames import line_now
 from .modes import was_compiled
 from .operations import in_wider_types, rule_of
-from .tensors import extent, flat_tensors
+from .tensors import extent, flat_tensors, largest
 
 LARGEST = 65504.0  # of float16
 CONSTANT = 1e8  # what is larger, in float32, stands for inf
@@ -103,7 +103,7 @@ class Swallowed(TorchDispatchMode):
         if rule.writes and re.search("div|reciprocal|log|pow|sqrt", name):
             return False  # of 0, perhaps
         numbers = [abs(x) for x in args if type(x) in (int, float)]
-        numbers += [max(map(abs, extent(t))) for t in inputs if not t.dim()]
+        numbers += [largest(t) for t in inputs if not t.dim()]
         spans = [extent(t) for t in inputs]
         low = min((low for low, _ in spans), default=0.0)
         high = max((high for _, high in spans), default=0.0)

@@ -7,9 +7,8 @@ within a batch of any shape. It reads tensors and changes none.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ def spans_of(tensors):
 
 
 @torch.no_grad()
-def extent(t: Tensor) -> tuple[float, float]:
+def extent(t):
     """(lowest, highest) as floats; NaN in both if there is one; (0, 0) without real numbers."""
     t = numbers_of(t)
     if not t.numel() or not (t.is_floating_point() or t.is_complex()):
@@ -92,15 +91,20 @@ def extent(t: Tensor) -> tuple[float, float]:
     return float(number(low)), float(number(high))
 
 
+def largest(t):
+    """The largest magnitude; NaN if it holds one."""
+    return max(map(abs, extent(t)))
+
+
 def is_real(x):
     return isinstance(x, int | float) and abs(x) <= LIMIT
 
 
-def is_bad(span: tuple[float, float]) -> bool:
+def is_bad(span):
     return not (span[0] >= -LIMIT and span[1] <= LIMIT)  # True for NaN
 
 
-def is_mask(span: tuple[float, float]) -> bool:
+def is_mask(span):
     """Bad, but only at the negative end: what -inf or finfo.min in a mask looks like."""
     return span[0] < -LIMIT and span[1] <= LIMIT
 
@@ -150,7 +154,7 @@ def range_of(t, span):
     return f"{span[0]:.3g} .. {span[1]:.3g}"
 
 
-def inner_tensors(tree: Any, prefix: str = "", depth: int = 9) -> Iterator[tuple[str, Tensor]]:
+def inner_tensors(tree, prefix="", depth=9):
     """(dotted name, tensor) for every tensor in nested mappings, lists, tuples, dataclasses, and in
     the variables of plain objects (a batch of PyG or detectron2)."""
     if isinstance(tree, Tensor):

@@ -15,7 +15,7 @@ from torch import nn
 
 from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
 from .cures import first_cure
-from .labels import labels_in
+from .labels import labels_in, out_of_range
 from .modes import Functions, compiled_code, was_compiled
 from .report import Report
 from .rerun import Rerun
@@ -43,7 +43,6 @@ def examine(
     num_classes: int | None = None,
     precision: str = "",
     scale: float = 1.0,
-    try_cures: bool = True,
     advice: str = "code",
     run_compiled: Callable | None = None,
 ) -> Report:
@@ -72,9 +71,7 @@ def examine(
         with compiled_code("force_eager"):
             report = rerun.watch()
             if report.symptom:
-                report = _judge(rerun, report, state)
-                if try_cures:
-                    report = first_cure(rerun, report)
+                report = first_cure(rerun, _judge(rerun, report, state))
             else:
                 report = _finite(rerun, report, state, num_classes, run_compiled)
     finally:
@@ -201,7 +198,8 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
         where.take(batch)
         for labels in labels_in(batch):
-            names, wrong = where.labels.out_of_range(labels, num_classes)
+            allowed = 0, num_classes - 1, where.labels.lawful
+            names, wrong = out_of_range("label", labels, *allowed)
             if names:
                 samples, size = where.samples.of(labels, wrong), where.samples.size
                 report = replace(report, verdict="data", names=names, micro_batch=k)
