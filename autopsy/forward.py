@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from .frames import line_of
 from .replay import net_of
 from .step import unchanged
-from .tape import BACKWARD, SLOPES, Made
-from .tensors import batch_size_of, batched
+from .tape import BACKWARD, SLOPES, Made, buffers_back
+from .tensors import batch_size_of, batched, flat_tensors
 
 SUMS = ("add", "radd", "iadd")
 SCALES = ("mul", "rmul", "div", "truediv")
@@ -27,7 +27,6 @@ class Forward:
     returns the sum of the losses. Use it inside of `with`."""
 
     def __init__(self, tape):
-        self.tape = tape
         self.passes = 0
         calls = tape.needed(())
         roots = [call for call in calls if call.function is BACKWARD and call.number > tape.latest]
@@ -50,7 +49,7 @@ class Forward:
 
     def largest(self):
         """Return the largest loss, as it was; from now on repeat only this one."""
-        self.tape.buffers_back(self.calls)
+        buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
         made = {
@@ -68,9 +67,8 @@ class Forward:
         computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
         self.computed = [call for call in mine if call.number in computed]
         first = [call for call in mine if call.shape]
-        given = [t for call in first for t in tree_leaves((call.args, call.kwargs))]
-        sizes = batch_size_of(batched(t for t in given if isinstance(t, Tensor)))
-        self.size = sizes or (first[0].shape[0] if first else 0)
+        given = flat_tensors([(call.args, call.kwargs) for call in first])
+        self.size = batch_size_of(batched(given)) or (first[0].shape[0] if first else 0)
         return made.get(one, 0.0)
 
     def terms(self):
@@ -96,7 +94,7 @@ class Forward:
     def __call__(self, rows=None):
         """Return the sum of the losses; after largest(), that one with these rows."""
         self.passes += 1
-        self.tape.buffers_back(self.calls)
+        buffers_back(self.calls)
         made = {}
         if rows is None:
             for call in self.calls:

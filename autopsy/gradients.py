@@ -25,7 +25,7 @@ from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
 from .replay import in_no_module, net_of
 from .step import unchanged
-from .tape import BACKWARD
+from .tape import BACKWARD, buffers_back
 from .tensors import HALF, NARROW, numbers_of
 from .watch import Watch
 
@@ -93,7 +93,6 @@ class Step:
     """The step on the tape, to be repeated as often as needed."""
 
     def __init__(self, tape, optimizer):
-        self.tape, self.order = tape, []
         self.notes = []  # on custom functions
         # Earlier passes belong to other optimizers, and their gradients were set to 0.
         self.calls = tape.needed((), since=tape.latest)
@@ -174,7 +173,7 @@ class Step:
 
     def once(self, ways=(), dtype=None, record=(), shake=None):
         """Compute the gradients of the step in these ways; `record`: contexts that look on."""
-        self.tape.buffers_back(self.calls)
+        buffers_back(self.calls)
         for p in self.params.values():
             p.grad = None
         made, order = {}, []
@@ -195,8 +194,9 @@ class Step:
             for call in self.calls:
                 (_wider(call, dtype, of) if dtype else call).repeat(made)
         self.learns = {m.number for m, t in made.items() if t.requires_grad}
-        self.order = [*dict.fromkeys((*order, *self.params))]
-        return {name: _gradient(self.params[name]) for name in self.order}
+        # the gradient that was ready first comes first
+        names = dict.fromkeys((*order, *self.params))
+        return {name: _gradient(self.params[name]) for name in names}
 
     def _constants(self):
         """Sentences on terms of the loss that are made of a gradient which has no graph."""

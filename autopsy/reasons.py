@@ -82,7 +82,7 @@ class Reasons:
                 f"had a gradient in any: {why}"
             )
         for k, since in seen.zero.items():
-            group = [w for w in mine if w.group == k and any(w.grads)]
+            group = [w for w in mine if w.group == k and w.learnt]
             late = seen.steps - since
             if group and late >= max(READ, seen.steps / 10) and (since == 0 or late >= 10):
                 when = f"since step {since} of {seen.steps}" if since else "at every step"
@@ -109,7 +109,7 @@ class Reasons:
             )
         yield from self._slow(seen, fed, still)
         dead, since, end = seen.dead or ((), 0, "")
-        if any(any(w.grads) for w in dead) and not any(w.grads[-1] for w in dead):
+        if any(w.learnt for w in dead) and not any(w.grads[-1] for w in dead):
             which = f"the gradient of {self._names(dead)}"
             if len(dead) == len([w for w in mine if w.fed_zero]):
                 which = f"each gradient of {seen.name}"
@@ -139,8 +139,8 @@ class Reasons:
         """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
         an expert that no token chose is no fault. In a module of the script's own, one such tensor
         may be unused on purpose."""
-        alive = {w.p.shape for w in mine if any(w.grads)}
-        dead = [w for w in mine if len(w.grads) > READ and not any(w.grads) and not w.starved]
+        alive = {w.p.shape for w in mine if w.learnt}
+        dead = [w for w in mine if len(w.grads) > READ and not w.learnt and not w.starved]
         dead = [w for w in dead if w.module]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
         if alive:
@@ -165,8 +165,7 @@ class Reasons:
                 f"{self._names(idle)} got gradients in {self.still.passes} backward passes and "
                 "never changed: an update without an optimizer has to be in place (p -= ...)"
             )
-        idle = [w for w in idle if w.idle]
-        for name in dict.fromkeys(w.idle for w in idle):
+        for name in dict.fromkeys(w.idle for w in idle if w.idle):
             some = [w for w in idle if w.idle == name]
             yield (
                 f"{name} has made no step, though {self._names(some)}, which it holds, got "
@@ -177,7 +176,7 @@ class Reasons:
         """Weights that get gradients and never change. It ignores what is done on purpose: an
         optimizer for the last modules alone, a network in eval(), an image trained through a
         network."""
-        held = [w for w in self.living if w.optimizer and any(w.grads)]
+        held = [w for w in self.living if w.optimizer and w.learnt]
         trained = [w for w in held if w.module]
         if not trained:
             return
@@ -236,7 +235,7 @@ class Reasons:
                 kinds.setdefault(kind, []).append(w)
         frozen = []
         for several in kinds.values():
-            trained = [w for w in several if w.p.requires_grad and any(w.grads)]
+            trained = [w for w in several if w.p.requires_grad and w.learnt]
             off = [w for w in several if w not in trained]
             alone = len(off) == 1 and not off[0].p.requires_grad
             if alone and several[0] in trained and several[-1] in trained:

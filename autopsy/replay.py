@@ -21,7 +21,7 @@ from .names import together
 from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord, unchanged
-from .tape import BACKWARD, COPIES, Made
+from .tape import BACKWARD, COPIES, Made, buffers_back
 from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
 from .verdict import examine
 
@@ -43,7 +43,7 @@ def replay(tape, targets, step):
         backward = max(passes, default=0)
         targets = [number for number in targets if number < backward]
     with unchanged(net, params.values()):
-        tape.buffers_back(calls)
+        buffers_back(calls)
         return Replay(tape, calls, targets, net, params, rooms).report(step)
 
 
@@ -51,9 +51,9 @@ def _never_written(tape, params, net):
     """{name: (tensor, line)} of weights and buffers that are still as torch.empty has left them."""
     held = {f"parameter {name}": p for name, p in params.items()}
     held |= {f"buffer {name}": b for name, b in net.named_buffers()}
-    rooms = {name: (t, tape.rooms.get(storage_of(t))) for name, t in held.items()}
-    unwritten = {name for name, t in held.items() if not (t.is_inference() or t._version)}
-    return {name: room for name, room in rooms.items() if room[1] and name in unwritten}
+    unwritten = [(name, t) for name, t in held.items() if not (t.is_inference() or t._version)]
+    rooms = {name: (t, tape.rooms.get(storage_of(t))) for name, t in unwritten}
+    return {name: (t, line) for name, (t, line) in rooms.items() if line}
 
 
 def net_of(calls):

@@ -47,10 +47,10 @@ class Jump:
     size: float
     recent: float  # the highest of the steps before
     highest: float  # of all steps before
-    rates: list
     since: int | None  # when the rate rose
     why: str = ""
-    whole: str = ""  # why, if the next step is ordinary
+    rates: str = ""  # why, if nothing else is known
+    whole: str = ""  # why, if the next step is ordinary, too
     soon: bool = False  # it was
     back: int | None = None  # the step at which it had come back
     last: deque = field(default_factory=partial(deque, maxlen=9))
@@ -169,8 +169,11 @@ class Spike:
         what += f"{times[k]:.3g} times the highest of the {PAST} steps before"
         if not self.scaling.scaler:
             what += f" ({now[k]:.3g} after at most {recent[k]:.3g})"
-        rates = [*past.rates]
-        jump = Jump(what, k, now[k], recent[k], past.highest[k], rates, past.since, why=raised)
+        jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since, why=raised)
+        usual, most = median(past.rates), max(past.rates)
+        if most > FASTER * usual > 0:
+            jump.rates = f"The lr was {usual:g} in most of the {PAST} steps before"
+            jump.rates += f", and at most {most:g}"
         rows = Rows()
         if self.tape.hooks.world == 1 and times[0] > ROWS and not raised:
             self.tries += 1
@@ -184,7 +187,7 @@ class Spike:
         if times[k] > ALL:
             jump.why = jump.why or (not own and larger) or rows.alike
             jump.why = jump.why or self.changes.sentence(past) or rows.term
-        faster = times[0] > (ALL if own else ROWS) and max(rates) > FASTER * median(rates)
+        faster = times[0] > (ALL if own else ROWS) and most > FASTER * usual
         if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
             self.told.append(jump)
             past.jump = jump
@@ -216,13 +219,8 @@ class Spike:
             if jump.back is not None:
                 ends = f"; it came back at step {jump.back}"
             lost = jump.back is None and len(jump.last) > 8 and median(jump.last) > jump.highest
-            usual, most = median(jump.rates), max(jump.rates)
-            why = jump.why
-            if not why and most > FASTER * usual > 0:
-                why = f"The lr was {usual:g} in most of the {PAST} steps before"
-                why += f", and at most {most:g}"
-            if not why and jump.soon:  # the batch's fault, not that of the weights
-                why = jump.whole
+            whole = jump.whole if jump.soon else ""  # the batch's fault, not that of the weights
+            why = jump.why or jump.rates or whole
             if why or lost:
                 what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
                 yield f"{what}. {why or 'No rows of the batch carry it'}"

@@ -380,10 +380,12 @@ class Tape(TorchFunctionMode):
         self.outer, self.bytes = set(), 0
         return twice
 
-    def buffers_back(self, calls):
-        for call in calls:
-            if call.buffers:
-                put_back(call.function, call.buffers)
+
+def buffers_back(calls):
+    """The buffers of the modules that were called, as they were before."""
+    for call in calls:
+        if call.buffers:
+            put_back(call.function, call.buffers)
 
 
 def _as_it_is_now(room):

@@ -71,6 +71,11 @@ class Weight:
         return self.often and len(set(self.norms)) == 1
 
     @property
+    def learnt(self):
+        """Whether it had a gradient that was not 0 at any read."""
+        return any(self.grads)
+
+    @property
     def fed(self):
         """Whether it had a gradient that was not 0 at each read."""
         return self.often and all(self.grads)
