@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .frames import TORCH, frames_now, script_frame, script_frames
+from .frames import TORCH, script_frame
 from .places import around_modules
 from .tensors import HALF, flat_tensors, storage_of
 
@@ -170,13 +170,11 @@ class Halves(TorchFunctionMode):
 
 def named_by_type():
     """What the script's current line takes a type from: x in `dtype=x.dtype`, `y.to(x.dtype)`."""
-    frame = script_frame()
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    found = re.search(r"\b(\w+)\.dtype\b", line)
-    return found and frame.f_locals.get(found[1])
+    found = re.search(r"\b(\w+)\.dtype\b", source_now())
+    return found and script_frame().f_locals.get(found[1])
 
 
 def source_now():
     """The script's current line."""
-    file, line, _ = (script_frames(frames_now()) or [("", 0, "")])[0]
-    return linecache.getline(file, int(line))
+    frame = script_frame()
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)

@@ -8,7 +8,6 @@ birth among the ancestors of a tensor. It gives no verdict and changes no number
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count, takewhile
 from math import inf, isfinite
@@ -17,12 +16,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW
 from .frames import frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
-from .modes import Functions
+from .modes import Functions, Operations
 from .operations import WRITERS, in_wider_types, rule_of, underflown_divisor
 from .places import Places, around_modules
 from .report import Report
@@ -51,7 +49,7 @@ LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, writte
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
 
 
-class Locator(TorchDispatchMode):
+class Locator(Operations):
     """Reads the result of every aten operation while it is entered; blame(tensors) names the birth.
 
     `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that
@@ -120,17 +118,14 @@ class Locator(TorchDispatchMode):
             if p.grad is not None:  # of a second optimizer, say
                 self.known[storage_of(p.grad)] = f"old gradient of {name}"
 
+    def contexts(self):
+        yield torch.autograd.set_detect_anomaly(True, check_nan=False)
+        yield around_modules(self._enter_module, self._leave_module)
+
     def __enter__(self):
         if self.net is not None:
             self._name(self.net)
-        self._undo = ExitStack()
-        self._undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        self._undo.enter_context(around_modules(self._enter_module, self._leave_module))
         return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._undo.close()
 
     def _enter_module(self, module, args):
         inner = getattr(module, "_orig_mod", module)  # what was compiled
@@ -145,10 +140,8 @@ class Locator(TorchDispatchMode):
 
     # Operations
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # a tensor that wraps others: their operations come here next
-        kwargs = kwargs or {}
+    def operation(self, func, args, kwargs):
+        """Make it, and remember what made a bad result."""
         if self.paused:
             return func(*args, **kwargs)
         self.passed |= torch._C._current_autograd_node() is not None

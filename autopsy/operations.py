@@ -24,11 +24,19 @@ def _in_order(index, size):
 # Of operations: the batch does not stay in the results of the first; in those of the second it
 # does, in other dimensions.
 DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
-REORDERS = "index$|index_select|gather|take|sort|topk|flip|roll|masked_select"
 STAYS = "nll_loss|embedding$|ctc_loss|linalg"
 MATMUL = "(b|add|badd)?b?mm|(add)?mv"
-SUMS = f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"
-CONSTANTS = "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor"
+KINDS = {  # what an operation does, by its name
+    "reorders": ".*index|.*(index_select|gather|take|sort|topk|flip|roll|masked_select).*",
+    "sums": f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add",
+    "constant": "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor",
+    "empty": "(new_)?empty(_like|_strided)?",
+    "joins": "stack|cat",
+    "copies": "to_copy|clone|copy",
+    "loads": "set",
+    "fresh": "lift_fresh",
+    "takes_masks": ".*(softmax|logsumexp|attention).*",
+}
 WRITERS = "^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num"  # functions: the script's own
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
@@ -99,23 +107,16 @@ def rule_of(func):
         return None
 
     return SimpleNamespace(
+        name=name,
         names=names,
         writes=writes,
         pointwise=pointwise,
         follow=follow,
         picks=picks,
-        reorders=re.search(REORDERS, name),
         index=INDEX.get(name),
         overwrites=name in OVERWRITES or func._overloadname.endswith("out"),
-        constant=re.fullmatch(CONSTANTS, name),
-        empty=re.fullmatch("(new_)?empty(_like|_strided)?", name),
-        joins=name in ("stack", "cat"),
-        copies=name in ("to_copy", "clone", "copy"),
-        loads=name == "set",
-        fresh=name == "lift_fresh",
-        sums=re.fullmatch(SUMS, name),
-        takes_masks=re.search("softmax|logsumexp|attention", name),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
+        **{kind: re.fullmatch(words, name) for kind, words in KINDS.items()},
     )
 
 

@@ -8,7 +8,6 @@ script. It changes no number.
 """
 
 import re
-from contextlib import ExitStack
 from math import floor, inf, log2
 from weakref import WeakKeyDictionary
 
@@ -67,18 +66,12 @@ class Overflow(Locator):
         self.last, self.steps, self.results = steps, 0, 0
         self.failure = ""  # of ours
 
-    def __enter__(self):
-        self.around = ExitStack()
-        self.around.enter_context(register_optimizer_step_pre_hook(self.begins))
-        self.around.enter_context(register_optimizer_step_post_hook(self.ends))
-        self.around.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()
-        self.around.enter_context(self.halves)
-        return self
-
-    def __exit__(self, *error):
-        self.around.close()
-        super().__exit__(*error)
+    def contexts(self):
+        yield from super().contexts()
+        yield register_optimizer_step_pre_hook(self.begins)
+        yield register_optimizer_step_post_hook(self.ends)
+        yield torch.compiler.set_stance("force_eager")
+        yield self.halves
 
     def begins(self, optimizer, args, kwargs):
         self.paused = len(args) == 1 and not kwargs.get("closure")  # weights stay in fp32
@@ -87,8 +80,8 @@ class Overflow(Locator):
         self.paused = False
         self.steps += 1
         self.halves.forget()
-        largest = max((size for size, *_ in self.flow), default=0.0)
-        lost = [flow for flow in self.flow if flow[0] > FAINT * largest and flow[1] > LOST]
+        most = max((size for size, *_ in self.flow), default=0.0)
+        lost = [flow for flow in self.flow if flow[0] > FAINT * most and flow[1] > LOST]
         if lost:
             first, worst = lost[0], max(share for _, share, _ in lost)
             also = f"; {len(lost) - 1} more lose over half of their norm" if lost[1:] else ""
@@ -97,10 +90,8 @@ class Overflow(Locator):
         if self.steps >= self.last:
             raise SystemExit
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # a tensor that wraps others: their operations come here next
+    def operation(self, func, args, kwargs):
+        """Make it, and judge it."""
         out = func(*args, **kwargs)
         if self.paused or self.failure or func.namespace != "aten":
             return out
@@ -114,9 +105,10 @@ class Overflow(Locator):
         """Judge one operation of the script."""
         given = floats_in((args, kwargs))
         made = [t for t in floats_in(out) if t.numel()]
-        name = func._schema.name.partition("::")[2].strip("_")
+        rule = rule_of(func)
+        name = rule.name
         half = self.halves.in_half(name, given, made)
-        backward, rule = self.halves.backward, rule_of(func)
+        backward = self.halves.backward
         with _disable_current_modes(), torch.no_grad():
             if not backward:
                 self.raises(func, name, given, half, rule.writes)
@@ -304,7 +296,7 @@ class Overflow(Locator):
             return "\n".join([f"{about}: none leaves fp16, these come near its end:", *lines])
         head = f"would leave half precision, of {about}:"
         kinds = {key[2] for key, (badness, _) in self.found.items() if badness >= 1}
-        if kinds & {"size", "whole", "zero", "difference", "raises", "angle"}:
+        if kinds - {"gradient"}:
             lines.append(f"  try: {VERDICTS['precision'][1]}")
         if kinds & {"zero", "difference", "angle"}:
             lines.append(f"  {EARLIER}")

@@ -12,10 +12,10 @@ import re
 from math import inf
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .frames import line_now
-from .modes import was_compiled
+from .modes import Operations, was_compiled
 from .operations import in_wider_types, rule_of
 from .tensors import extent, flat_tensors, largest
 
@@ -25,7 +25,7 @@ FIRST, EVERY = 32, 64  # steps: each of the first ones, then one of so many
 MOVES = re.compile("where|fill|full|put|scatter|cat|stack|pad|set|copy$")  # they compute nothing
 
 
-class Swallowed(TorchDispatchMode):
+class Swallowed(Operations):
     """Reads the results of operations in float16 while it is entered."""
 
     supports_higher_order_operators = True  # they pass
@@ -62,10 +62,8 @@ class Swallowed(TorchDispatchMode):
             self.found.setdefault((line, name), []).append(self.tape.steps)
         self.now = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # a tensor that wraps others: their operations come here next
+    def operation(self, func, args, kwargs):
+        """Make it, and look at its results in float16."""
         backward = torch._C._current_autograd_node() is not None
         ours = self.hooks.busy or not self.hooks.on
         if ours or backward or not isinstance(func, torch._ops.OpOverload):
