@@ -21,20 +21,7 @@ from .operations import OVERWRITES
 from .report import Report
 from .sources import OUTSIDE, WRITTEN
 from .tape import COPIES
-from .tensors import (
-    HALF,
-    LIMIT,
-    bad_end,
-    bad_rows,
-    extent,
-    few,
-    floats_in,
-    is_bad,
-    is_mask,
-    is_real,
-    rows_beyond,
-    type_of,
-)
+from .tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
 
 
 class Update(NamedTuple):
@@ -114,8 +101,8 @@ class Judges:
         names = [n for n, other in call.function.named_buffers() if other is b]
         before = [extent(call.buffers[name]) for name in names]
         span = extent(b)
-        if not (is_mask(span) or any(map(is_bad, before))):
-            self.findings.later(f"buffer {self.names.of(b)} is {bad_end(span)}", [call.number], [b])
+        if not (span.is_mask or any(s.is_bad for s in before)):
+            self.findings.later(f"buffer {self.names.of(b)} is {span.bad_end}", [call.number], [b])
 
     def _unasked(self, p, t, write=None):
         """Note bad rows of a table that no sample looked up: a line at the end, no verdict. A
@@ -152,12 +139,12 @@ class Judges:
         before = self.ledger.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
-        computed = any(self._is_computed(x) for x in write.values if is_bad(extent(x)))
+        computed = any(self._is_computed(x) for x in write.values if extent(x).is_bad)
         if not computed and self._unasked(p, t, write):
             return
-        made = bad_end(extent(t))
+        made = extent(t).bad_end
         symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
-        for bad in (x for x in write.values if is_bad(extent(x))):
+        for bad in (x for x in write.values if extent(x).is_bad):
             if good or write.name == "data":  # what is bad in it is this very write
                 p.nan_to_num_(0.0, 0.0, 0.0)
             made_by = self.tape.known.get(bad)
@@ -185,7 +172,7 @@ class Judges:
         bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
         if bad or self.hooks.world > 1:
             name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
-            made = bad_end(extent(bad[0].grad)) if bad else "nan"
+            made = extent(bad[0].grad).bad_end if bad else "nan"
             report = self.findings.explain(evidence=[p.grad for p in bad])
             self.findings.stop(f"the gradient of {name} is {made}{why}", report)
 
@@ -203,7 +190,7 @@ class Judges:
         if held and held[1] is t:
             self._unasked(t, t)  # else the loss tells
         elif held and not _is_square(held, t):
-            symptom = f"{held[-1]} is {bad_end(extent(t))} {origin}"
+            symptom = f"{held[-1]} is {extent(t).bad_end} {origin}"
             self.findings.stop(symptom, Report("weights"))
 
     def bad_update(self, update, t, value):
@@ -216,7 +203,7 @@ class Judges:
         rows = set(rows_beyond(t))
         if rows and rows <= self.unasked.get(p, set()):
             return  # bad before the first step
-        symptom = f"{name} is {bad_end(extent(t))}"
+        symptom = f"{name} is {extent(t).bad_end}"
         group, rate = optimizer.param_groups[k], update.rates[k]
         birth = self.hooks.locator and self.hooks.locator.blame([t])
         why, fix = _why_bad(group, p, rate, update.gradient)

@@ -31,12 +31,9 @@ from .tensors import (
     HALF,
     STATISTIC,
     bad_columns,
-    bad_end,
     extent,
     flat_tensors,
     inner_tensors,
-    is_bad,
-    is_mask,
     is_part,
     is_real,
     range_of,
@@ -99,8 +96,8 @@ class Locator(Operations):
         """(name, what it holds, in which samples): of the tensors of this batch, and of all that
         was bad before an operation of the step used it."""
         for _, t in inner_tensors(batch):
-            if not is_mask(span := extent(t)):
-                made = bad_end(span) + bad_columns(t)
+            if not (span := extent(t)).is_mask:
+                made = span.bad_end + bad_columns(t)
                 yield self.known.get(storage_of(t), ""), made, self.samples.of(t)
         for _, birth in self.causes.values():
             if birth and birth.source:
@@ -174,7 +171,7 @@ class Locator(Operations):
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
             storage = storage_of(t)
-            if rule.fresh and t.dim() and is_bad(extent(t)):
+            if rule.fresh and t.dim() and extent(t).is_bad:
                 self.known.setdefault(storage, f"{PYTHON} ({line_now()})")
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
@@ -183,7 +180,7 @@ class Locator(Operations):
                 continue
             if self.known.get(storage) == OPAQUE:
                 del self.known[storage]  # written now
-            if is_bad(span := extent(t)):
+            if (span := extent(t)).is_bad:
                 spans = spans or spans_of(inputs)
                 self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
             elif storage in self.causes and not is_part(t):
@@ -196,7 +193,7 @@ class Locator(Operations):
         """A copy to another device or type keeps the name of what is ready-made: it does not use
         it. But a good number that does not fit into the other type is spoilt here."""
         copied = storage_of(t)
-        spoilt = out.dtype != t.dtype and not is_bad(extent(t))
+        spoilt = out.dtype != t.dtype and not extent(t).is_bad
         if copied not in self.known or copied in self.causes or spoilt:
             return False
         self.known[storage_of(out)] = self.known[copied]
@@ -211,14 +208,14 @@ class Locator(Operations):
         if number < LAWFUL:
             return number, self._in_fewer_samples(birth, t, span)
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
-        added = rule.sums and any(is_bad(s) for _, s in addends)
-        spoilt = not is_mask(span) and not rule.takes_masks
+        added = rule.sums and any(s.is_bad for _, s in addends)
+        spoilt = not span.is_mask and not rule.takes_masks
         zeroed = str(func).startswith("aten.mul") and birth and (-inf, 0) in birth.spans
         if birth and (added or (birth.source and spoilt and not zeroed)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
             return next(self._clock), replace(birth, entered=str(func))
-        if is_mask(span) and (wanted or number == LAWFUL):
-            passed_on = rule.copies and is_bad(spans[0][1])
+        if span.is_mask and (wanted or number == LAWFUL):
+            passed_on = rule.copies and spans[0][1].is_bad
             return LAWFUL, birth or (None if passed_on else self.birth(func, spans, t))
         birth = self.birth(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
@@ -229,7 +226,7 @@ class Locator(Operations):
             return next(self._clock), replace(birth, **maker)
         if not all(map(isfinite, self.numbers)):
             birth = replace(birth, fix=NOT_FINITE)
-        if is_mask(span) and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
+        if span.is_mask and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
             birth = replace(birth, fix=TOO_LOW)
         if rule.empty:  # which of it is used is not known yet
             birth = replace(birth, samples=())
@@ -241,7 +238,7 @@ class Locator(Operations):
     def _in_fewer_samples(self, birth, t, span):
         """Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
         rows count: a step in time, say, may show some of them only."""
-        spreads = birth.samples and not (birth.made == "-inf" and not is_mask(span))
+        spreads = birth.samples and not (birth.made == "-inf" and not span.is_mask)
         samples, size = self.samples.of(t), self.samples.size
         if not spreads and 0 < len(samples) < (len(birth.samples) or size):
             return replace(birth, samples=samples, batch_size=size)
@@ -254,7 +251,7 @@ class Locator(Operations):
 
     def _earliest(self, spans, func=None):
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
-        bad = (self._cause(t, span, func, spans) for t, span in spans if is_bad(span))
+        bad = (self._cause(t, span, func, spans) for t, span in spans if span.is_bad)
         return min(bad, default=NOBODY, key=lambda cause: cause[0])
 
     def _cause(self, t, span, func, spans):
@@ -263,7 +260,7 @@ class Locator(Operations):
             return self.causes[storage]
         name = self.known.get(storage, "")
         lawful = not name.startswith("parameter ") and not STATISTIC.search(name)
-        mask = is_mask(span) and lawful
+        mask = span.is_mask and lawful
         if mask and (not name or name.startswith(STATE)):
             return LAWFUL, None
         if not name or not func:
@@ -309,22 +306,22 @@ class Locator(Operations):
         )
         if out is None:
             return birth
-        bad = [span for _, span in spans if is_bad(span)]
+        bad = [span for _, span in spans if span.is_bad]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
         if phase == "forward" and (least := underflown_divisor(func, spans)):
             birth = replace(birth, fix=UNDERFLOW.format(least))
         return replace(
             birth,
-            made=bad_end(extent(out)),
+            made=extent(out).bad_end,
             result=type_of(out),
-            source="" if all(map(is_mask, bad)) else CONSTANT,
+            source="" if all(span.is_mask for span in bad) else CONSTANT,
             samples=self.samples.of(out, nan),
             names=self.samples.why_none(out),
         )
 
     def _shown(self, t, span):
         """Type, shape and span of an input; its name, where it is bad and was there before."""
-        name = self.known.get(storage_of(t)) if is_bad(span) else None
+        name = self.known.get(storage_of(t)) if span.is_bad else None
         return f"{type_of(t)} {range_of(t, span)}" + (f" ({name})" if name else "")
 
     def _check_index(self, ranges, func, inputs):

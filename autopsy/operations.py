@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from .advice import eps_for
-from .tensors import FLOATS, bad_end, exchange_dtype, extent, flat_tensors, is_bad, numbers_of
+from .tensors import FLOATS, exchange_dtype, extent, flat_tensors, numbers_of
 
 
 def _in_order(index, size):
@@ -155,7 +155,7 @@ def in_wider_types(func, args, kwargs):
             spans = [extent(t) for t in flat_tensors(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
-        bad = next((bad_end(s) for s in spans if is_bad(s)), "finite")
+        bad = next((s.bad_end for s in spans if s.is_bad), "finite")
         results.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
         if bad == "finite":
             break

@@ -23,7 +23,7 @@ from .frames import said
 from .halves import Halves
 from .locator import Locator
 from .operations import rule_of
-from .tensors import HALF, LIMIT, exchange_dtype, floats_in, largest, numbers_of, storage_of
+from .tensors import HALF, LIMIT, exchange_dtype, extent, floats_in, numbers_of, storage_of
 
 STEPS = 3
 MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16
@@ -198,7 +198,7 @@ class Overflow(Locator):
         """A sine of numbers that half rounds by a radian."""
         if name not in ("sin", "cos") or not self.halves.is_half(args[0]) or not args[0].numel():
             return
-        size = largest(args[0])
+        size = extent(args[0]).largest
         steps = [torch.finfo(dtype).eps * 2.0 ** floor(log2(max(size, 1.0))) for dtype in HALF]
         if max(steps) >= 1:
             words = f"fp16 rounds angles up to {size:.3g} to multiples of {steps[0]:g}"
@@ -263,7 +263,7 @@ class Overflow(Locator):
     def flows(self, func, t):
         """Measure how much of a gradient is left in fp16 at this loss scale."""
         numbers = numbers_of(t).double()
-        norm, size = float(numbers.norm()), largest(t)
+        norm, size = float(numbers.norm()), extent(t).largest
         if norm and size <= MOST:
             rounded = numbers.half().double()
             off = float((numbers - rounded).norm())

@@ -22,7 +22,7 @@ from .rerun import Rerun
 from .sources import EARLIER, OUTSIDE, UNKNOWN
 from .step import StepRecord, unchanged
 from .tape import BACKWARD, COPIES, Made, buffers_back
-from .tensors import NARROW, extent, is_bad, is_mask, storage_of, type_of
+from .tensors import NARROW, extent, storage_of, type_of
 from .verdict import examine
 
 LARGE = 1e6  # what torch.empty finds may be finite
@@ -37,7 +37,7 @@ def replay(tape, targets, step):
     free = in_no_module(calls, net)
     params |= {f"{type_of(t)}, number {k}": t for k, t in enumerate(free)}
     rooms = _never_written(tape, params, net)
-    if any(p.grad is not None and is_bad(extent(p.grad)) for p in params.values()):
+    if any(p.grad is not None and extent(p.grad).is_bad for p in params.values()):
         # what was made of them, like their norm, is no cause
         passes = [call.number for call in calls if call.function is BACKWARD]
         backward = max(passes, default=0)
@@ -102,7 +102,7 @@ class Replay:
         )
         report = self._never_written(report)
         for name, b in self.net.named_buffers():
-            made_by = self.tape.known.get(b) if is_bad(extent(b)) else None
+            made_by = self.tape.known.get(b) if extent(b).is_bad else None
             if not made_by:
                 continue
             new = report.source == f"buffer {name}" and made_by.number not in self.targets
@@ -149,8 +149,8 @@ class Replay:
         judged = [t for m, t in made.items() if m.number in self.targets]
         with _disable_current_modes():  # these reads are no part of the step
             if len(judged) > 1:  # whatever was made: there may be masks
-                judged = [t for t in judged if not is_mask(extent(t))]
-            bad = [t for t in (*judged, *roots) if is_bad(extent(t))]
+                judged = [t for t in judged if not extent(t).is_mask]
+            bad = [t for t in (*judged, *roots) if extent(t).is_bad]
         loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
         if self.scale != 1:
             loss = loss / self.scale
@@ -161,10 +161,11 @@ class Replay:
         large numbers where numbers have grown."""
         fix = "initialise it: torch.empty leaves what was in memory"
         for name, (t, room) in self.rooms.items():
-            span = extent(t) if report.grown or report.source == name else (0, 0)
-            if is_bad(span) or max(span[1], -span[0]) > LARGE:
+            span = extent(t)
+            meant = report.grown or report.source == name
+            if meant and not span.largest <= LARGE:  # True for NaN
                 names = (name, f"never written since {room}")
-                holds = f"{name} holds {span[0]:.3g} .. {span[1]:.3g}"
+                holds = f"{name} holds {span.low:.3g} .. {span.high:.3g}"
                 names = names if report.source else (holds, *names[1:])
                 return replace(report, verdict="weights", names=names, fix=fix)
         return report

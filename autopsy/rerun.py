@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .frames import frames_in, line_of, said
 from .locator import Locator
 from .report import Report
-from .tensors import STATISTIC, bad_end, extent, is_bad, is_mask
+from .tensors import STATISTIC, extent
 
 
 class Rerun:
@@ -36,7 +36,7 @@ class Rerun:
         """Run the step up to the first bad micro-batch. It returns what is bad, or ""."""
         self.record.restore()
         self.error, self.results = None, {}
-        clean = [name for name, b in self.net.named_buffers() if not is_bad(extent(b))]
+        clean = [name for name, b in self.net.named_buffers() if not extent(b).is_bad]
         # Fused attention knows half only; its plain mathematics knows fp32.
         attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
         try:
@@ -59,8 +59,8 @@ class Rerun:
                         spans = {name: extent(t) for name, t in results.items()}
                     for name, span in spans.items():
                         mask = name.startswith("buffer ") and not STATISTIC.search(name)
-                        if is_bad(span) and not (mask and is_mask(span)):
-                            return f"{name} is {bad_end(span)}"
+                        if span.is_bad and not (mask and span.is_mask):
+                            return f"{name} is {span.bad_end}"
         except Exception as error:
             self.trace = error.__traceback__
             if not isinstance(context, Locator):

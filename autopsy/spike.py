@@ -22,7 +22,7 @@ import torch
 from .changes import PAST, Changes
 from .forward import Forward
 from .ledger import params_of
-from .tensors import batched, few, largest, type_of
+from .tensors import batched, extent, few, type_of
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
@@ -196,7 +196,7 @@ class Spike:
         """A sentence if the batch is larger than all that were read before."""
         for batch, usual in self.given.values():
             for t, size in zip([t() for t in batch], usual, strict=False):
-                now = 0.0 if t is None else largest(t)
+                now = 0.0 if t is None else extent(t).largest
                 if now > BEYOND * float(size) > 0:
                     return (
                         f"{type_of(t)} holds numbers up to {now:.3g} (the batches read before: up "
@@ -310,7 +310,7 @@ def _common(t, d, guilty, good):
     bad, others = rows[guilty], rows[good]
     kind = type_of(t)
     if t.is_floating_point():
-        sizes, usual = ([largest(row) for row in part] for part in (bad, others))
+        sizes, usual = ([extent(row).largest for row in part] for part in (bad, others))
         held = f"In {kind} they hold numbers up to {max(sizes):.3g} (other rows: "
         if max(sizes) == 0 < min(usual):
             return f"In {kind} their numbers are all 0"

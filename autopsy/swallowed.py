@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from .frames import line_now
 from .modes import Operations, was_compiled
 from .operations import in_wider_types, rule_of
-from .tensors import extent, flat_tensors, largest
+from .tensors import extent, flat_tensors
 
 LARGEST = 65504.0  # of float16
 CONSTANT = 1e8  # what is larger, in float32, stands for inf
@@ -101,7 +101,7 @@ class Swallowed(Operations):
         if rule.writes and re.search("div|reciprocal|log|pow|sqrt", name):
             return False  # of 0, perhaps
         numbers = [abs(x) for x in args if type(x) in (int, float)]
-        numbers += [largest(t) for t in inputs if not t.dim()]
+        numbers += [extent(t).largest for t in inputs if not t.dim()]
         spans = [extent(t) for t in inputs]
         low = min((low for low, _ in spans), default=0.0)
         high = max((high for _, high in spans), default=0.0)

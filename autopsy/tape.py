@@ -25,7 +25,7 @@ from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, 
 
 from .frames import call_from, frames_now, line_now, script_frames
 from .step import carry_back, put_back, rng_states, set_rng_states
-from .tensors import device_of, extent, flat_tensors, inner_tensors, is_bad, is_mask, storage_of
+from .tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
 
 ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 RANDOM = re.compile(
@@ -330,7 +330,7 @@ class Tape(TorchFunctionMode):
         for t, made in self.known.items():
             # no fake tensor of a compiler, and not what came from NumPy
             small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
-            if small and is_bad(span := extent(t)) and not is_mask(span):
+            if small and (span := extent(t)).is_bad and not span.is_mask:
                 self.tables.add(made.number)
         for call in reversed(self.calls):
             if call.leads_to(self.tables):

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,42 +77,49 @@ def spans_of(tensors):
     return [(t, extent(t)) for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
+class Span(NamedTuple):
+    """The lowest and the highest number of a tensor: NaN in both if there is one."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def is_bad(self):
+        return not (self.low >= -LIMIT and self.high <= LIMIT)  # True for NaN
+
+    @property
+    def is_mask(self):
+        """Bad, but only at the negative end: what -inf or finfo.min in a mask looks like."""
+        return self.low < -LIMIT and self.high <= LIMIT
+
+    @property
+    def bad_end(self):
+        """As text."""
+        return f"{self.high:.3g}" if self.high > LIMIT else f"{self.low:.3g}"
+
+    @property
+    def largest(self):
+        """The largest magnitude."""
+        return max(map(abs, self))
+
+
 @torch.no_grad()
 def extent(t):
-    """(lowest, highest) as floats; NaN in both if there is one; (0, 0) without real numbers."""
+    """The span of a tensor; 0 to 0 if it has no real numbers."""
     t = numbers_of(t)
     if not t.numel() or not (t.is_floating_point() or t.is_complex()):
-        return 0.0, 0.0
+        return Span()
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     elif t.element_size() == 1:
         t = t.float()
     low, high = torch.aminmax(t)
     number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
-    return float(number(low)), float(number(high))
-
-
-def largest(t):
-    """The largest magnitude; NaN if it holds one."""
-    return max(map(abs, extent(t)))
+    return Span(float(number(low)), float(number(high)))
 
 
 def is_real(x):
     return isinstance(x, int | float) and abs(x) <= LIMIT
-
-
-def is_bad(span):
-    return not (span[0] >= -LIMIT and span[1] <= LIMIT)  # True for NaN
-
-
-def is_mask(span):
-    """Bad, but only at the negative end: what -inf or finfo.min in a mask looks like."""
-    return span[0] < -LIMIT and span[1] <= LIMIT
-
-
-def bad_end(span):
-    """The bad end of a span, as text."""
-    return f"{span[1]:.3g}" if span[1] > LIMIT else f"{span[0]:.3g}"
 
 
 def type_of(t):
@@ -148,10 +156,10 @@ def bad_columns(table):
 def range_of(t, span):
     """The extent as text; of what holds NaN, that of its other numbers."""
     t = numbers_of(t)
-    real = span[0] != span[0] and t.is_floating_point()
+    real = span.low != span.low and t.is_floating_point()
     if real and (good := t[t == t]).numel():
         return f"nan, else {range_of(good, extent(good))}"
-    return f"{span[0]:.3g} .. {span[1]:.3g}"
+    return f"{span.low:.3g} .. {span.high:.3g}"
 
 
 def inner_tensors(tree, prefix="", depth=9):

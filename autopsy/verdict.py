@@ -21,14 +21,7 @@ from .report import Report
 from .rerun import Rerun
 from .sources import WRITTEN
 from .step import StepRecord, rng_states, set_rng_states
-from .tensors import (
-    bad_rows,
-    extent,
-    few,
-    inner_tensors,
-    is_bad,
-    running_statistics,
-)
+from .tensors import bad_rows, extent, few, inner_tensors, running_statistics
 
 SECOND_MOMENT = re.compile("(exp_avg_sq|square_avg|sum)$")  # of which an optimizer takes the root
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
@@ -91,7 +84,7 @@ def _bad_state(rerun, state):
         state = {names.get(key, key): value for key, value in state.items()}
     moments = {f"optimizer state {n}": t for n, t in inner_tensors(state)}
     named |= moments | running_statistics(rerun.net)
-    bad = [name + bad_rows(t) for name, t in named.items() if is_bad(extent(t))]
+    bad = [name + bad_rows(t) for name, t in named.items() if extent(t).is_bad]
     roots = [n for n, t in moments.items() if SECOND_MOMENT.search(n) and extent(t)[0] < 0]
     return [*bad, *(f"{name} (below 0: its root is NaN)" for name in roots)]
 
