@@ -142,8 +142,8 @@ class Halves(TorchFunctionMode):
         return half and bool(made)
 
     def _forward(self, name, given):
-        inside = next((casts for casts in self._regions[::-1] if casts is not None), None)
-        casts = inside if inside is not None else not self._chooses
+        regions = [casts for casts in self._regions if casts is not None]
+        casts = regions[-1] if regions else not self._chooses
         learns = self._learns[-1] or any(t.requires_grad or self.is_half(t) for t in given)
         casts = casts and learns  # a data set computes outside of autocast
         real = any(torch.is_autocast_enabled(t.device.type) for t in given[:1])

@@ -190,9 +190,9 @@ class Reasons:
         ]
         before = self.living[: self.living.index(trained[0])]
         early = [w for w in before if w in left and w.fed and not w.unlisted]
-        followed = self.still.optimizers.values()
-        lost = [seen for seen in followed if seen.steps > READ and seen.strays]
-        empty = [seen for seen in followed if seen.steps > READ and seen.empty]
+        followed = [seen for seen in self.still.optimizers.values() if seen.steps > READ]
+        lost = [seen for seen in followed if seen.strays]
+        empty = [seen for seen in followed if seen.empty]
         shared = [w for w in self.living if w.shared]
         kinds = {w.p.shape for w in early}
         off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
