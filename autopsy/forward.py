@@ -52,11 +52,7 @@ class Forward:
         buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
-        made = {
-            m.number: _number(t)
-            for m, t in self.as_it_was.items()
-            if m.number in self.losses
-        }
+        made = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in self.losses}
         one = max(made, key=made.get, default=0)
         before = [number for number in made if number < one]
         self.turn = len(before)  # of the backward passes of the step

@@ -34,7 +34,6 @@ class Swallowed(Operations):
         super().__init__()
         self.hooks, self.tape = tape.hooks, tape
         self.hooks.undo.callback(self.ends, good=False)
-        self.entered = False
         self.half = True  # whether the step that was looked at last has computed in float16
         self.looked = 0  # at so many steps
         self.now = {}  # what overflowed in this step: line: name of the operation
@@ -48,15 +47,14 @@ class Swallowed(Operations):
         alone = self.hooks.world == 1 and not self.hooks.locator
         # what is compiled must stay so
         if due and alone and not was_compiled() and not _get_current_dispatch_mode_stack():
-            self.half, self.entered = False, True
+            self.half = False
             self.__enter__()
 
     def ends(self, good):
         """Before the next step: its losses and gradients are finite, or not."""
-        if not self.entered or _get_current_dispatch_mode_stack()[-1:] != [self]:
-            return  # in a mode of the script
+        if _get_current_dispatch_mode_stack()[-1:] != [self]:
+            return  # it is not entered, or in a mode of the script
         self.__exit__(None, None, None)
-        self.entered = False
         self.looked += 1
         for line, name in self.now.items() if good else ():
             self.found.setdefault((line, name), []).append(self.tape.steps)
