@@ -6,9 +6,6 @@ backward passes lead to it, train() or eval(), writes into weights by hand, and 
 state. They may explain a jump of the loss. It reads no number and judges nothing.
 """
 
-from collections import deque
-from weakref import WeakKeyDictionary
-
 from torch import nn
 
 from .frames import line_of
@@ -22,13 +19,10 @@ APART = 4  # times as many rows
 
 
 class Changes:
-    """What was noted of each optimizer's last steps."""
+    """What an optimizer's steps have brought: noted in its past."""
 
     def __init__(self, tape, names):
         self.tape, self.names = tape, names
-        # of each optimizer's past:
-        self.noted = WeakKeyDictionary()
-        self.lines = WeakKeyDictionary()  # all that its steps ran: at which step first
         self.written = []  # since the last step: (line, weights)
 
     def wrote(self, line, weights):
@@ -40,7 +34,7 @@ class Changes:
         mine = set()
         if self.written:
             mine = {storage_of(p) for p in params_of(optimizer)}
-        more = past in self.noted and moved > self.noted[past][-1]["moved"]
+        more = past.noted and moved > past.noted[-1]["moved"]
         calls = [c for c in self.tape.calls if c.number > self.tape.latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         now = {
@@ -54,11 +48,10 @@ class Changes:
             "fresh": self._fresh(optimizer) if more else {},
         }
         self.written = []
-        lines = self.lines.setdefault(past, {})
         for call in calls:
             for frame in call.frames[-1:]:  # of the script
-                lines.setdefault(frame, self.tape.steps)
-        self.noted.setdefault(past, deque(maxlen=PAST + LATELY)).append(now)
+                past.lines.setdefault(frame, self.tape.steps)
+        past.noted = [*past.noted, now][-PAST - LATELY :]
 
     def _fresh(self, optimizer):
         """{name: rate} of the weights that move for the first time, if the optimizer shows it."""
@@ -75,18 +68,17 @@ class Changes:
 
     def target_moved(self, past):
         """Whether only weights of others, as of a target network, were written just before."""
-        others = [step["others"] and not step["written"] for step in self.noted[past]]
+        others = [step["others"] and not step["written"] for step in past.noted]
         return any(others[-LATELY:]) and not all(others[:-LATELY])
 
     def sentence(self, past):
         """What is new since a few steps, or lines that ran for the first time; or ""."""
-        noted = [*self.noted[past]]
-        before, late = noted[:-LATELY], noted[-LATELY:]
+        before, late = past.noted[:-LATELY], past.noted[-LATELY:]
 
         def earlier(what):
             return {step[what] for step in before}
 
-        now, passes = noted[-1], earlier("passes")
+        now, passes = late[-1], earlier("passes")
         if past.born is not None and (age := self.tape.steps - past.born) < LATELY:
             _, filled = late[-1 - age]["state"]
             without = "" if filled else ", which began without the state of the one before"
@@ -106,7 +98,7 @@ class Changes:
             return f"Shortly before, {few(fresh, 4)} moved for the first time, with lr {rates}"
         if late[-1]["state"] not in earlier("state"):
             return "The optimizer's state is a new one: cleared, or loaded"
-        ran = self.lines[past].items()
+        ran = past.lines.items()
         if new := [frame for frame, step in ran if step == self.tape.steps]:
             return f"It was the first step to run {line_of(new[:1])}"
         return ""

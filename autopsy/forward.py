@@ -61,7 +61,7 @@ class Forward:
         earlier = max(before, default=0)
         mine = [call for call in self.calls if earlier < call.number <= one]
         computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
-        self.computed = [call for call in mine if call.number in computed]
+        self.computed = {call.number: call for call in mine if call.number in computed}
         first = [call for call in mine if call.shape]
         given = flat_tensors([(call.args, call.kwargs) for call in first])
         self.size = batch_size_of(batched(given)) or (first[0].shape[0] if first else 0)
@@ -69,7 +69,7 @@ class Forward:
 
     def terms(self):
         """(value, line) of each term that the largest loss is the sum of, as it was."""
-        calls = {call.number: call for call in self.computed}
+        calls = self.computed
         values = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in calls}
 
         def unscaled(number):
@@ -99,7 +99,7 @@ class Forward:
         else:
             made.update(self.as_it_was)
             rows = [*rows] * self.size
-            for call in self.computed:
+            for call in self.computed.values():
                 pick = self._pick(rows[: self.size], made, call.uses())
                 args, kwargs = tree_map(pick, (call.args, call.kwargs))
                 replace(call, args=args, kwargs=kwargs).repeat(made)
@@ -109,12 +109,11 @@ class Forward:
         """For a tensor of the batch, and for what the script makes of it without gradients: the
         same with these rows. Targets that are as long as what the network has made of the batch
         have been flattened like it; without its longest rows a packed batch makes less."""
-        computed = {call.number for call in self.computed}
-        results = [x for x in uses if x.number in computed]
+        results = [x for x in uses if x.number in self.computed]
         lengths = {self.as_it_was[x].shape[:1]: made[x].shape[:1] for x in results}
 
         def pick(x):
-            t = made.get(x) if isinstance(x, Made) and x.number not in computed else x
+            t = made.get(x) if isinstance(x, Made) and x.number not in self.computed else x
             if not isinstance(t, Tensor) or t.requires_grad or not t.dim():
                 return x
             if self.size in t.shape[:2]:

@@ -43,17 +43,20 @@ class Names:
         return f"a parameter {type_of(p)}"
 
 
+def living(kind):
+    """All objects of this class, and of those that inherit from it."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+
+
 def modules():
     """All living modules but ours."""
-    some = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    return [x for x in some if type(x) is not nn.Module]
+    return [module for module in living(nn.Module) if type(module) is not nn.Module]
 
 
 def names_of(roots):
     """The script's name for each module: its place in the module that owns it, whether the script
     calls that or not. If several have weights, the variable that holds each comes first. Or ""."""
     owners = {child: (owner, key) for owner in modules() for key, child in owner._modules.items()}
-    variables = [*vars(sys.modules["__main__"]).items()]
     paths = {}
     for root in roots:
         top, path = root, []
@@ -64,8 +67,8 @@ def names_of(roots):
     tops = dict.fromkeys(top for top, _ in paths.values())
     several = sum(next(top.parameters(), None) is not None for top in tops) > 1
     for top in tops if several else ():
-        held = [name for name, value in variables if value is top]
-        tops[top] = held[0] if held else ""
+        variables = vars(sys.modules["__main__"]).items()
+        tops[top] = next((name for name, value in variables if value is top), "")
     names = {}
     for root, (top, path) in paths.items():
         first = tops[top] or ("" if path or not several else type(root).__name__)

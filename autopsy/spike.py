@@ -70,6 +70,8 @@ class Past:
     step: int = 0  # the last
     born: int | None = None  # when it took the place of an equal one
     jump: Jump | None = None  # that has not come back
+    noted: list = field(default_factory=list)  # what came with each of the last steps
+    lines: dict = field(default_factory=dict)  # all that these steps ran: at which step first
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,6 @@ nothing else. Then, and while no optimizer has made a step, it looks for idle op
 says what all this means.
 """
 
-import gc
 from contextlib import suppress
 from weakref import ref
 
@@ -20,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .forward import Forward
 from .frames import line_now
 from .ledger import moved_by, params_of
+from .names import living
 from .path import Anew, Cuts, leaves, where_zero, without_graph
 from .step import attributes_of
 from .tensors import numbers_of, type_of
@@ -125,10 +125,9 @@ class Still:
 
     def _find_idle(self):
         """Find optimizers that have made no step."""
-        optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
-        for x in optimizers:
-            for p in params_of(x) if id(x) not in self.optimizers else ():
-                self._weight(p).idle = type(x).__name__
+        for optimizer in living(torch.optim.Optimizer):
+            for p in params_of(optimizer) if id(optimizer) not in self.optimizers else ():
+                self._weight(p).idle = type(optimizer).__name__
 
     def _read(self, optimizer=None, seen=None):
         """Read the weights of this optimizer, and those of none."""
