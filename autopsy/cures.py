@@ -26,7 +26,7 @@ from .tensors import HALF, NARROW, numbers_of
 def first_cure(rerun, report):
     """The report with the cures that were tried, up to the first that was finite and the same step:
     the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
-    tried, exact = list(report.tried), None
+    exact = None
     # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
     measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
     measured = measured and not on_ranks()  # see below
@@ -44,8 +44,7 @@ def first_cure(rerun, report):
             went += apart(cured, exact)
         if what.startswith(tuple(STABLE)) and "float64" not in went:
             continue  # there is no such sum, or nothing shows that this is the same step
-        tried.append(f"{what}: {went}")
-        report = replace(report, tried=tuple(tried))
+        report = replace(report, tried=(*report.tried, f"{what}: {went}"))
         if went.startswith("finite") and ANOTHER not in went:
             advice = advice() if callable(advice) else advice
             return replace(report, cure=cure, fix=report.fix or advice)

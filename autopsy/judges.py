@@ -68,11 +68,6 @@ def given_to(values, maker):
     return made, numbers if known else None
 
 
-def _is_square(held, t):
-    """Whether `t` is a finite moment: squares of gradients may lie beyond LIMIT."""
-    return t is not held[1] and all(map(isfinite, extent(t)))
-
-
 class Judges:
     """One method for each kind of number on the ledger."""
 
@@ -177,10 +172,10 @@ class Judges:
             self.findings.stop(f"the gradient of {name} is {made}{why}", report)
 
     def _held(self, optimizer, t):
-        """(group, parameter, name) of a tensor that the optimizer holds; None if it no longer
-        does."""
+        """(group, parameter, name) of a bad tensor that the optimizer holds; None if it no longer
+        does, or if it is a finite moment: squares of gradients may lie beyond LIMIT."""
         for k, p, key, held in held_by(optimizer):
-            if held is t:
+            if held is t and not (key and all(map(isfinite, extent(t)))):
                 return k, p, f"{key} of {self.names.of(p)}" if key else self.names.of(p)
         return None
 
@@ -189,7 +184,7 @@ class Judges:
         held = self._held(optimizer, t)
         if held and held[1] is t:
             self._unasked(t, t)  # else the loss tells
-        elif held and not _is_square(held, t):
+        elif held:
             symptom = f"{held[-1]} is {extent(t).bad_end} {origin}"
             self.findings.stop(symptom, Report("weights"))
 
@@ -197,7 +192,7 @@ class Judges:
         """The gradients were good and the weights or moments are bad: blame the optimizer."""
         optimizer = update.optimizer
         held = self._held(optimizer, t)
-        if not held or _is_square(held, t):
+        if not held:
             return
         k, p, name = held
         rows = set(rows_beyond(t))

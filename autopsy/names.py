@@ -67,7 +67,7 @@ def names_of(roots):
     tops = dict.fromkeys(top for top, _ in paths.values())
     several = sum(next(top.parameters(), None) is not None for top in tops) > 1
     for top in tops if several else ():
-        variables = vars(sys.modules["__main__"]).items()
+        variables = [*vars(sys.modules["__main__"]).items()]
         tops[top] = next((name for name, value in variables if value is top), "")
     names = {}
     for root, (top, path) in paths.items():

@@ -52,8 +52,8 @@ class Rerun:
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
                     results = {"loss": torch.as_tensor(out[0]).detach()}
                     results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
-                    buffers = dict(self.net.named_buffers())
-                    results |= {f"buffer {name}": buffers[name] for name in clean}
+                    buffers = self.net.named_buffers()
+                    results |= {f"buffer {n}": b for n, b in buffers if n in clean}
                     self.results = results
                     with _disable_current_modes():  # these reads are no part of the step
                         spans = {name: extent(t) for name, t in results.items()}
