@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .frames import line_now, said
 from .hooks import calls_through
+from .modes import Operations
 from .step import rng_states, set_rng_states
 from .tensors import device_of, flat_tensors, floats_in
 
@@ -29,7 +29,7 @@ TYPES = {torch.float64: (1e-5, 5e-3), torch.float32: (1e-2, 5e-2)}
 TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "mkldnn", "profiler")
 
 
-class Custom(TorchDispatchMode):
+class Custom(Operations):
     """Count operations, and keep the calls of those that are not torch's."""
 
     def __init__(self):
@@ -38,14 +38,8 @@ class Custom(TorchDispatchMode):
         self.random = False  # whether an operation drew random numbers
         self.changed = []  # sentences on what a forward keeps, and something writes to
 
-    def __enter__(self):
-        self.functions = calls_through(self.applied)
-        self.functions.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.functions.__exit__(*error)
+    def contexts(self):
+        yield calls_through(self.applied)
 
     def applied(self, function, own, args, kwargs):
         """A custom function is called, perhaps within another one."""
@@ -76,10 +70,10 @@ class Custom(TorchDispatchMode):
         if kept:
             node.register_prehook(before)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def operation(self, func, args, kwargs):
+        """Count it, and make it."""
         self.count += 1
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        kwargs = kwargs or {}
         forward = torch._C._current_autograd_node() is None and not self.depth
         if forward and func.namespace not in TORCH:
             self.keep(str(func), func, args, kwargs, None)
@@ -163,7 +157,7 @@ def _copy(g):
     return g.clone(memory_format=torch.contiguous_format)
 
 
-class FirstApart(TorchDispatchMode):
+class FirstApart(Operations):
     """Entered twice, it compares the results of a step's forward with those of the first time:
     `line` is the first operation that differs."""
 
@@ -176,8 +170,9 @@ class FirstApart(TorchDispatchMode):
         self.rest = iter(self.kept) if self.kept else None
         return super().__enter__()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
+    def operation(self, func, args, kwargs):
+        """Make it, and compare its results."""
+        out = func(*args, **kwargs)
         forward = torch._C._current_autograd_node() is None
         forward = forward and func is not torch.ops.aten._to_copy.default  # ours, too
         made = [t for t in floats_in(out) if t.numel() <= ROOM]

@@ -134,12 +134,12 @@ class Judges:
         before = self.ledger.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
-        computed = any(self._is_computed(x) for x in write.values if extent(x).is_bad)
-        if not computed and self._unasked(p, t, write):
+        bad_values = [x for x in write.values if extent(x).is_bad]
+        if not any(map(self._is_computed, bad_values)) and self._unasked(p, t, write):
             return
         made = extent(t).bad_end
         symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
-        for bad in (x for x in write.values if extent(x).is_bad):
+        for bad in bad_values:
             if good or write.name == "data":  # what is bad in it is this very write
                 p.nan_to_num_(0.0, 0.0, 0.0)
             made_by = self.tape.known.get(bad)

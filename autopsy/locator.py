@@ -7,7 +7,7 @@ birth among the ancestors of a tensor. It gives no verdict and changes no number
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count, takewhile
 from math import inf, isfinite
@@ -92,7 +92,7 @@ class Locator(Operations):
             self.known.setdefault(storage_of(t), rest or plain)
         self.samples.begin(leaves.values(), size)
 
-    def holders(self, batch: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    def holders(self, batch):
         """(name, what it holds, in which samples): of the tensors of this batch, and of all that
         was bad before an operation of the step used it."""
         for _, t in inner_tensors(batch):

@@ -71,12 +71,12 @@ class Call:
     kwargs: Any
     frames: tuple  # the innermost first
     grad: bool
-    autocast: list[tuple[str, torch.dtype]]
+    autocast: list  # (device, dtype)
     rng: dict | None = None
     carried: list = ()  # of a module, before the call: see carried_by()
     left: list = ()  # what the call wrote of these: (module, name)
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
-    shape: tuple[int, ...] = ()  # of a module's first input
+    shape: tuple = ()  # of a module's first input
     scaler: Any = None  # that multiplies a loss here
     room: bool = False  # a module was given memory that nothing has written
     writes: set = frozenset()  # numbers of the calls into whose results it writes
