@@ -140,8 +140,8 @@ class Reasons:
         an expert that no token chose is no fault. In a module of the script's own, one such tensor
         may be unused on purpose."""
         alive = {w.p.shape for w in mine if w.learnt}
-        dead = [w for w in mine if len(w.grads) > READ and not w.learnt and not w.starved]
-        dead = [w for w in dead if w.module]
+        read = [w for w in mine if w.module and len(w.grads) > READ]
+        dead = [w for w in read if not w.learnt and not w.starved]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
         if alive:
             owners = Counter(w.module() for w in whole)

@@ -10,6 +10,7 @@ weight and no gradient, and restores buffers, random numbers and what modules ca
 """
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -167,15 +168,16 @@ class Spike:
         if known or self.changes.target_moved(past):
             return
         k, step = times.index(max(times)), self.tape.steps
-        what = f"step {step}: the {('loss', 'gradient norm')[k]} jumped to "
-        what += f"{times[k]:.3g} times the highest of the {PAST} steps before"
-        if not self.scaling.scaler:
-            what += f" ({now[k]:.3g} after at most {recent[k]:.3g})"
+        numbers = "" if self.scaling.scaler else f" ({now[k]:.3g} after at most {recent[k]:.3g})"
+        what = (
+            f"step {step}: the {('loss', 'gradient norm')[k]} jumped to {times[k]:.3g} times the "
+            f"highest of the {PAST} steps before{numbers}"
+        )
         jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since, why=raised)
         usual, most = median(past.rates), max(past.rates)
         if most > FASTER * usual > 0:
-            jump.rates = f"The lr was {usual:g} in most of the {PAST} steps before"
-            jump.rates += f", and at most {most:g}"
+            before = f"in most of the {PAST} steps before"
+            jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
         rows = Rows()
         if self.tape.hooks.world == 1 and times[0] > ROWS and not raised:
             self.tries += 1
@@ -239,13 +241,11 @@ def _times(now, recent, usual):
 # The rows
 
 
-def rows_of(tape, times, own=0.0):
+def rows_of(tape, times, own):
     """Which rows carry the spike of this step."""
-    try:
-        with Forward(tape) as again:
-            return _rows_of(again, times, own)
-    except Exception:  # a service: whatever cannot be made again names no rows
-        return Rows()
+    with suppress(Exception), Forward(tape) as again:
+        return _rows_of(again, times, own)
+    return Rows()  # a service: whatever cannot be made again names no rows
 
 
 def _rows_of(again, times, own):
@@ -283,15 +283,17 @@ def _rows_of(again, times, own):
     without = again(good)
     if not without <= ordinary or again(guilty) < own:
         return Rows()
-    what, carry = ("Row", "carries") if len(guilty) == 1 else ("Rows", "carry")
-    text = f"{what} {few(guilty)} of {size}"
-    text += f" of backward pass {again.turn}" * (again.turns > 1)
-    text += f" (from 0) {carry} it: without "
-    them = "it" if len(guilty) == 1 else "them"
-    text += f"{them} the loss is {without / whole:.2g} of that"
+    words = ("Row", "carries", "it") if len(guilty) == 1 else ("Rows", "carry", "them")
+    what, carry, them = words
+    turn = f" of backward pass {again.turn}" if again.turns > 1 else ""
+    text = (
+        f"{what} {few(guilty)} of {size}{turn} (from 0) {carry} it: without {them} the loss is "
+        f"{without / whole:.2g} of that"
+    )
     common = [said for t, d in again.rows.items() if (said := _common(t, d, guilty, good))]
-    held = [(type_of(t), few(t[guilty].tolist())) for t in again.labels[:1]]
-    labels = "".join(f". In {kind} they hold {labels}: right?" for kind, labels in held)
+    labels = "".join(
+        f". In {type_of(t)} they hold {few(t[guilty].tolist())}: right?" for t in again.labels[:1]
+    )
     if common:
         return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]))
     return Rows(text, labels, rare=times < (ALL if labels else BARE))
