@@ -114,8 +114,7 @@ class Judges:
         if p.grad is None:
             asked = not table
         else:
-            grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-            asked = grad[sorted(rows)].any()  # True for NaN
+            asked = p.grad.to_dense()[sorted(rows)].any()  # True for NaN
         if asked:
             return False
         self.unasked[p] = rows | known

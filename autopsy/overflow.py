@@ -65,6 +65,7 @@ class Overflow(Locator):
         self.flow = []  # of gradients: (root of the mean square, share that is lost, words)
         self.last, self.steps, self.results = steps, 0, 0
         self.failure = ""  # of ours
+        self.func = None  # the operation under way
 
     def contexts(self):
         yield from super().contexts()
@@ -103,6 +104,7 @@ class Overflow(Locator):
 
     def judge(self, func, args, kwargs, out):
         """Judge one operation of the script."""
+        self.func = func
         given = floats_in((args, kwargs))
         made = [t for t in floats_in(out) if t.numel()]
         rule = rule_of(func)
@@ -111,49 +113,49 @@ class Overflow(Locator):
         backward = self.halves.backward
         with _disable_current_modes(), torch.no_grad():
             if not backward:
-                self.raises(func, name, given, half, rule.writes)
+                self.raises(name, given, half, rule.writes)
             if not backward and not rule.writes:  # it overwrites its evidence
-                self.zeros(func, name, args)
-                self.angles(func, name, args)
+                self.zeros(name, args)
+                self.angles(name, args)
                 if half:
                     self.constants(name, args, kwargs, made[0])
                 if name in DIFFERENCES and made:
-                    self.difference(func, args, made[0])
+                    self.difference(args, made[0])
             if half and name not in PASSES_ON and not rule.empty:
                 self.results += 1
-                self.result(func, name, args, kwargs, given, made)
+                self.result(name, args, kwargs, given, made)
 
-    def raises(self, func, name, given, half, writes):
+    def raises(self, name, given, half, writes):
         """Operations that have no kernel for half, or none for two types. Where torch casts one of
         two types, it does not do so in place."""
         if half and NO_HALF.fullmatch(name):
-            self.note(func, "raises", 1e4, "it has no kernel for half, and raises")
+            self.note("raises", 1e4, "it has no kernel for half, and raises")
         one_type = name in ONE_TYPE or (writes and name in CAST)
         if one_type and len({self.halves.is_half(t) for t in given}) > 1:
-            self.note(func, "raises", 1e4, "it is given half and fp32 together, and raises")
+            self.note("raises", 1e4, "it is given half and fp32 together, and raises")
 
-    def result(self, func, name, args, kwargs, given, made):
+    def result(self, name, args, kwargs, given, made):
         """Judge an operation that would run in half."""
         product = self.halves.is_product(name)
         if product:
             wide = [t for t in given if not self.halves.is_half(t)]
-            self.sizes(func, "of what it is given", wide)
+            self.sizes("of what it is given", wide)
             if not self.halves.backward:
-                self.positions(func, wide)
+                self.positions(wide)
         if any(t.dtype is torch.float16 for t in made):
-            made = self.in_fp32(func, args, kwargs, made)
-        self.sizes(func, "of the result", made, given)
+            made = self.in_fp32(args, kwargs, made)
+        self.sizes("of the result", made, given)
         if product and self.halves.backward:
             for t in made[:2]:  # the third is a bias
-                self.flows(func, t)
+                self.flows(t)
 
-    def note(self, func, kind, badness, words):
-        birth = self.birth(func, ())
+    def note(self, kind, badness, words):
+        birth = self.birth(self.func, ())
         place = birth.line, birth.phase, kind
         if badness > self.found.get(place, (0,))[0]:
-            self.found[place] = badness, f"{_place(func, birth)}: {words}"
+            self.found[place] = badness, f"{_place(birth)}: {words}"
 
-    def sizes(self, func, which, tensors, given=()):
+    def sizes(self, which, tensors, given=()):
         """Note tensors near or beyond the end of fp16, but not what merely follows from an earlier
         one."""
         passed_on = any(storage_of(t) in self.over for t in given)
@@ -169,10 +171,11 @@ class Overflow(Locator):
             else:
                 self.over[storage_of(t)] = True
             if not passed_on:
-                self.note(func, "size", size / OVER, f"{size:.3g} {which}, {over}")
+                self.note("size", size / OVER, f"{size:.3g} {which}, {over}")
 
-    def in_fp32(self, func, args, kwargs, made):
+    def in_fp32(self, args, kwargs, made):
         """Compute in fp32 what is already inf in fp16."""
+        func = self.func
         seeded = torch.Tag.nondeterministic_seeded in func.tags or rule_of(func).writes
         if seeded or not any(t.isinf().any() for t in made):
             return made
@@ -182,7 +185,7 @@ class Overflow(Locator):
         except Exception:  # a kernel that knows half only
             return made
 
-    def positions(self, func, tensors):
+    def positions(self, tensors):
         """0, 1, 2 ... as real numbers: from 256 on two neighbours are one number in bf16."""
         for t in tensors:
             numbers = numbers_of(t).float()
@@ -192,9 +195,9 @@ class Overflow(Locator):
                 equal = float((numbers.bfloat16() != numbers).float().mean())
                 words = f"bf16 rounds {equal:.0%} of them (exact up to 256; fp16 up to 2048)"
                 if equal:
-                    self.note(func, "whole", 1 + equal, f"whole numbers up to {size:.0f}, {words}")
+                    self.note("whole", 1 + equal, f"whole numbers up to {size:.0f}, {words}")
 
-    def angles(self, func, name, args):
+    def angles(self, name, args):
         """A sine of numbers that half rounds by a radian."""
         if name not in ("sin", "cos") or not self.halves.is_half(args[0]) or not args[0].numel():
             return
@@ -202,9 +205,9 @@ class Overflow(Locator):
         steps = [torch.finfo(dtype).eps * 2.0 ** floor(log2(max(size, 1.0))) for dtype in HALF]
         if max(steps) >= 1:
             words = f"fp16 rounds angles up to {size:.3g} to multiples of {steps[0]:g}"
-            self.note(func, "angle", 1 + max(steps), f"{words}, bf16 of {steps[1]:g}")
+            self.note("angle", 1 + max(steps), f"{words}, bf16 of {steps[1]:g}")
 
-    def zeros(self, func, name, args):
+    def zeros(self, name, args):
         """Numbers that half makes 0 matter where they are divided by, or go into a log."""
         at = BREAK_AT_0.get(name, inf)
         t = args[at] if at < len(args) else None
@@ -219,7 +222,7 @@ class Overflow(Locator):
             why = f"{many} like {least:.2g} become 0 in fp16 (below 3e-08)"
         if why and (name != "sqrt" or t.requires_grad):
             slope = "its slope" if name == "sqrt" else "the result"
-            self.note(func, "zero", 1e3, f"{why}: {slope} is then inf or NaN")
+            self.note("zero", 1e3, f"{why}: {slope} is then inf or NaN")
 
     def constants(self, name, args, kwargs, out):
         """x + 1e-8, x.clamp(1e-8, 1 - 1e-8): a number that is to keep x away from 0, or from 1."""
@@ -235,7 +238,7 @@ class Overflow(Locator):
             if why := next(filter(None, near), ""):
                 self.lost[storage_of(out)] = why
 
-    def difference(self, func, args, out):
+    def difference(self, args, out):
         """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of
         a difference that is much smaller."""
         if not any(t.dtype is torch.float32 and self.halves.is_half(t) for t in floats_in(args)):
@@ -247,7 +250,7 @@ class Overflow(Locator):
                 a.to(dtype).to(a.dtype) if torch.is_tensor(a) and self.halves.is_half(a) else a
                 for a in args
             ]
-            inexact = numbers_of(func(*rounded)).double()
+            inexact = numbers_of(self.func(*rounded)).double()
             kind = str(dtype).removeprefix("torch.")
             gone = (exact != 0) & (inexact == 0)
             if gone.any():
@@ -258,9 +261,9 @@ class Overflow(Locator):
                 kinds.append(f"{off / norm:.0%} of its norm in {kind}")
         if kinds:
             words = f"a difference of large numbers, off by {' and '.join(kinds)}"
-            self.note(func, "difference", 2.0, words)
+            self.note("difference", 2.0, words)
 
-    def flows(self, func, t):
+    def flows(self, t):
         """Measure how much of a gradient is left in fp16 at this loss scale."""
         numbers = numbers_of(t).double()
         norm, size = float(numbers.norm()), extent(t).largest
@@ -269,7 +272,7 @@ class Overflow(Locator):
             off = float((numbers - rounded).norm())
             zeros = float(((numbers != 0) & (rounded == 0)).double().mean())
             words = f"{zeros:.0%} of its numbers become 0 in fp16 at this loss scale"
-            at = _place(func, self.birth(func, ()))
+            at = _place(self.birth(self.func, ()))
             told = f"{at}: {words} (the largest is {size:.2g})"
             self.flow.append((norm / numbers.numel() ** 0.5, off / norm, told))
 
@@ -303,7 +306,7 @@ class Overflow(Locator):
         return "\n".join([head, *lines])
 
 
-def _place(func, birth):
+def _place(birth):
     within = f" in {birth.module}" if birth.module else ""
     backward = f" (backward of {birth.node})" if birth.phase == "backward" else ""
-    return f"{birth.line}: {func}{within}{backward}"
+    return f"{birth.line}: {birth.op}{within}{backward}"

@@ -152,9 +152,7 @@ class Replay:
                 judged = [t for t in judged if not extent(t).is_mask]
             bad = [t for t in (*judged, *roots) if extent(t).is_bad]
         loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
-        if self.scale != 1:
-            loss = loss / self.scale
-        return loss, {name: p.grad for name, p in self.params.items()}
+        return loss / self.scale, {name: p.grad for name, p in self.params.items()}
 
     def _never_written(self, report):
         """A weight or buffer of torch.empty that nothing has written since: a bad one, or one of
@@ -234,9 +232,7 @@ def _names(calls):
 
 def _is_like(t, shape):
     """As long as the batch; (): no module was called."""
-    if not shape:
-        return True
-    if t.shape[:1] == shape[:1]:
+    if not shape or t.shape[:1] == shape[:1]:
         return True
     # In time-major data the batch comes second. What differs in the first dimension alone is the
     # data set that the batch was cut from.
