@@ -111,10 +111,8 @@ class Judges:
         table = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
         if type(owner).__module__.startswith(nn.__name__) and not table:
             return False  # of a layer, which asks for each row
-        if p.grad is None:
-            asked = not table
-        else:
-            asked = p.grad.to_dense()[sorted(rows)].any()  # True for NaN
+        # any() is True for NaN
+        asked = not table if p.grad is None else p.grad.to_dense()[sorted(rows)].any()
         if asked:
             return False
         self.unasked[p] = rows | known
