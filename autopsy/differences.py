@@ -10,6 +10,7 @@ draws from generators of its own and writes into copies.
 """
 
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -219,10 +220,11 @@ def differs(function, args, kwargs, wanted, rng):
     argument needs a gradient; None if unknown."""
     device = device_of(args)
     before = rng_states(device)
+    slope = partial(Slope, function, args, kwargs, wanted, rng)
     try:
-        return Slope(function, args, kwargs, wanted, rng, torch.float64).differs()
+        return slope(torch.float64).differs()
     except Exception:  # a kernel that knows no float64
-        return Slope(function, args, kwargs, wanted, rng, torch.float32).differs()
+        return slope(torch.float32).differs()
     finally:
         set_rng_states(before, device)
 
