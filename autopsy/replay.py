@@ -28,7 +28,7 @@ from .verdict import examine
 LARGE = 1e6  # what torch.empty finds may be finite
 
 
-def replay(tape, targets, step):
+def replay(tape, targets):
     """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose results
     are judged, beside the losses."""
     calls = tape.needed(targets)
@@ -44,7 +44,7 @@ def replay(tape, targets, step):
         targets = [number for number in targets if number < backward]
     with unchanged(net, params.values()):
         buffers_back(calls)
-        return Replay(tape, calls, targets, net, params, rooms).report(step)
+        return Replay(tape, calls, targets, net, params, rooms).report()
 
 
 def _never_written(tape, params, net):
@@ -79,9 +79,9 @@ class Replay:
         self.made = {}  # by the calls, so far
         self.scale = _loss_scale(calls)
 
-    def report(self, step):
+    def report(self):
         """The report on these calls, or None: there is nothing to judge."""
-        record = self._record(step)
+        record = self._record()
         sharded = any(hasattr(p, "to_local") for p in self.params.values())
         if not record.batches or (sharded and self.targets):  # one rank alone has read it
             return None
@@ -106,16 +106,16 @@ class Replay:
             if not made_by:
                 continue
             new = report.source == f"buffer {name}" and made_by.number not in self.targets
-            why = self._why_written(b, made_by.number, step) if new else None
+            why = self._why_written(b, made_by.number) if new else None
             if why:
                 return replace(why, names=(*why.names, f"it went into {report.source}"))
             report = _with_its_line(report, name, line_of(made_by.frames))
         return report
 
-    def _record(self, step):
+    def _record(self):
         """The recorded step: its random numbers, its micro-batches and how each of them is
         played."""
-        record = StepRecord(step, self.net)
+        record = StepRecord(self.tape.steps, self.net)
         record.rng = next((call.rng for call in self.calls if call.rng), record.rng)
         record.named = [(f"parameter {name}", p) for name, p in self.params.items()]
         part = []
@@ -168,13 +168,13 @@ class Replay:
                 return replace(report, verdict="weights", names=names, fix=fix)
         return report
 
-    def _why_written(self, b, number, step):
+    def _why_written(self, b, number):
         """A buffer made outside of its module: the report on what wrote it, if that is known."""
         if not self.tape.holds(number):
             return None
         b.nan_to_num_(0.0, 0.0, 0.0)  # what is bad in it is this very write
         calls = self.tape.needed([number])
-        why = Replay(self.tape, calls, [number], self.net, self.params, self.rooms).report(step)
+        why = Replay(self.tape, calls, [number], self.net, self.params, self.rooms).report()
         return why if why and why.op and not why.source else None
 
 
