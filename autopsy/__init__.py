@@ -68,8 +68,8 @@ The watch, which runs somebody's script. It imports the examination, never the o
     course       how does the training go?              findings     what made it, what is said
     judges       which number is bad?                   forward      the loss with other rows?
     changes      what did a step do first?              spike        why does the loss jump?
-    path         where does a gradient end?             still        what do the weights do?
-    weight       what is known of one weight            reasons      which do not move, and why?
+    weight       what is known of one weight            path         where does a gradient end?
+    still        what do the weights do?                reasons      which do not move, and why?
     swallowed    an inf of float16 went away?           watch        what the script does
     script       from first line to exit code
 
