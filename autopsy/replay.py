@@ -152,7 +152,9 @@ class Replay:
                 judged = [t for t in judged if not extent(t).is_mask]
             bad = [t for t in (*judged, *roots) if extent(t).is_bad]
         loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
-        return loss / self.scale, {name: p.grad for name, p in self.params.items()}
+        if self.scale != 1:  # a division would be an operation of the step
+            loss = loss / self.scale
+        return loss, {name: p.grad for name, p in self.params.items()}
 
     def _never_written(self, report):
         """A weight or buffer of torch.empty that nothing has written since: a bad one, or one of
