@@ -73,6 +73,7 @@ class Forward:
         values = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in calls}
 
         def unscaled(number):
+            """What this call multiplies or divides by a number."""
             parts = parts_of(calls[number], calls)
             scales = calls[number].name.strip("_") in SCALES and len(parts) == 1
             return unscaled(parts[0]) if scales else number
@@ -124,6 +125,7 @@ class Forward:
             return x
 
         def one(t):
+            """These rows of it."""
             d = t.shape.index(self.size)
             if rows == list(range(self.size)):
                 self.rows[t] = d
@@ -138,4 +140,5 @@ def parts_of(call, calls):
 
 
 def _number(loss):
+    """Its size on the host."""
     return abs(float(loss.detach().float().sum()))
