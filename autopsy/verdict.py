@@ -36,6 +36,7 @@ def examine(
     num_classes: int | None = None,
     precision: str = "",
     scale: float = 1.0,
+    try_cures: bool = True,
     advice: str = "code",
     run_compiled: Callable | None = None,
 ) -> Report:
@@ -48,8 +49,8 @@ def examine(
     returns (loss, {name: gradient}). Compiled code in it runs eagerly. `run_compiled`: the same
     through the compiled model, where `run_step` does without. `state`: nest of optimizer tensors.
     `scale`: the step's loss scale; run_step may scale by it or not. `num_classes`: the labels'
-    range, where no loss says it. Gradients are None afterwards, RNG untouched, buffers as before
-    the step.
+    range, where no loss says it. `try_cures` False: the verdict alone. Gradients are None
+    afterwards, RNG untouched, buffers as before the step.
     """
     outside = rng_states(record.device)
     about = {
@@ -64,7 +65,9 @@ def examine(
         with compiled_code("force_eager"):
             report = rerun.watch()
             if report.symptom:
-                report = first_cure(rerun, _judge(rerun, report, state))
+                report = _judge(rerun, report, state)
+                if try_cures:
+                    report = first_cure(rerun, report)
             else:
                 report = _finite(rerun, report, state, num_classes, run_compiled)
     finally:
