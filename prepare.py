@@ -168,16 +168,14 @@ def network(run: Run):
     """Build the network, bare and with its loss, on the device."""
     args = run.args
     recipe = MODELS[args.model][1]
-    with refusing(DoesNotFit):
+    with refusing(DoesNotFit), fitting(args.model):
         net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
         run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
-    parameters = dict(net.named_parameters())
-    for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
-        for pattern in patterns:
-            if not fnmatch.filter(parameters, pattern):
-                refuse(2, f"{flag} {pattern} matches no parameter of {args.model}")
-    with refusing(DoesNotFit), fitting(args.model):
+        for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
+            for pattern in patterns:
+                if not fnmatch.filter(dict(net.named_parameters()), pattern):
+                    refuse(2, f"{flag} {pattern} matches no parameter of {args.model}")
         if hasattr(net, "init_from_data"):
             images, labels = run.data.train
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
@@ -290,7 +288,7 @@ def training(run: Run):
         )
     rates = optim.warmup_cosine(run.total_steps, args.warmup_updates, kind=recipe["schedule"])
     run.schedule = optim.Schedule(run.optimizers, rates)
-    run.clip = args.clip_grad or None
+    run.clip = args.clip_grad
     run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
     run.guard = guards.Guard(
         run.net,

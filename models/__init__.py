@@ -50,7 +50,7 @@ def fitting(name):
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if TOO_SMALL.search(str(error)):
+        if not isinstance(error, DoesNotFit) and TOO_SMALL.search(str(error)):
             sentence = f"--image-size or --batch-size is too small for {name}: {error}"
             raise DoesNotFit(sentence) from error
         raise
