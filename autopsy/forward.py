@@ -74,13 +74,13 @@ class Forward:
 
         def unscaled(number):
             """What this call multiplies or divides by a number."""
-            parts = parts_of(calls[number], calls)
+            parts = operands_of(calls[number], calls)
             scales = calls[number].name.strip("_") in SCALES and len(parts) == 1
             return unscaled(parts[0]) if scales else number
 
         loss = unscaled(self.losses[0])
         sums = calls[loss].name.strip("_") in SUMS
-        terms = parts_of(calls[loss], calls) if sums else [loss]
+        terms = operands_of(calls[loss], calls) if sums else [loss]
         return [(values[term], line_of(calls[unscaled(term)].frames)) for term in terms]
 
     @property
@@ -134,7 +134,7 @@ class Forward:
         return pick
 
 
-def parts_of(call, calls):
+def operands_of(call, calls):
     """The numbers of those among these calls whose results it uses."""
     return [made.number for made in call.uses() if made.number in calls]
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from .differences import Custom, FirstApart, Saved, own_gradients
-from .forward import SCALES, SUMS, parts_of
+from .forward import SCALES, SUMS, operands_of
 from .frames import line_of, said
 from .ledger import moved_by
 from .modes import InDtype, compiled_code, without_checkpoints
@@ -208,12 +208,12 @@ class Step:
             call = calls[number]
             if call.function is torch.autograd.grad:
                 return call
-            return next(filter(None, map(slope_of, parts_of(call, calls))), None)
+            return next(filter(None, map(slope_of, operands_of(call, calls))), None)
 
         def look(number):
             call = calls[number]
             name = call.name.strip("_")
-            parts = {*parts_of(call, calls)}
+            parts = {*operands_of(call, calls)}
             for part in parts if name in (*SUMS, "sub", "rsub") else ():
                 if slope := part not in self.learns and slope_of(part):
                     yield (
