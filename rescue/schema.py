@@ -138,6 +138,7 @@ def refuse_unsound(state: dict) -> None:
         "identity.total_steps": 0 < about["total_steps"] < 10**7,
         "policy": state["policy"] in POLICIES,
         "accum": 0 < state["accum"] <= about["batch_size"],
+        "guard": all(state["guard"][key] >= 0 for key in ("steps", "skipped", "skipped_in_a_row")),
         "quarantine": {*state["quarantine"]} < {*range(about["images"])},  # one image stays
         "updates": state["updates"] in steps and int(schedule["updates"]) in steps,
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"]),

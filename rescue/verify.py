@@ -37,7 +37,7 @@ from rescue import heal
 
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by a number's size
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
