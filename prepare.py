@@ -30,6 +30,7 @@ import fp32
 import guards
 import optim
 import report
+import resume
 from data import WrongArgument, batches, imagefolder, load
 from extras import ema, graphs, muon
 from models import MODELS, DoesNotFit, build, fitting, set_drop_path, wrap
@@ -43,10 +44,7 @@ from ranks import (
     refuse,
     refusing,
 )
-from record import Run
-from rescue import inject, resume
-
-CARRIED = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
+from record import Plain, Run
 
 
 def setup(run: Run, train_step: Callable):
@@ -91,6 +89,17 @@ def setup(run: Run, train_step: Callable):
         run.log.say(f"{name:<11} {decision}")
     for warning in (*unreadable, *run.policy.warnings):
         run.log.warn(run.step, warning)
+
+
+def rescuer() -> Plain:
+    """What a run does about trouble: rescue/, if that folder is there."""
+    try:
+        from rescue import Rescue
+    except ModuleNotFoundError as error:
+        if error.name not in ("rescue", "autopsy"):
+            raise
+        return Plain()
+    return Rescue()
 
 
 def process(run: Run) -> int:
@@ -230,7 +239,8 @@ def precision(run: Run, saved: dict | None) -> float | None:
     with refusing(ValueError):
         fp32.keep_fp32(run.net, args.keep_fp32)
         run.net = policy.prepare(run.net)
-        run.injector = inject.Injector(run.net, args.inject, run.model, run.rank, policy.scales)
+        run.rescue = rescuer()
+        run.rescue.attach(run)
     # Adam's state has the dtype of the weights, or of their fp32 masters.
     state = torch.float32 if policy.masters else policy.param_dtype
     if why := optim.refusal(state, args.adam_eps, args.betas[1]):
@@ -294,7 +304,7 @@ def training(run: Run):
         run.net,
         num_classes=None if run.data.regression else len(run.data.classes),
         ignore_index=None,  # in a data set of classes every picture has one
-        carries=CARRIED,
+        carries=run.rescue.carries,
     )
     if args.ema:
         run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)

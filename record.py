@@ -1,14 +1,18 @@
 """
-Record: what a run is, and all that changes in it. Typed data, no methods.
+Record: what a run is, and all that changes in it: typed data; and what a run asks of rescue/.
 
 This file holds each fact once. No field carries a message from one function to another: a function
-returns what it finds. All wiring may import this file (train, prepare, validation, rescue/heal,
-rescue/verify).
+returns what it finds. All wiring may import this file.
+
+`Plain` is the one seam between the trainer and the folder rescue/: it says when train.py asks, and
+what happens if nobody answers. rescue.Rescue has the same methods. Delete rescue/ and autopsy/, and
+train.py still trains: a bad step is skipped, and --max-skips of them in a row end the run.
 """
 
 import argparse
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +27,9 @@ from data import Dataset
 from data.batches import TrainBatches
 from extras.ema import EMA
 from extras.graphs import StepGraph
-from guards import Guard
+from guards import Guard, Verdict
 from optim import Schedule
+from ranks import refuse
 from report import MetricsFile
 
 
@@ -34,6 +39,74 @@ class End(NamedTuple):
     status: str  # done, failed, diverged, bad data, suspected hardware, stopped by signal 15
     code: int  # the exit code
     reason: str = ""
+
+
+class Finding(NamedTuple):
+    """What the host has learnt about a step and must answer."""
+
+    kind: str  # signal, too many, lost; and what rescue/ finds: rejected, no memory, mismatch
+    step: int
+    verdict: Verdict | None = None
+    reason: str = ""
+
+
+class Plain:
+    """What a run does about trouble without the folder rescue/: it skips bad steps, and it ends."""
+
+    carries: tuple[str, ...] = ()  # names for the guard, which brings their maximum of all ranks
+
+    @staticmethod
+    def replay(path):
+        refuse(2, "--replay needs the folder rescue/")
+
+    def attach(self, run):
+        """After the network and its precision are known, before the optimizers are made."""
+        if run.args.inject:
+            refuse(2, "--inject needs the folder rescue/")
+
+    def begin(self, run, images, labels):
+        """Before a step: the batch to train on."""
+        return images, labels
+
+    def watching(self, run, step, images, labels):
+        """Around a step. Inside: (what to call between the last backward and the decision, or None;
+        whether to run the step without compiled code)."""
+        return nullcontext((None, False))
+
+    def out_of_memory(self, run):
+        """In the middle of DDP's average: veto the step on all ranks, or raise."""
+        raise torch.OutOfMemoryError("a micro-batch does not fit into memory")
+
+    def make_room(self, run, error):
+        """Anywhere else in a step: make the step fit, or raise the error."""
+        raise error
+
+    def findings(self, run, verdict):
+        """What a verdict says beyond "skipped" and "too many in a row"."""
+        loss, trend = verdict.stats["loss"], run.healing.trend
+        if verdict.accepted:
+            trend.mean = loss if math.isnan(trend.mean) else trend.mean + 0.1 * (loss - trend.mean)
+        return []
+
+    def answer(self, run, finding, again):
+        """Respond. Returns (the end of the run or None, what was found meanwhile). again(step,
+        images, labels) takes a step once more and returns what was found."""
+        return End("diverged", 3, finding.reason), []
+
+    def unsound(self, run):
+        """After a validation: why the model is lost, or ""."""
+        finite = all(map(math.isfinite, run.scores.values()))
+        return "" if finite else f"the validation is non-finite: {run.scores}"
+
+    def vouches(self, run):
+        """Before a save: whether the state may become last_good."""
+        return run.guard.skipped_in_a_row == 0
+
+    def objections(self, run):
+        """Why this run did not end well: sentences."""
+        skipped, steps = run.guard.skipped, run.guard.steps
+        mostly = skipped > 0.5 * steps
+        return [f"{skipped} of {steps} steps were rejected"] if mostly else []
 
 
 @dataclass
@@ -101,7 +174,8 @@ class Run:
     clip: float | None = None  # largest gradient norm
     accum: int = 1  # micro-batches an update
     ema: EMA | None = None
-    injector: Any = None  # rescue/inject.py's Injector
+    rescue: Plain = field(default_factory=Plain)  # what it does about trouble
+    injector: Any = None  # rescue/inject.py's Injector: Rescue.attach() makes it
     graph: StepGraph | None = None  # the step as one CUDA graph
     # What it leaves behind
     identity: dict = field(default_factory=dict)  # by which a resumed run knows itself again

@@ -23,30 +23,26 @@ Written to be read from top to bottom and changed: no trainer class, no callback
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import time
 import traceback
-from typing import NamedTuple
 
 import torch
 
 import checkpoint
 import flags
-import guards
 import optim
 import prepare
 import ranks
 import report
+import resume
 import validation
 from data import NAMES
 from extras import graphs
 from models import MODELS
-from record import End, Run
-from rescue import capsule, heal, notice, probes, resume, verify
-
-CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
-
+from record import End, Finding, Run
 
 # --- The step
 
@@ -75,7 +71,7 @@ def train_step(run, images, labels, inspect=None, eager=False):
                 loss, metrics = forward(x, y)
             guard.see_loss(loss)
             part = loss if share == 1 else loss * share
-            ranks.backward(scaler.scale(part), run.ddp, lambda: heal.out_of_memory(run))
+            ranks.backward(scaler.scale(part), run.ddp, lambda: run.rescue.out_of_memory(run))
         for name, value in (metrics | {"loss": loss.detach()}).items():
             mean = value.mean() if value.ndim else value
             sums[name] = mean if share == 1 else sums.get(name, 0.0) + mean * share
@@ -101,60 +97,34 @@ def train_step(run, images, labels, inspect=None, eager=False):
     return found_inf
 
 
-def attempt(run, step, images, labels, signal=0, eager=False):
+def attempt(run, step, images, labels, signal=0):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel."""
-    args = run.args
-    verifies = args.verify_every and step % args.verify_every == 0
-    samples = args.probe_every and step % args.probe_every == 0
-    inspects = verifies or samples or step % CHECK_EVERY == 0 or notice.is_look(run, step)
-    sampler = probes.Probes(run.net, run.device).attach() if samples else None
-    figures = None
-
-    def inspect():
-        nonlocal figures
-        figures = notice.inspect_step(run, step, sampler)
-
-    unsure = verifies and not verify.is_repeated(run, step, images, labels)
-    # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
-    torch.backends.cudnn.benchmark = run.device.type == "cuda" and not args.deterministic
-    run.guard.open(step)
-    while True:  # until the step fits into memory
-        if signal:
-            run.guard.carry("signal", signal)
-        if unsure:
-            run.guard.carry("unsure_rank", run.rank + 1)
-        try:
-            if run.graph and not inspects and not eager:
-                run.graph(images, labels)
-            else:
-                train_step(run, images, labels, inspect if inspects else None, eager or samples)
-            break
-        except RuntimeError as error:
-            heal.make_room(run, error)  # raises what is not about memory
-    torch.backends.cudnn.benchmark = False
-    # 5. What happened reaches the host one step late: the device never waits for a question.
-    verdict = run.guard.verdict()
-    if inspects:
-        notice.note_figures(run, step, figures.read())
-    return verdict
+    with run.rescue.watching(run, step, images, labels) as (inspect, eager):
+        # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
+        torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
+        run.guard.open(step)
+        while True:  # until the step fits into memory
+            if signal:
+                run.guard.carry("signal", signal)
+            try:
+                if run.graph and not inspect and not eager:
+                    run.graph(images, labels)
+                else:
+                    train_step(run, images, labels, inspect, eager)
+                break
+            except RuntimeError as error:
+                run.rescue.make_room(run, error)  # raises what is not about memory
+        torch.backends.cudnn.benchmark = False
+        # 5. What happened reaches the host one step late: the device never waits for a question.
+        return run.guard.verdict()
 
 
 # --- The loop
 
-class Finding(NamedTuple):
-    """What the host has learnt about a step and must answer."""
-
-    kind: str  # signal, rejected, no memory, mismatch, diverged, too many
-    step: int
-    verdict: guards.Verdict | None = None
-    reason: str = ""
-
-
 def main(argv=None):
     args = flags.parse(argv, __doc__, MODELS, NAMES)
     if args.replay:
-        with ranks.refusing(checkpoint.CheckpointError, ValueError):
-            return capsule.replay(args.replay, heal.rerun)
+        return prepare.rescuer().replay(args.replay)
     run = Run(args=args)
     with checkpoint.StopSignals(at_once=True) as stop:
         try:
@@ -184,14 +154,11 @@ def train(run, stop):
         while end is None:
             run.step += 1
             began = time.perf_counter()
-            run.injector.begin(run.step, run.optimizers, run.scaler.scale_tensor)
-            images, labels = run.injector.batch(*run.stream.at(run.step - 1))
-            # After a bad step the next ones are recorded, and their verdicts are read at once.
-            hunting = run.step <= run.healing.hunt_until
-            findings = digest(run, run.guard.set_lag(not hunting))  # what was under way, or None
-            record = heal.record_step(run, run.step, images, labels) if hunting else None
-            findings += digest(run, attempt(run, run.step, images, labels, stop.number, hunting))
-            end = end_of_step(run, answer(run, findings, record), began)
+            images, labels = run.rescue.begin(run, *run.stream.at(run.step - 1))
+            # Shortly after a bad step each verdict is read at once. What was under way comes first.
+            findings = digest(run, run.guard.set_lag(run.step > run.healing.hunt_until))
+            findings += digest(run, attempt(run, run.step, images, labels, stop.number))
+            end = end_of_step(run, answer(run, findings), began)
     return end
 
 
@@ -200,32 +167,18 @@ def digest(run, verdict):
     every rank."""
     if verdict is None:
         return []
-    findings = []
     step = verdict.step
-    carried = verdict.carried
     run.updates += verdict.accepted
     stats = {**verdict.stats, "updates": run.updates}
-    if carried["micro_batches"]:
-        run.accum = max(run.accum, int(carried["micro_batches"]))
-        run.log.warn(run.step, f"out of memory at step {step}: from now on {run.accum} "
-                               "micro-batches a step on each rank")
-    if verdict.accepted:
-        if verify.differs(carried):
-            findings.append(Finding("mismatch", step, verdict))
-        if reason := notice.judge_loss(run, stats["loss"], stats["grad_norm"]):
-            findings.append(Finding("diverged", step, verdict, reason))
-    elif "veto" in verdict.reasons:  # see heal.out_of_memory
-        findings.append(Finding("no memory", step, verdict))
-    else:
+    findings = run.rescue.findings(run, verdict)
+    if not verdict.accepted and "veto" not in verdict.reasons:
         run.log.write(event="skip", step=step, reasons=verdict.reasons, rank=verdict.rank, **stats)
-        if run.args.on_nonfinite == "heal":
-            run.healing.hunt_until = step + 50
-            findings.append(Finding("rejected", step, verdict))
         in_a_row = run.guard.skipped_in_a_row
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
-            findings.append(Finding("too many", step, verdict, f"{in_a_row} steps in a row were "
-                                    f"rejected, the last one for {', '.join(verdict.reasons)}"))
-    if carried["signal"]:
+            why = f"{in_a_row} steps in a row were rejected, the last one for "
+            why += ", ".join(verdict.reasons)
+            findings.append(Finding("too many", step, verdict, why))
+    if verdict.carried["signal"]:
         findings.append(Finding("signal", step, verdict))
     if step % run.args.log_every == 0:
         run.log.write(step=step, **stats, skipped=run.guard.skipped)
@@ -238,43 +191,26 @@ def goes_on(end):
     return end is None or end.code > 128
 
 
-def answer(run, findings, record=None):
-    """Respond to what was found; `record`: of this step. Returns the end of the run, or None."""
+def answer(run, findings):
+    """Respond to what was found. Returns the end of the run, or None."""
     end = None
-    for kind, step, verdict, reason in findings:
-        if kind == "signal":
-            number = int(verdict.carried["signal"])
+    for finding in findings:  # it may grow
+        if finding.kind == "signal":
+            number = int(finding.verdict.carried["signal"])
             end = end or End(f"stopped by signal {number}", 128 + number)
-        elif kind == "too many":
-            end = End("diverged", 3, reason)
-        elif kind == "no memory":
-            end = retake(run, step) or end
-        elif kind == "rejected" and step <= run.healing.examined_until:
-            continue  # it ran before the cure of another finding
+        elif finding.kind == "too many":
+            end = End("diverged", 3, finding.reason)
         elif goes_on(end):
-            if kind == "mismatch":
-                cure = verify.compare_ranks(run, verdict)
-            elif kind == "diverged":
-                cure = heal.diverged(run, reason)
-            else:
-                cure = heal.treat(run, step, record if record and record.step == step else None)
-            heal.publish(run, cure)
-            end = cure.end or end
+            other, more = run.rescue.answer(run, finding, functools.partial(again, run))
+            end = other or end
+            findings += more
     return end
 
 
-def retake(run, step):
-    """Repeat a step that did not fit into memory on some rank, in smaller micro-batches."""
-    attempts = run.args.batch_size.bit_length()  # each time they are halved
-    findings = []
-    for _ in range(attempts):
-        before = attempt(run, step, *heal.batch_again(run, step))
-        found = digest(run, before) + digest(run, run.guard.flush())
-        again = [finding for finding in found if finding[:2] == ("no memory", step)]
-        findings += [finding for finding in found if finding not in again]
-        if not again:
-            return answer(run, findings)
-    raise torch.OutOfMemoryError(f"step {step} did not fit into memory in {attempts} attempts")
+def again(run, step, images, labels):
+    """Take a step once more. Returns what was found."""
+    before = attempt(run, step, images, labels)
+    return digest(run, before) + digest(run, run.guard.flush())
 
 
 def end_of_step(run, end, began):
@@ -306,26 +242,23 @@ def validate(run):
     run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
     shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
     run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
-    reason = validation.unsound(run, run.scores)
-    at_chance = validation.at_chance(run, run.scores, kept=0.2)
-    trend.chance_since = (trend.chance_since or run.step) if at_chance else 0
-    lasts = run.step - trend.chance_since >= 50  # a high rate may bring a model there and back
-    if lasts or run.step >= run.total_steps:
-        reason = reason or at_chance
-    return answer(run, [Finding("diverged", run.step, None, reason)] if reason else [])
+    return turn_back_if(run, run.rescue.unsound(run))
+
+
+def turn_back_if(run, reason):
+    """Respond to a run that has lost what it learnt; reason "": it has not."""
+    return answer(run, [Finding("lost", run.step, None, reason)] if reason else [])
 
 
 def save(run, good):
     """Save, unless the state holds a non-finite number: then the run goes back. good: the state may
     become last_good, if nothing is suspicious."""
     ranks.share_buffers(run.net)
-    good = good and not notice.is_suspicious(run) and validation.sample_is_sound(run)
-    bad = resume.save(run, good)
+    bad = resume.save(run, good and run.rescue.vouches(run))
     if not bad:
         return None
     run.log.write(event="save refused", step=run.step, tensors=bad)
-    reason = f"non-finite at a save: {', '.join(bad[:3])}"
-    return answer(run, [Finding("diverged", run.step, None, reason)])
+    return turn_back_if(run, f"non-finite at a save: {', '.join(bad[:3])}")
 
 
 def conclude(run):
@@ -333,7 +266,7 @@ def conclude(run):
     and a finite state on disk. This function checks that most steps were accepted, each tensor has
     learnt, and nothing is suspicious."""
     resume.read_back(run)  # raises where it is not on disk
-    if reasons := notice.evidence_of_loss(run):
+    if reasons := run.rescue.objections(run):
         return End("diverged", 3, "; ".join(reasons))
     return End("done", 0)
 

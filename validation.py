@@ -32,7 +32,6 @@ from amp_policy import HALF
 from data import batches
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
-from guards import LIMIT
 from ranks import out_of_memory, share_buffers, together
 from record import Run
 
@@ -95,44 +94,6 @@ def describe(run: Run) -> dict:
         "precision": "fp32",
         "evaluated": {"step": run.step, "ema": run.args.ema, **run.scores},
     }
-
-
-def unsound(run: Run, scores: dict[str, float]) -> str:
-    """Why these scores cannot be those of a model that learns, or ""."""
-    first = run.healing.trend.first[:1]
-    loss = scores["val_loss"]
-    if not all(abs(x) <= LIMIT for x in scores.values()):
-        return f"the validation is non-finite: {scores}"
-    if scores.get(INDEPENDENT):
-        return "the outputs no longer depend on the input"
-    if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far
-        return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
-    return ""
-
-
-def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
-    """Says if the accuracy was clearly above chance and keeps less than the share `kept` of that;
-    or ""."""
-    if "val_acc1" not in scores or run.best is None:
-        return ""
-    accuracy = scores["val_acc1"]
-    chance = 100 / len(run.data.classes)
-    deviation = math.sqrt(chance * (100 - chance) / len(run.data.val[1]))  # of guessing
-    learnt = run.best - chance
-    was_better = learnt >= max(5.0, 4 * deviation)
-    if was_better and accuracy <= chance + kept * learnt:
-        return f"accuracy is {accuracy:.1f} %, chance {chance:.1f} %, and it was {run.best:.1f} %"
-    return ""
-
-
-def sample_is_sound(run: Run) -> bool:
-    """Whether a few images score as well as the run's loss promises: a checkpoint becomes last_good
-    by validation, not by silence. Rank 0 decides for all; it draws no random number."""
-    if run.rank or not run.step:
-        return True
-    with torch.random.fork_rng(devices=[]), evaluated_weights(run):
-        scores = evaluate(run.model, [sample(run, SAMPLE)], alone=True)
-    return not (unsound(run, scores) or at_chance(run, scores, kept=0.8))
 
 
 def sample(run: Run, count: int) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,129 @@
-"""What a long run wants beyond the core: healing, verifying, planted faults, probes."""
+"""
+Rescue: what a long run wants beyond skipping: it examines a bad step, heals the run, notices a loss
+with finite numbers, compares hardware with itself, plants faults.
+
+Rescue has the methods of record.Plain: train.py asks it at these places, and prepare.py makes it.
+No other file of the trainer knows this folder. Delete it, and autopsy/ with it, and train.py trains
+on. The order in a step: begin(), watching(), findings() of the verdict, answer() to each.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+import ranks
+from checkpoint import CheckpointError
+from record import Finding, Plain
+from rescue import capsule, heal, inject, notice, probes, verify
+
+CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
+
+
+class Rescue(Plain):
+    """All of it. It keeps no state of the run: that is in run.healing, which a checkpoint holds."""
+
+    carries = ("micro_batches", "unsure_rank", "checksum", "negative_checksum")
+    record = None  # of the step under way, made before it ran
+    retaking = False
+
+    @staticmethod
+    def replay(path):
+        with ranks.refusing(CheckpointError, ValueError):
+            return capsule.replay(path, heal.rerun)
+
+    def attach(self, run):
+        spec = run.args.inject
+        run.injector = inject.Injector(run.net, spec, run.model, run.rank, run.policy.scales)
+
+    def begin(self, run, images, labels):
+        run.injector.begin(run.step, run.optimizers, run.scaler.scale_tensor)
+        return run.injector.batch(images, labels)
+
+    @contextmanager
+    def watching(self, run, step, images, labels):
+        # After a bad step the next ones are recorded before they run: examine() needs them whole.
+        hunting = step <= run.healing.hunt_until and not self.retaking
+        self.record = heal.record_step(run, step, images, labels) if hunting else None
+        args = run.args
+        verifies = args.verify_every and step % args.verify_every == 0
+        samples = args.probe_every and step % args.probe_every == 0
+        sampler = probes.Probes(run.net, run.device).attach() if samples else None
+        looks = step % CHECK_EVERY == 0 or notice.is_look(run, step)
+        unsure = verifies and not verify.is_repeated(run, step, images, labels)
+        figures = None
+
+        def inspect():
+            nonlocal figures
+            if unsure:
+                run.guard.carry("unsure_rank", run.rank + 1)
+            figures = notice.inspect_step(run, step, sampler)
+
+        yield (inspect if verifies or samples or looks else None), bool(hunting or samples)
+        if figures:
+            notice.note_figures(run, step, figures.read())
+
+    def out_of_memory(self, run):
+        heal.out_of_memory(run)
+
+    def make_room(self, run, error):
+        heal.make_room(run, error)
+
+    def findings(self, run, verdict):
+        step, carried, stats = verdict.step, verdict.carried, verdict.stats
+        if carried["micro_batches"]:
+            run.accum = max(run.accum, int(carried["micro_batches"]))
+            run.log.warn(step, f"out of memory at step {step}: from now on {run.accum} "
+                               "micro-batches a step on each rank")
+        if "veto" in verdict.reasons:  # see heal.out_of_memory
+            return [Finding("no memory", step, verdict)]
+        if not verdict.accepted:
+            if run.args.on_nonfinite != "heal":
+                return []
+            run.healing.hunt_until = step + 50
+            return [Finding("rejected", step, verdict)]
+        findings = []
+        if verify.differs(carried):
+            findings.append(Finding("mismatch", step, verdict))
+        if reason := notice.judge_loss(run, stats["loss"], stats["grad_norm"]):
+            findings.append(Finding("lost", step, verdict, reason))
+        return findings
+
+    def answer(self, run, finding, again):
+        kind, step, verdict, reason = finding
+        if kind == "no memory":
+            return None, self.retake(run, step, again)
+        if kind == "rejected" and step <= run.healing.examined_until:
+            return None, []  # it ran before the cure of another finding
+        if kind == "mismatch":
+            cure = verify.compare_ranks(run, verdict)
+        elif kind == "lost":
+            cure = heal.diverged(run, reason)
+        else:
+            record = self.record
+            cure = heal.treat(run, step, record if record and record.step == step else None)
+        heal.publish(run, cure)
+        return cure.end, []
+
+    def retake(self, run, step, again):
+        """Repeat a step that did not fit into memory on some rank, in smaller micro-batches. Return
+        what was found meanwhile."""
+        attempts = run.args.batch_size.bit_length()  # each time they are halved
+        findings = []
+        for _ in range(attempts):
+            self.retaking = True
+            found = again(step, *heal.batch_again(run, step))
+            self.retaking = False
+            others = [finding for finding in found if finding[:2] != ("no memory", step)]
+            findings += others
+            if len(others) == len(found):
+                return findings
+        raise torch.OutOfMemoryError(f"step {step} did not fit into memory in {attempts} attempts")
+
+    def unsound(self, run):
+        return notice.unsound_validation(run)
+
+    def vouches(self, run):
+        return not notice.is_suspicious(run) and notice.sample_is_sound(run)
+
+    def objections(self, run):
+        return notice.evidence_of_loss(run)

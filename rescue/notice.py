@@ -12,7 +12,7 @@ anything) to `lowest` (the best moving mean). Certain signs send the run back, o
     the weights    half of them do not move, and the loss does not fall: the rate is as good as 0,
                    they are in no optimizer, or every update is rounded away or undone
     validation     not finite; 20 times worse than before anything was learnt; at chance at the end
-                   after it was better (see validation.py)
+                   after it was better
 
 A spike that recovers does nothing. While a suspicion is open, last_good does not move, and no run
 ends "done".
@@ -23,11 +23,13 @@ nothing: the last line lists it in `warnings` (`doubts`). This file is wiring: t
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import torch
 from torch import Tensor
 
+import guards
 import optim
 import validation
 from record import Run
@@ -157,6 +159,55 @@ def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> N
     run.log.write(step=step, tensors=ends)
 
 
+def unsound_validation(run: Run) -> str:
+    """Why the model is lost, by the last validation; or ""."""
+    trend = run.healing.trend
+    chance = at_chance(run, run.scores, kept=0.2)
+    trend.chance_since = (trend.chance_since or run.step) if chance else 0
+    lasts = run.step - trend.chance_since >= 50  # a high rate may bring a model there and back
+    is_last = run.step >= run.total_steps
+    return unsound(run, run.scores) or (chance if lasts or is_last else "")
+
+
+def unsound(run: Run, scores: dict[str, float]) -> str:
+    """Why these scores cannot be those of a model that learns, or ""."""
+    first = run.healing.trend.first[:1]
+    loss = scores["val_loss"]
+    if not all(abs(x) <= guards.LIMIT for x in scores.values()):
+        return f"the validation is non-finite: {scores}"
+    if scores.get(validation.INDEPENDENT):
+        return "the outputs no longer depend on the input"
+    if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far
+        return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
+    return ""
+
+
+def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
+    """Says if the accuracy was clearly above chance and keeps less than the share `kept` of that;
+    or ""."""
+    if "val_acc1" not in scores or run.best is None:
+        return ""
+    accuracy = scores["val_acc1"]
+    chance = 100 / len(run.data.classes)
+    deviation = math.sqrt(chance * (100 - chance) / len(run.data.val[1]))  # of guessing
+    learnt = run.best - chance
+    was_better = learnt >= max(5.0, 4 * deviation)
+    if was_better and accuracy <= chance + kept * learnt:
+        return f"accuracy is {accuracy:.1f} %, chance {chance:.1f} %, and it was {run.best:.1f} %"
+    return ""
+
+
+def sample_is_sound(run: Run) -> bool:
+    """Whether a few images score as well as the run's loss promises: a checkpoint becomes last_good
+    by validation, not by silence. Rank 0 decides for all; it draws no random number."""
+    if run.rank or not run.step:
+        return True
+    with torch.random.fork_rng(devices=[]), validation.evaluated_weights(run):
+        batch = validation.sample(run, validation.SAMPLE)
+        scores = validation.evaluate(run.model, [batch], alone=True)
+    return not (unsound(run, scores) or at_chance(run, scores, kept=0.8))
+
+
 def evidence_of_loss(run: Run) -> list[str]:
     """Say why this run did not end well: sentences, [] if it did. Doubts go to the warnings."""
     reasons = [has_not_learnt(run), ended_high(run)]
@@ -222,7 +273,7 @@ def doubts(run: Run) -> list[str]:
     if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
         said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
                     f"{trend.mean:.4g} in training")
-    if forgotten := validation.at_chance(run, scores, kept=0.5):
+    if forgotten := at_chance(run, scores, kept=0.5):
         said.append(f"the model has lost what it learnt: {forgotten}")
     return said
 

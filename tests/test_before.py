@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopsy.halves import Halves
+from autopsy.before.halves import Halves
 from autopsy.tensors import flat_tensors
 
 BEGINS = PREAMBLE + """

@@ -42,8 +42,7 @@ from extras.muon import Muon
 from guards import Guard
 from models.classifier import Classifier
 from optim import ClippedAdamW, Schedule, master_params, warmup_cosine
-from prepare import CARRIED
-from rescue import heal, notice, verify
+from rescue import Rescue, heal, notice, verify
 from rescue.inject import Injector
 from rescue.probes import Probes
 
@@ -265,7 +264,7 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
     run = record.Run(
         args=args, net=net, model=Classifier(net, label_smoothing=0.1), policy=policy,
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
-        guard=Guard(net, num_classes=10, ignore_index=None, carries=CARRIED), clip=1.0,
+        guard=Guard(net, num_classes=10, ignore_index=None, carries=Rescue.carries), clip=1.0,
         schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
         log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
     )  # fmt: skip

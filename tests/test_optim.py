@@ -16,7 +16,7 @@ from extras.ema import EMA
 from extras.muon import Muon, matrices
 from flags import scaled_lr
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
-from rescue.resume import widen
+from resume import widen
 
 SHAPES = [(7, 5), (5,), (4, 3, 3, 3), (1,), (33,)]
 MATRICES = [(64, 32), (8, 12, 3, 3), (64, 32), (16, 48)]

@@ -15,9 +15,11 @@ from helpers import events, last_state, mlp, needs_cuda, refused, same, two_rank
 import flags
 import guards
 import report
+import rescue
 import train
 import validation
 from data import batches
+from rescue import notice
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
 
@@ -283,7 +285,7 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, 
 def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(run, monkeypatch):
     losses = iter([1.1, 1.0, 1.2])
     monkeypatch.setattr(validation, "evaluate", lambda *_, **__: {"val_loss": next(losses)})
-    monkeypatch.setattr(validation, "sample_is_sound", lambda run: True)
+    monkeypatch.setattr(notice, "sample_is_sound", lambda run: True)
     assert run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)[0] == 0
     assert last_state(run)["best"] == -1.0
 
@@ -317,7 +319,7 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
 
 
 def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
-    monkeypatch.setattr(train, "CHECK_EVERY", 5)
+    monkeypatch.setattr(rescue, "CHECK_EVERY", 5)
     code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
     skip, *_ = events(lines, "skip")
     assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10

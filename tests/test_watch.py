@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, rows_of, run_ranks, run_script
 
-from autopsy.ledger import Ledger
+from autopsy.watching.ledger import Ledger
 from bench import finite_faults
 
 PREAMBLE = """

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from ..tensors import batched, extent, few, type_of
+from ..watching.forward import Forward
+from ..watching.ledger import params_of
 from .changes import PAST, Changes
-from .forward import Forward
-from .ledger import params_of
-from .tensors import batched, extent, few, type_of
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
 BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .frames import line_of
+from ..frames import line_of
+from ..step import unchanged
+from ..tensors import batch_size_of, batched, flat_tensors
 from .replay import net_of
-from .step import unchanged
 from .tape import BACKWARD, SLOPES, Made, buffers_back
-from .tensors import batch_size_of, batched, flat_tensors
 
 SUMS = ("add", "radd", "iadd")
 SCALES = ("mul", "rmul", "div", "truediv")

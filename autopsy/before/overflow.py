@@ -18,12 +18,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .advice import VERDICTS
-from .frames import said
+from ..advice import VERDICTS
+from ..frames import said
+from ..locator import Locator
+from ..operations import rule_of
+from ..tensors import HALF, LIMIT, exchange_dtype, extent, floats_in, numbers_of, storage_of
 from .halves import Halves
-from .locator import Locator
-from .operations import rule_of
-from .tensors import HALF, LIMIT, exchange_dtype, extent, floats_in, numbers_of, storage_of
 
 STEPS = 3
 MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16

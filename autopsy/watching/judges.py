@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .advice import NOT_FINITE, RISES, SAME
+from ..advice import NOT_FINITE, RISES, SAME
+from ..operations import OVERWRITES
+from ..report import Report
+from ..sources import OUTSIDE, WRITTEN
+from ..tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
 from .ledger import held_by, moved_by
 from .names import modules
-from .operations import OVERWRITES
-from .report import Report
-from .sources import OUTSIDE, WRITTEN
 from .tape import COPIES
-from .tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
 
 
 class Update(NamedTuple):

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .forward import Forward
-from .frames import line_now
-from .ledger import moved_by, params_of
-from .names import living
+from ..frames import line_now
+from ..step import attributes_of
+from ..tensors import numbers_of, type_of
+from ..watching.forward import Forward
+from ..watching.ledger import moved_by, params_of
+from ..watching.names import living
 from .path import Anew, Cuts, leaves, where_zero, without_graph
-from .step import attributes_of
-from .tensors import numbers_of, type_of
 from .weight import READ, Followed, Weight
 
 LATELY = 8  # steps

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .frames import line_of
-from .modes import InDtype
+from ..frames import line_of
+from ..modes import InDtype
+from ..rerun import Rerun
+from ..sources import EARLIER, OUTSIDE, UNKNOWN
+from ..step import StepRecord, unchanged
+from ..tensors import NARROW, extent, storage_of, type_of
+from ..verdict import examine
 from .names import together
-from .rerun import Rerun
-from .sources import EARLIER, OUTSIDE, UNKNOWN
-from .step import StepRecord, unchanged
 from .tape import BACKWARD, COPIES, Made, buffers_back
-from .tensors import NARROW, extent, storage_of, type_of
-from .verdict import examine
 
 LARGE = 1e6  # what torch.empty finds may be finite
 

@@ -7,7 +7,7 @@ step. It changes nothing of the scaler, and reads no gradient.
 
 from dataclasses import replace
 
-from .advice import FORGOTTEN, SKIPPED
+from ..advice import FORGOTTEN, SKIPPED
 
 PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 16
 

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
-from .frames import call_from, frames_now, line_now, script_frames
-from .step import carry_back, put_back, rng_states, set_rng_states
-from .tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
+from ..frames import call_from, frames_now, line_now, script_frames
+from ..step import carry_back, put_back, rng_states, set_rng_states
+from ..tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
 
 ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
 RANDOM = re.compile(

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from .tensors import HALF, few
+from ..tensors import HALF, few
 from .weight import READ
 
 CUTS = {

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from .tensors import storage_of, type_of
+from ..tensors import storage_of, type_of
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
 

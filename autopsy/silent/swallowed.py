@@ -14,10 +14,10 @@ from math import inf
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .frames import line_now
-from .modes import Operations, was_compiled
-from .operations import in_wider_types, rule_of
-from .tensors import extent, flat_tensors
+from ..frames import line_now
+from ..modes import Operations, was_compiled
+from ..operations import in_wider_types, rule_of
+from ..tensors import extent, flat_tensors
 
 LARGEST = 65504.0  # of float16
 CONSTANT = 1e8  # what is larger, in float32, stands for inf

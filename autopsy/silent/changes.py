@@ -8,10 +8,10 @@ state. They may explain a jump of the loss. It reads no number and judges nothin
 
 from torch import nn
 
-from .frames import line_of
-from .ledger import params_of
-from .tape import BACKWARD
-from .tensors import few, storage_of
+from ..frames import line_of
+from ..tensors import few, storage_of
+from ..watching.ledger import params_of
+from ..watching.tape import BACKWARD
 
 PAST = 32  # steps
 LATELY = 3  # of these: what a change has led to

@@ -26,12 +26,12 @@ import amp_policy
 import checkpoint
 import optim
 import report
+import schema
 import validation
 from data import fingerprint
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 from record import Healing, Run, Trend
-from rescue import schema
 
 # Arguments by which a run that is resumed is known again.
 IDENTIFYING = (

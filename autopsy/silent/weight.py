@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from .tensors import numbers_of
+from ..tensors import numbers_of
 
 READ = 3  # times at least
 FAR = 100  # steps

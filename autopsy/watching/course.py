@@ -8,7 +8,7 @@ number; if there was none, the last lines quote them. It ends no script.
 from collections import deque
 from weakref import ref
 
-from .advice import GROWN
+from ..advice import GROWN
 from .ledger import moved_by
 
 EVERY = 16  # steps: gradients of these are kept, too, five of them

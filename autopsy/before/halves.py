@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .frames import TORCH, script_frame
-from .places import around_modules
-from .tensors import HALF, flat_tensors, storage_of
+from ..frames import TORCH, script_frame
+from ..places import around_modules
+from ..tensors import HALF, flat_tensors, storage_of
 
 # Names of aten's operations
 PRODUCT = re.compile(

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .frames import frames_in, frames_now, line_now, line_of
-from .tape import READS
-from .tensors import flat_tensors
+from ..frames import frames_in, frames_now, line_now, line_of
+from ..tensors import flat_tensors
+from ..watching.tape import READS
 from .weight import READ
 
 

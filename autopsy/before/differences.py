@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .frames import line_now, said
-from .hooks import calls_through
-from .modes import Operations
-from .step import rng_states, set_rng_states
-from .tensors import device_of, flat_tensors, floats_in
+from ..frames import line_now, said
+from ..modes import Operations
+from ..step import rng_states, set_rng_states
+from ..tensors import device_of, flat_tensors, floats_in
+from ..watching.hooks import calls_through
 
 ROOM, RESULTS = 1 << 20, 4096  # numbers of a result, and results, that are compared
 MOST = 16  # calls of custom functions that are compared

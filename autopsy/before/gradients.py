@@ -18,16 +18,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
+from ..frames import line_of, said
+from ..modes import InDtype, compiled_code, without_checkpoints
+from ..step import unchanged
+from ..tensors import HALF, NARROW, numbers_of
+from ..watching.forward import SCALES, SUMS, operands_of
+from ..watching.ledger import moved_by
+from ..watching.replay import in_no_module, net_of
+from ..watching.tape import BACKWARD, buffers_back
+from ..watching.watch import Watch
 from .differences import Custom, FirstApart, Saved, own_gradients
-from .forward import SCALES, SUMS, operands_of
-from .frames import line_of, said
-from .ledger import moved_by
-from .modes import InDtype, compiled_code, without_checkpoints
-from .replay import in_no_module, net_of
-from .step import unchanged
-from .tape import BACKWARD, buffers_back
-from .tensors import HALF, NARROW, numbers_of
-from .watch import Watch
 
 BEYOND = 8
 SHAKEN = 3  # times, with other last bits
