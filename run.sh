@@ -75,7 +75,7 @@ case ${1:-} in
     mkdir "$folder/autopsy"
     (cd "$here" && find autopsy -name "*.py" -exec cp --parents {} "$folder" \;)
     # zipapp's own -m would lose the exit code
-    printf 'import sys\nfrom autopsy.watching.script import main\nsys.exit(main())\n' >"$folder/__main__.py"
+    printf 'import sys\nfrom autopsy.watch.script import main\nsys.exit(main())\n' >"$folder/__main__.py"
     "${PYTHON:-python3}" -m zipapp -c -o "${2:-$here/autopsy.pyz}" "$folder"
     ;;
   gpu)

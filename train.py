@@ -32,17 +32,14 @@ import traceback
 import torch
 
 import checkpoint
-import flags
 import optim
-import prepare
 import ranks
 import report
-import resume
-import validation
 from data import NAMES
 from extras import graphs
 from models import MODELS
-from record import End, Finding, Run
+from trainer import flags, prepare, resume, validation
+from trainer.record import End, Finding, Run
 
 # --- The step
 

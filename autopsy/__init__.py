@@ -48,35 +48,23 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
 `python autopsy YOUR_SCRIPT.py` needs no change of the script. This folder changes no weights. Copy
 the folder, or the one file that `bash run.sh pack` makes of it (autopsy.pyz). It needs only torch.
 
-The rooms. Each asks one thing, and its first lines say what it may not touch. It imports only rooms
-above it. The examination, which a loop of your own may import:
+The files. Each answers one question, and imports only files above it. The examination, which a loop
+of your own may import:
 
-    tensors      what does a tensor hold?               frames       which line of the script?
-    sources      where was the number before?           advice       what to write instead
-    report       what is said                           operations   what is known of an operation
-    labels       which label is out of range?           samples      which samples of the batch?
-    step         a step's state, kept and put back      places       in which module is the step?
-    modes        other ways to run a step               locator      who made the bad number?
-    rerun        the recorded step once more            cures        what helps?
-    verdict      which of the nine is it?
+    tensors       what does a tensor hold?              frames      which line of the script?
+    origin_names  where was the number before?          advice      what to write instead
+    report        what is said                          operations  what is known of an operation
+    labels        which label is out of range?          samples     which samples of the batch?
+    step          a step's state, kept and put back     locator     who made the bad number?
+    module_stack  in which module is the step?          rerun       the recorded step once more
+    modes         other ways to run a step              cures       what helps?
+    verdict       which of the nine is it?
 
-The watch, which runs somebody's script. It imports the examination, never the other way round:
+Three folders beside it. The examination never imports them, and silent/ and before/ may be deleted:
 
-    hooks        what is put around torch's functions   names        what the script calls a weight
-    tape         what the script has computed           replay       that step once more, examined
-    ledger       numbers that wait on the device        scaling      does the loss scale explain it?
-    course       how does the training go?              findings     what made it, what is said
-    judges       which number is bad?                   forward      the loss with other rows?
-    changes      what did a step do first?              spike        why does the loss jump?
-    weight       what is known of one weight            path         where does a gradient end?
-    still        what do the weights do?                reasons      which do not move, and why?
-    swallowed    an inf of float16 went away?           watch        what the script does
-    script       from first line to exit code
-
-Two questions that one may ask before anything is bad (docs/autopsy.md):
-
-    halves       what would autocast do in half?        overflow     what would leave half?
-    differences  is a backward the slope?               gradients    is a finite gradient right?
+    watch/        runs somebody's script, and calls the examination at the first bad number
+    silent/       faults that make no NaN: a file a check; watch/events.py says what they are told
+    before/       two questions that one may ask before anything is bad (docs/autopsy.md)
 """
 
 from .locator import Locator

@@ -13,7 +13,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from .sources import EARLIER, OPAQUE, WRITTEN
+from .origin_names import EARLIER, OPAQUE, WRITTEN
 
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there

@@ -220,12 +220,12 @@ def _lines(rerun, line, weak=""):
     meant, lines = [], [line]
     if not weak:
         rerun.watch(fp32=True)
-        meant = rerun.locator.births  # bad in fp32 too: meant so
+        meant = rerun.locator.origins  # bad in fp32 too: meant so
     while len(lines) < 4:
         with Locator(rerun.net) as where:
             symptom = rerun(AtLines(lines, weak))
-        births = where.births.items() if symptom or not weak else ()
-        more = [at for at, kind in births if at not in (*meant, *lines) and weak in ("", kind)]
+        origins = where.origins.items() if symptom or not weak else ()
+        more = [at for at, kind in origins if at not in (*meant, *lines) and weak in ("", kind)]
         # no line of a library: nobody can mend that
         more = [at for at in more if ", called from" not in at]
         if not more:

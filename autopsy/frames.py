@@ -13,9 +13,10 @@ from textwrap import shorten
 
 import torch
 
-ROOM = os.path.dirname(__file__)
-PACK = os.path.dirname(ROOM)  # a file, where the folder was packed into one
-HERE = os.path.join(PACK if os.path.isfile(PACK) else ROOM, "")  # none of its lines is the script's
+FOLDER = os.path.dirname(__file__)
+PACK = os.path.dirname(FOLDER)  # a file, where the folder was packed into one
+# None of its lines is the script's.
+HERE = os.path.join(PACK if os.path.isfile(PACK) else FOLDER, "")
 TORCH = os.path.dirname(torch.__file__)
 LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.

@@ -21,11 +21,11 @@ from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW
 from .frames import frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
+from .module_stack import ModuleStack, around_modules
 from .operations import WRITERS, in_wider_types, rule_of, underflown_divisor
-from .places import Places, around_modules
+from .origin_names import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
 from .report import Report
 from .samples import Samples
-from .sources import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
 from .step import attributes_of
 from .tensors import (
     HALF,
@@ -60,14 +60,14 @@ class Locator(Operations):
         self.net = net
         self.paused = False
         self.functions = Functions(self._check_index)
-        self.places = Places()
+        self.places = ModuleStack()
         self.samples = Samples()
         self.labels = Labels()
         self.failed = None  # the operation that raised
         self.half = None  # the first half type that an operation has computed in
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
-        self.births = {}  # "file:line in function" of all that made a bad number, and Report.weak
+        self.origins = {}  # "file:line in function" of all that made a bad number, and Report.weak
         self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
         # Of a storage, while it lives: its name, if it was ready-made
@@ -99,9 +99,9 @@ class Locator(Operations):
             if not (span := extent(t)).is_mask:
                 made = span.bad_end + bad_columns(t)
                 yield self.known.get(storage_of(t), ""), made, self.samples.of(t)
-        for _, birth in self.causes.values():
-            if birth and birth.source:
-                yield birth.source, birth.made, birth.samples
+        for _, origin in self.causes.values():
+            if origin and origin.source:
+                yield origin.source, origin.made, origin.samples
 
     def _name(self, net, prefix=""):
         """What is ready-made, and under which name: weights, buffers, attributes."""
@@ -157,10 +157,10 @@ class Locator(Operations):
             out = func(*args, **kwargs)
         except Exception:
             spans = spans or spans_of(inputs)
-            birth = self.birth(func, spans)
+            origin = self.origin(func, spans)
             if given.get("api_name"):  # of torch.linalg, whose check it is
-                birth = replace(birth, op=f"torch.{given['api_name'].removeprefix('torch.')}")
-            self.failed = self.failed or self._earliest(spans, func)[1] or birth
+                origin = replace(origin, op=f"torch.{given['api_name'].removeprefix('torch.')}")
+            self.failed = self.failed or self._earliest(spans, func)[1] or origin
             raise
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
@@ -204,50 +204,50 @@ class Locator(Operations):
         func, args, kwargs = operation
         rule = rule_of(func)
         wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
-        number, birth = self._earliest(spans, func)
+        number, origin = self._earliest(spans, func)
         if number < LAWFUL:
-            return number, self._in_fewer_samples(birth, t, span)
+            return number, self._in_fewer_samples(origin, t, span)
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(s.is_bad for _, s in addends)
         spoilt = not span.is_mask and not rule.takes_masks
-        zeroed = str(func).startswith("aten.mul") and birth and (-inf, 0) in birth.spans
-        if birth and (added or (birth.source and spoilt and not zeroed)):
+        zeroed = str(func).startswith("aten.mul") and origin and (-inf, 0) in origin.spans
+        if origin and (added or (origin.source and spoilt and not zeroed)):
             # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
-            return next(self._clock), replace(birth, entered=str(func))
+            return next(self._clock), replace(origin, entered=str(func))
         if span.is_mask and (wanted or number == LAWFUL):
             passed_on = rule.copies and spans[0][1].is_bad
-            return LAWFUL, birth or (None if passed_on else self.birth(func, spans, t))
-        birth = self.birth(func, spans, t)
+            return LAWFUL, origin or (None if passed_on else self.origin(func, spans, t))
+        origin = self.origin(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
-        if fills and (birth.source == CONSTANT or (wanted and not birth.source)):
+        if fills and (origin.source == CONSTANT or (wanted and not origin.source)):
             by = self.functions.name  # a function that fills with NaN by itself is an operation
             maker = {"source": WRITTEN} if re.search(WRITERS, by) else {"op": f"torch.{by}"}
-            return next(self._clock), replace(birth, **maker)
+            return next(self._clock), replace(origin, **maker)
         if not all(map(isfinite, self.numbers)):
-            birth = replace(birth, fix=NOT_FINITE)
+            origin = replace(origin, fix=NOT_FINITE)
         if span.is_mask and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
-            birth = replace(birth, fix=TOO_LOW)
+            origin = replace(origin, fix=TOO_LOW)
         if rule.empty:  # which of it is used is not known yet
-            birth = replace(birth, samples=())
-        learns = birth.phase == "backward" or any(x.requires_grad for x, _ in spans)
+            origin = replace(origin, samples=())
+        learns = origin.phase == "backward" or any(x.requires_grad for x, _ in spans)
         if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
-            self.births[birth.line] = birth.weak
-        return next(self._clock), replace(birth, widened=in_wider_types(*operation))
+            self.origins[origin.line] = origin.weak
+        return next(self._clock), replace(origin, widened=in_wider_types(*operation))
 
-    def _in_fewer_samples(self, birth, t, span):
+    def _in_fewer_samples(self, origin, t, span):
         """Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
         rows count: a step in time, say, may show some of them only."""
-        spreads = birth.samples and not (birth.made == "-inf" and not span.is_mask)
+        spreads = origin.samples and not (origin.made == "-inf" and not span.is_mask)
         samples, size = self.samples.of(t), self.samples.size
-        if not spreads and 0 < len(samples) < (len(birth.samples) or size):
-            return replace(birth, samples=samples, batch_size=size)
-        return birth
+        if not spreads and 0 < len(samples) < (len(origin.samples) or size):
+            return replace(origin, samples=samples, batch_size=size)
+        return origin
 
     def blame(self, tensors: Iterable[Tensor]) -> Report | None:
         """The earliest birth among the ancestors of these tensors."""
-        number, birth = self._earliest(spans_of(tensors))
-        return birth if number < LAWFUL else None
+        number, origin = self._earliest(spans_of(tensors))
+        return origin if number < LAWFUL else None
 
     def _earliest(self, spans, func=None):
         """The first cause among these tensors, which `func` uses: (its number, its birth)."""
@@ -266,11 +266,11 @@ class Locator(Operations):
         if not name or not func:
             return NOBODY
         self.samples.cut(t)
-        birth = replace(self.birth(func, spans, t), source=name)
+        origin = replace(self.origin(func, spans, t), source=name)
         number = LAWFUL if mask else next(self._clock)
-        return self.causes.setdefault(storage, (number, birth))
+        return self.causes.setdefault(storage, (number, origin))
 
-    def birth(self, func, spans, out=None):
+    def origin(self, func, spans, out=None):
         """All that is known at this operation: it made a bad number, or is the first to use one."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
@@ -287,7 +287,7 @@ class Locator(Operations):
                 module, nth_call = owner.rpartition(".")[0], 0
             elif self.places.outside:
                 module, nth_call = self.places.of(node)
-        birth = Report(
+        origin = Report(
             op=str(func),
             module=module,
             phase=phase,
@@ -305,13 +305,13 @@ class Locator(Operations):
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
         )
         if out is None:
-            return birth
+            return origin
         bad = [span for _, span in spans if span.is_bad]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
         if phase == "forward" and (least := underflown_divisor(func, spans)):
-            birth = replace(birth, fix=UNDERFLOW.format(least))
+            origin = replace(origin, fix=UNDERFLOW.format(least))
         return replace(
-            birth,
+            origin,
             made=extent(out).bad_end,
             result=type_of(out),
             source="" if all(span.is_mask for span in bad) else CONSTANT,
@@ -332,6 +332,6 @@ class Locator(Operations):
             names, wrong = out_of_range(what, index, low, high, ignore)
             if names:
                 self.samples.cut(index)
-                birth = self.birth(func, spans_of(inputs))
-                self.failed = replace(birth, names=names, samples=self.samples.of(index, wrong))
+                origin = self.origin(func, spans_of(inputs))
+                self.failed = replace(origin, names=names, samples=self.samples.of(index, wrong))
                 raise IndexError(names[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from .advice import VERDICTS, WEAK, suggestion
-from .sources import CONSTANT, OPAQUE, STATE, WRITTEN
+from .origin_names import CONSTANT, OPAQUE, STATE, WRITTEN
 from .tensors import few, is_real
 
 COLUMNS, ROWS = 80, 12  # of a screen

@@ -104,15 +104,15 @@ class Rerun:
         self.locator = where
         with where.functions:
             symptom = self(where, fp32)
-        birth = None
+        origin = None
         if isinstance(self.error, torch.OutOfMemoryError):
             self._forget_frames()
             raise self.error
         if self.error:
-            birth = where.failed or self._raised(where)
+            origin = where.failed or self._raised(where)
             self._forget_frames()
         elif symptom:
-            birth = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+            origin = where.blame([self.results["loss"]]) or where.blame(self.results.values())
         self.factor = self._factor(where.functions.root)
         about = {
             "symptom": symptom,
@@ -120,4 +120,4 @@ class Rerun:
             "micro_batches": len(self.record.batches),
             **self.about,
         }
-        return replace(birth or Report(), **about)
+        return replace(origin or Report(), **about)

@@ -17,9 +17,9 @@ from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
 from .cures import first_cure
 from .labels import labels_in, out_of_range
 from .modes import Functions, compiled_code, was_compiled
+from .origin_names import WRITTEN
 from .report import Report
 from .rerun import Rerun
-from .sources import WRITTEN
 from .step import StepRecord, rng_states, set_rng_states
 from .tensors import bad_rows, extent, few, inner_tensors, running_statistics
 

@@ -246,7 +246,7 @@ def tests(args):
         code = subprocess.run(words, cwd=ROOT).returncode
         return {"well": code in (0, 5), "code": code}  # 5: no test
 
-    files = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
+    files = [path for path in sorted((ROOT / "tests").glob("**/test_*.py"))
              if "cuda" in path.read_text() and (path.stem == "test_graphs" or not args.smoke)]
     return {path.stem: partial(passed, path) for path in files}
 

@@ -47,8 +47,8 @@ from guards import Guard
 from models import MODELS, wrap
 from optim import ClippedAdamW, param_groups
 from ranks import agreed, parallel
-from record import Run
 from train import train_step
+from trainer.record import Run
 
 GOALS = {  # ours / its partner, at most
     ("ours", "cpu"): 1.02,

@@ -72,7 +72,7 @@ def commit() -> str:
 def code() -> str:
     """A digest of all code: a folder may be a copy without git, or have been changed since."""
     digest = hashlib.sha256()
-    folders = "*.py", "[a-z]*/*.py", "bench/*/**/*.py"
+    folders = "*.py", "[a-z]*/**/*.py"
     for path in sorted(path for folder in folders for path in ROOT.glob(folder)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

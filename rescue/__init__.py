@@ -13,8 +13,8 @@ import torch
 
 import ranks
 from checkpoint import CheckpointError
-from record import Finding, Plain
 from rescue import capsule, heal, inject, notice, probes, verify
+from trainer.record import Finding, Plain
 
 CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
 

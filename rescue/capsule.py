@@ -18,12 +18,11 @@ from torch import Tensor
 import amp_policy
 import autopsy
 import checkpoint
-import resume
-import schema
 from fp32 import keep_fp32
 from models import MODELS, build, set_drop_path, wrap
-from record import Run
 from rescue import inject
+from trainer import resume, schema
+from trainer.record import Run
 
 
 class Recorded(TypedDict):

@@ -43,11 +43,10 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import ranks
-import resume
-import schema
 from fp32 import fp32_eval, keep_fp32, pinned
-from record import End, Run
 from rescue import capsule
+from trainer import resume, schema
+from trainer.record import End, Run
 
 LASTING = ("precision", "weights", "divergence", "compiler")  # verdicts that change the run
 

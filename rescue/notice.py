@@ -31,9 +31,9 @@ from torch import Tensor
 
 import guards
 import optim
-import validation
-from record import Run
 from rescue import probes, verify
+from trainer import validation
+from trainer.record import Run
 
 FIRST = 10  # losses from which the start is known
 HIGH = "the loss has been far above its past"

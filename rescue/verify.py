@@ -32,8 +32,8 @@ import autopsy
 import guards
 import optim
 import ranks
-from record import Run
 from rescue import heal
+from trainer.record import Run
 
 PIECE = 32  # images of the pass that is run twice: 64 of the 50,000 of an epoch are 0.13 %
 PRIME = 16_777_213  # the largest below 2^24, so that fp32 holds a checksum exactly

@@ -6,12 +6,12 @@ import torch
 from helpers import read_lines
 from torchvision.transforms.v2.functional import to_pil_image
 
-import prepare
 import report
 import train
 from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
+from trainer import prepare
 
 # `-m quick` leaves out what is slow: these files (they start processes, or train for long), every
 # test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.

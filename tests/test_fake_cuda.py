@@ -32,9 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import optim
-import record
 import train
-import validation
 from amp_policy import LossScaler
 from autopsy import step, verdict
 from extras.ema import EMA
@@ -45,6 +43,7 @@ from optim import ClippedAdamW, Schedule, master_params, warmup_cosine
 from rescue import Rescue, heal, notice, verify
 from rescue.inject import Injector
 from rescue.probes import Probes
+from trainer import record, validation
 
 CUDA = torch.device("cuda", 0)
 KNOWN = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")

@@ -14,7 +14,7 @@ from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
 from optim import ClippedAdamW, Schedule, master_params, param_groups, warmup_cosine
-from record import Run
+from trainer.record import Run
 
 
 def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):

@@ -8,7 +8,7 @@ import sys
 
 from helpers import HIDDEN, ROOT, needs_unix, run_script
 
-ROOMS = sorted(ROOT.glob("autopsy/**/*.py"))  # carried away together
+AUTOPSY = sorted(ROOT.glob("autopsy/**/*.py"))  # carried away together
 COPIED = [  # carried away one by one
     *(ROOT / f"{name}.py" for name in ("amp_policy", "fp32", "guards", "optim", "checkpoint",
                                        "ranks", "report")),
@@ -17,8 +17,9 @@ COPIED = [  # carried away one by one
     *sorted(path for path in ROOT.glob("models/*.py") if path.stem != "__init__"),
 ]
 AT_NEED = {"report.py": {"matplotlib", "numpy", "PIL", "tensorboard"}}
+FOLDERS = ("autopsy", "rescue", "trainer", "extras", "models", "data")
 OURS = [path for path in ROOT.glob("**/*.py")
-        if path.relative_to(ROOT).parts[0] in ("autopsy", "rescue", "extras", "models", "data")
+        if path.relative_to(ROOT).parts[0] in FOLDERS
         or path.parent == ROOT]
 
 
@@ -45,7 +46,7 @@ def test_a_copied_file_imports_nothing_of_ours_and_data_adds_torchvision():
         assert not strangers(path, {"torch"} | AT_NEED.get(path.name, set())), path
     for path in ROOT.glob("data/*.py"):
         assert not strangers(path, {"torch", "torchvision", "PIL", "data", "."}), path
-    for path in ROOMS:
+    for path in AUTOPSY:
         assert not strangers(path, {"torch", "autopsy", "."}), path
 
 
@@ -117,14 +118,14 @@ def test_the_folder_runs_alone_and_so_does_the_one_file_that_is_packed_of_it(tmp
 
 WINGS = {  # of autopsy/: which other folders each may import; "" is the examination
     "": set(),
-    "watching": {"", "silent", "before"},  # the last two where they are needed, if they are there
-    "silent": {"", "watching"},
-    "before": {"", "watching"},
+    "watch": {"", "silent", "before"},  # the last two where they are needed, if they are there
+    "silent": {"", "watch"},
+    "before": {"", "watch"},
 }
 
 
 def test_the_examination_never_imports_the_watch_and_wings_only_what_they_may():
-    for path in ROOMS:
+    for path in AUTOPSY:
         home = path.parent.relative_to(ROOT / "autopsy").name
         for name in imported(path):
             first, folder, *_ = *name.split("."), ""
@@ -153,8 +154,8 @@ def test_a_wing_can_be_torn_off(tmp_path):
 
 
 def test_no_name_crosses_a_room_with_an_underscore():
-    ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", "".join(p.read_text() for p in ROOMS)))
-    for path in ROOMS:
+    ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", "".join(p.read_text() for p in AUTOPSY)))
+    for path in AUTOPSY:
         tree = ast.parse(path.read_text())
         taken = [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
                  if n.level]

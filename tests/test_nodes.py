@@ -19,7 +19,7 @@ from helpers import ROOT, run_ranks, same, script
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-from record import End, Run
+from trainer.record import End, Run
 
 LINE = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 40 --log-every 1 "
         "--ckpt-every 4 --precision fp32 --device cpu --resume auto")

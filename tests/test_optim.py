@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from extras.ema import EMA
 from extras.muon import Muon, matrices
-from flags import scaled_lr
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
-from resume import widen
+from trainer.flags import scaled_lr
+from trainer.resume import widen
 
 SHAPES = [(7, 5), (5,), (4, 3, 3, 3), (1,), (33,)]
 MATRICES = [(64, 32), (8, 12, 3, 3), (64, 32), (16, 48)]

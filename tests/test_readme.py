@@ -66,9 +66,10 @@ def test_every_link_file_flag_and_test_of_the_pages_exists():
     known = {"--standalone", "--nproc_per_node", "--nproc-per-node", "--max-restarts", "--help",
              "--nnodes", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--local-addr"}
     for path in (*ROOT.glob("*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("autopsy/**/*.py"),
+                 *ROOT.glob("trainer/*.py"),
                  ROOT / "run.sh"):
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", path.read_text()))
-    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
     for path, page in PAGES.items():
         assert [*broken_links(path, page)] == [], path
         assert [*missing_files(path, page)] == [], path

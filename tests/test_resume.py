@@ -26,14 +26,12 @@ import torch
 from helpers import refused, run_ranks, script
 
 import checkpoint
-import prepare
 import report
-import resume
-import schema
 import train
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from models.classifier import Classifier
+from trainer import prepare, resume, schema
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)

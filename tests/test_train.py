@@ -12,14 +12,13 @@ import pytest
 import torch
 from helpers import events, last_state, mlp, needs_cuda, refused, same, two_ranks
 
-import flags
 import guards
 import report
 import rescue
 import train
-import validation
 from data import batches
 from rescue import notice
+from trainer import flags, validation
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
 

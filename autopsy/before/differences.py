@@ -20,7 +20,7 @@ from ..frames import line_now, said
 from ..modes import Operations
 from ..step import rng_states, set_rng_states
 from ..tensors import device_of, flat_tensors, floats_in
-from ..watching.hooks import calls_through
+from ..watch.hooks import calls_through
 
 ROOM, RESULTS = 1 << 20, 4096  # numbers of a result, and results, that are compared
 MOST = 16  # calls of custom functions that are compared

@@ -22,11 +22,11 @@ from ..frames import line_of, said
 from ..modes import InDtype, compiled_code, without_checkpoints
 from ..step import unchanged
 from ..tensors import HALF, NARROW, numbers_of
-from ..watching.forward import SCALES, SUMS, operands_of
-from ..watching.ledger import moved_by
-from ..watching.replay import in_no_module, net_of
-from ..watching.tape import BACKWARD, buffers_back
-from ..watching.watch import Watch
+from ..watch.deferred import moved_by
+from ..watch.forward import SCALES, SUMS, operands_of
+from ..watch.recorder import BACKWARD, buffers_back
+from ..watch.replay import in_no_module, net_of
+from ..watch.watch import Watch
 from .differences import Custom, FirstApart, Saved, own_gradients
 
 BEYOND = 8
@@ -61,9 +61,9 @@ class GradientCheck(Watch):
 
     def check(self, optimizer):
         """Replace what the watch does before a step."""
-        late = [call for call in self.tape.calls if call.number > self.tape.latest]
+        late = [call for call in self.recorder.calls if call.number > self.recorder.latest]
         passes = [call for call in late if call.function is BACKWARD]  # none before a closure
-        if not passes or self.tape.steps_of.get(id(optimizer), 0) < self.at:
+        if not passes or self.recorder.steps_of.get(id(optimizer), 0) < self.at:
             super().check(optimizer)
             return
         step = f"step {self.at}"
@@ -71,7 +71,7 @@ class GradientCheck(Watch):
             self.answer = 4, f"{step}: run one process for this check; nothing is known"
             raise SystemExit
         try:
-            code, text = Step(self.tape, optimizer).check()
+            code, text = Step(self.recorder, optimizer).check()
         except Exception as error:
             code, text = 4, f"it could not be made again ({said(error)}): nothing is known"
         self.answer = code, f"{step}: {text}"
@@ -92,10 +92,10 @@ class GradientCheck(Watch):
 class Step:
     """The step on the tape, to be repeated as often as needed."""
 
-    def __init__(self, tape, optimizer):
+    def __init__(self, recorder, optimizer):
         self.notes = []  # on custom functions
         # Earlier passes belong to other optimizers, and their gradients were set to 0.
-        self.calls = tape.needed((), since=tape.latest)
+        self.calls = recorder.needed((), since=recorder.latest)
         self.net = net_of(self.calls)
         self.params = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
         free = [t for t in in_no_module(self.calls, self.net) if t.grad is not None]

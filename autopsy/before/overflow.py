@@ -23,7 +23,7 @@ from ..frames import said
 from ..locator import Locator
 from ..operations import rule_of
 from ..tensors import HALF, LIMIT, exchange_dtype, extent, floats_in, numbers_of, storage_of
-from .halves import Halves
+from .autocast_rules import AutocastRules
 
 STEPS = 3
 MOST = 65504.0  # (2 - 2**-10) * 2**15, the largest number of fp16
@@ -57,7 +57,7 @@ class Overflow(Locator):
 
     def __init__(self, steps=STEPS):
         super().__init__()
-        self.halves = Halves()
+        self.autocast_rules = AutocastRules()
         self.lost = WeakKeyDictionary()  # storages with numbers that half makes 0: what says so
         self.to_one = WeakKeyDictionary()  # storages with a bound that half makes 1
         self.over = WeakKeyDictionary()  # storages with numbers beyond the end
@@ -72,7 +72,7 @@ class Overflow(Locator):
         yield register_optimizer_step_pre_hook(self.begins)
         yield register_optimizer_step_post_hook(self.ends)
         yield torch.compiler.set_stance("force_eager")
-        yield self.halves
+        yield self.autocast_rules
 
     def begins(self, optimizer, args, kwargs):
         self.paused = len(args) == 1 and not kwargs.get("closure")  # weights stay in fp32
@@ -80,7 +80,7 @@ class Overflow(Locator):
     def ends(self, optimizer, args, kwargs):
         self.paused = False
         self.steps += 1
-        self.halves.forget()
+        self.autocast_rules.forget()
         most = max((size for size, *_ in self.flow), default=0.0)
         lost = [flow for flow in self.flow if flow[0] > FAINT * most and flow[1] > LOST]
         if lost:
@@ -109,8 +109,8 @@ class Overflow(Locator):
         made = [t for t in floats_in(out) if t.numel()]
         rule = rule_of(func)
         name = rule.name
-        half = self.halves.in_half(name, given, made)
-        backward = self.halves.backward
+        half = self.autocast_rules.in_half(name, given, made)
+        backward = self.autocast_rules.backward
         with _disable_current_modes(), torch.no_grad():
             if not backward:
                 self.raises(name, given, half, rule.writes)
@@ -131,29 +131,29 @@ class Overflow(Locator):
         if half and NO_HALF.fullmatch(name):
             self.note("raises", 1e4, "it has no kernel for half, and raises")
         one_type = name in ONE_TYPE or (writes and name in CAST)
-        if one_type and len({self.halves.is_half(t) for t in given}) > 1:
+        if one_type and len({self.autocast_rules.is_half(t) for t in given}) > 1:
             self.note("raises", 1e4, "it is given half and fp32 together, and raises")
 
     def result(self, name, args, kwargs, given, made):
         """Judge an operation that would run in half."""
-        product = self.halves.is_product(name)
+        product = self.autocast_rules.is_product(name)
         if product:
-            wide = [t for t in given if not self.halves.is_half(t)]
+            wide = [t for t in given if not self.autocast_rules.is_half(t)]
             self.sizes("of what it is given", wide)
-            if not self.halves.backward:
+            if not self.autocast_rules.backward:
                 self.positions(wide)
         if any(t.dtype is torch.float16 for t in made):
             made = self.in_fp32(args, kwargs, made)
         self.sizes("of the result", made, given)
-        if product and self.halves.backward:
+        if product and self.autocast_rules.backward:
             for t in made[:2]:  # the third is a bias
                 self.flows(t)
 
     def note(self, kind, badness, words):
-        birth = self.birth(self.func, ())
-        place = birth.line, birth.phase, kind
+        origin = self.origin(self.func, ())
+        place = origin.line, origin.phase, kind
         if badness > self.found.get(place, (0,))[0]:
-            self.found[place] = badness, f"{_place(birth)}: {words}"
+            self.found[place] = badness, f"{_place(origin)}: {words}"
 
     def sizes(self, which, tensors, given=()):
         """Note tensors near or beyond the end of fp16, but not what merely follows from an earlier
@@ -199,7 +199,8 @@ class Overflow(Locator):
 
     def angles(self, name, args):
         """A sine of numbers that half rounds by a radian."""
-        if name not in ("sin", "cos") or not self.halves.is_half(args[0]) or not args[0].numel():
+        is_half = self.autocast_rules.is_half
+        if name not in ("sin", "cos") or not is_half(args[0]) or not args[0].numel():
             return
         size = extent(args[0]).largest
         steps = [torch.finfo(dtype).eps * 2.0 ** floor(log2(max(size, 1.0))) for dtype in HALF]
@@ -211,7 +212,7 @@ class Overflow(Locator):
         """Numbers that half makes 0 matter where they are divided by, or go into a log."""
         at = BREAK_AT_0.get(name, inf)
         t = args[at] if at < len(args) else None
-        if not isinstance(t, torch.Tensor) or not self.halves.is_half(t):
+        if not isinstance(t, torch.Tensor) or not self.autocast_rules.is_half(t):
             return
         numbers = numbers_of(t.detach()).float()
         gone = (numbers != 0) & (numbers.half() == 0)
@@ -241,13 +242,14 @@ class Overflow(Locator):
     def difference(self, args, out):
         """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of
         a difference that is much smaller."""
-        if not any(t.dtype is torch.float32 and self.halves.is_half(t) for t in floats_in(args)):
+        is_half = self.autocast_rules.is_half
+        if not any(t.dtype is torch.float32 and is_half(t) for t in floats_in(args)):
             return
         exact = numbers_of(out.detach()).double()
         norm, kinds = float(exact.norm()), []
         for dtype in HALF:
             rounded = [
-                a.to(dtype).to(a.dtype) if torch.is_tensor(a) and self.halves.is_half(a) else a
+                a.to(dtype).to(a.dtype) if torch.is_tensor(a) and is_half(a) else a
                 for a in args
             ]
             inexact = numbers_of(self.func(*rounded)).double()
@@ -272,7 +274,7 @@ class Overflow(Locator):
             off = float((numbers - rounded).norm())
             zeros = float(((numbers != 0) & (rounded == 0)).double().mean())
             words = f"{zeros:.0%} of its numbers become 0 in fp16 at this loss scale"
-            at = _place(self.birth(self.func, ()))
+            at = _place(self.origin(self.func, ()))
             told = f"{at}: {words} (the largest is {size:.2g})"
             self.flow.append((norm / numbers.numel() ** 0.5, off / norm, told))
 
@@ -306,7 +308,7 @@ class Overflow(Locator):
         return "\n".join([head, *lines])
 
 
-def _place(birth):
-    within = f" in {birth.module}" if birth.module else ""
-    backward = f" (backward of {birth.node})" if birth.phase == "backward" else ""
-    return f"{birth.line}: {birth.op}{within}{backward}"
+def _place(origin):
+    within = f" in {origin.module}" if origin.module else ""
+    backward = f" (backward of {origin.node})" if origin.phase == "backward" else ""
+    return f"{origin.line}: {origin.op}{within}{backward}"

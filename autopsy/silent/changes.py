@@ -10,8 +10,8 @@ from torch import nn
 
 from ..frames import line_of
 from ..tensors import few, storage_of
-from ..watching.ledger import params_of
-from ..watching.tape import BACKWARD
+from ..watch.deferred import params_of
+from ..watch.recorder import BACKWARD
 
 PAST = 32  # steps
 LATELY = 3  # of these: what a change has led to
@@ -21,8 +21,8 @@ APART = 4  # times as many rows
 class Changes:
     """What an optimizer's steps have brought: noted in its past."""
 
-    def __init__(self, tape, names):
-        self.tape, self.names = tape, names
+    def __init__(self, recorder, names):
+        self.recorder, self.names = recorder, names
         self.written = []  # since the last step: (line, weights)
 
     def wrote(self, line, weights):
@@ -35,7 +35,7 @@ class Changes:
         if self.written:
             mine = {storage_of(p) for p in params_of(optimizer)}
         more = past.noted and moved > past.noted[-1]["moved"]
-        calls = [c for c in self.tape.calls if c.number > self.tape.latest]
+        calls = [c for c in self.recorder.calls if c.number > self.recorder.latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         now = {
             "shape": next((tuple(c.shape) for c in nets if c.shape), (0,)),
@@ -50,7 +50,7 @@ class Changes:
         self.written = []
         for call in calls:
             for frame in call.frames[-1:]:  # of the script
-                past.lines.setdefault(frame, self.tape.steps)
+                past.lines.setdefault(frame, self.recorder.steps)
         past.noted = [*past.noted, now][-PAST - LATELY :]
 
     def _fresh(self, optimizer):
@@ -79,7 +79,7 @@ class Changes:
             return {step[what] for step in before}
 
         now, passes = late[-1], earlier("passes")
-        if past.born is not None and (age := self.tape.steps - past.born) < LATELY:
+        if past.born is not None and (age := self.recorder.steps - past.born) < LATELY:
             _, filled = late[-1 - age]["state"]
             without = "" if filled else ", which began without the state of the one before"
             return f"The optimizer is a new one since step {past.born}{without}"
@@ -99,7 +99,7 @@ class Changes:
         if late[-1]["state"] not in earlier("state"):
             return "The optimizer's state is a new one: cleared, or loaded"
         ran = past.lines.items()
-        if new := [frame for frame, step in ran if step == self.tape.steps]:
+        if new := [frame for frame, step in ran if step == self.recorder.steps]:
             return f"It was the first step to run {line_of(new[:1])}"
         return ""
 

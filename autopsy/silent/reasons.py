@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..tensors import HALF, few
-from .weight import READ
+from .weight_history import READ
 
 CUTS = {
     "": "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()",
@@ -35,8 +35,8 @@ class Reasons:
         """All sentences. Here the host waits for the device for the first time."""
         weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
         for w in weights:
-            w.norms = self.still.ledger.to_host(w.norms)
-            numbers = iter(self.still.ledger.to_host(g for g in w.grads if g is not None))
+            w.norms = self.still.deferred.to_host(w.norms)
+            numbers = iter(self.still.deferred.to_host(g for g in w.grads if g is not None))
             w.grads = [None if g is None else next(numbers) for g in w.grads]
         if shapes := self.still.anew.shapes:
             yield (

@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from ..tensors import batched, extent, few, type_of
-from ..watching.forward import Forward
-from ..watching.ledger import params_of
+from ..tensors import LIMIT, batched, extent, few, type_of
+from ..watch.deferred import params_of
+from ..watch.events import Events
+from ..watch.forward import Forward
 from .changes import PAST, Changes
 
 ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
@@ -86,37 +87,37 @@ class Rows(NamedTuple):
     alike: str = ""  # all rows, and all have one label
 
 
-class Spike:
+class Spike(Events):
     """The losses and gradient norms of each optimizer, and the jumps among them."""
 
-    def __init__(self, scaling, tape, names):
-        self.scaling, self.tape = scaling, tape
-        self.changes = Changes(tape, names)
-        self.wrote = self.changes.wrote
+    def __init__(self, watch):
+        self.scaling, self.recorder = watch.scaling, watch.recorder
+        self.changes = Changes(watch.recorder, watch.names)
         self.pasts = WeakKeyDictionary()  # of each optimizer
         self.kinds = {}  # its class, and shapes of its weights: the latest one's
         self.given = WeakKeyDictionary()  # module: its batch; the largest number of earlier ones
         self.told, self.tries = [], 0
 
-    def takes(self, module, tensors):
+    def called(self, module, tensors):
         """A module is called in training: read its batch at the steps 0, 1, 2, 4, 8, ..."""
         real = [t for t in batched(tensors) if t.is_floating_point() and t.numel()]
         _, usual = self.given.get(module, ((), ()))
-        if self.tape.steps.bit_count() < 2:
+        if self.recorder.steps.bit_count() < 2:
             sizes = [t.detach().abs().amax() for t in real]
             pairs = zip(sizes, usual or sizes, strict=False)
             usual = [torch.maximum(a, b) if a.dtype == b.dtype else a for a, b in pairs]
         self.given[module] = [ref(t) for t in real], usual
 
-    def look(self, optimizer, losses, norm, moved):
-        """Before the step of this optimizer: these losses have led to so many gradients."""
+    def before_step(self, optimizer, losses, norm, moved):
+        if not norm <= LIMIT:
+            return
         past = self.pasts.get(optimizer)
         if not past or past.owner != id(optimizer):
             past = self._begins(optimizer, sum(losses))
         rates = [group.get("lr") for group in optimizer.param_groups]
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
         raised = self._raised(past, max(rates, default=0.0))
-        past.step = self.tape.steps
+        past.step = self.recorder.steps
         self.changes.look(optimizer, past, moved)
         now, highest = (sum(losses), norm), past.highest
         recent = [max(values) for values in zip(*past.last, strict=True)] or [0.0, 0.0]
@@ -135,16 +136,19 @@ class Spike:
             past.last.append(now)
         past.highest = tuple(map(max, highest, now))
 
+    def wrote(self, line, weights):
+        self.changes.wrote(line, weights)
+
     def _begins(self, optimizer, loss):
         """One that follows an equal one of the step before, as after a resume, has its past; unless
         the loss is another, too, as in the next fold of a cross-validation."""
         kind = type(optimizer), *(p.shape for p in params_of(optimizer))
-        past, step = self.kinds.get(kind), self.tape.steps
+        past, step = self.kinds.get(kind), self.recorder.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
         follows = follows and loss <= FOLD * max(last for last, _ in past.last)
         if follows and optimizer not in self.pasts:  # else two equal ones take turns
             past.owner, past.born = id(optimizer), step
-            self.tape.steps_of[id(optimizer)] = step
+            self.recorder.steps_of[id(optimizer)] = step
         else:
             past = Past(id(optimizer))
         self.pasts[optimizer] = self.kinds[kind] = past
@@ -154,9 +158,9 @@ class Spike:
         """A sentence if the rate has risen far above all earlier ones a short while ago."""
         past.rates.append(rate)
         if past.since is None and rate > FASTER * past.rate > 0:
-            past.before, past.since = past.rate, self.tape.steps
+            past.before, past.since = past.rate, self.recorder.steps
         past.rate = max(past.rate, rate)
-        if past.since is not None and self.tape.steps > past.since + PAST:
+        if past.since is not None and self.recorder.steps > past.since + PAST:
             past.since = None
         if past.since is None:
             return ""
@@ -167,7 +171,7 @@ class Spike:
         known = raised and any(jump.since == past.since for jump in self.told)
         if known or self.changes.target_moved(past):
             return
-        k, step = times.index(max(times)), self.tape.steps
+        k, step = times.index(max(times)), self.recorder.steps
         numbers = "" if self.scaling.scaler else f" ({now[k]:.3g} after at most {recent[k]:.3g})"
         what = (
             f"step {step}: the {('loss', 'gradient norm')[k]} jumped to {times[k]:.3g} times the "
@@ -179,9 +183,9 @@ class Spike:
             before = f"in most of the {PAST} steps before"
             jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
         rows = Rows()
-        if self.tape.hooks.world == 1 and times[0] > ROWS and not raised:
+        if self.recorder.hooks.world == 1 and times[0] > ROWS and not raised:
             self.tries += 1
-            rows = rows_of(self.tape, times[0], own)
+            rows = rows_of(self.recorder, times[0], own)
             jump.whole = rows.whole
             if rows.rare:
                 return
@@ -213,7 +217,7 @@ class Spike:
         jump.last.append(now[jump.k])
         jump.soon |= len(jump.last) <= SOON and jump.last[-1] * ALL < jump.size
         if jump.last[-1] <= 2 * jump.recent:
-            jump.back = self.tape.steps
+            jump.back = self.recorder.steps
             past.jump = None
 
     def sentences(self):
@@ -241,9 +245,9 @@ def _times(now, recent, usual):
 # The rows
 
 
-def rows_of(tape, times, own):
+def rows_of(recorder, times, own):
     """Which rows carry the spike of this step."""
-    with suppress(Exception), Forward(tape) as again:
+    with suppress(Exception), Forward(recorder) as again:
         return _rows_of(again, times, own)
     return Rows()  # a service: whatever cannot be made again names no rows
 

@@ -1,0 +1,242 @@
+"""
+Judges: which number is bad, and what is it called?
+
+The ledger calls a judge (bad_loss, bad_update, ...) with a tensor and its norm, if that is not
+finite; the arguments before these say what was true when the number was noted. A judge names the
+symptom and hands it to findings.py. It repeats nothing.
+"""
+
+from dataclasses import replace
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..advice import NOT_FINITE, RISES, SAME
+from ..operations import OVERWRITES
+from ..origin_names import OUTSIDE, WRITTEN
+from ..report import Report
+from ..tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
+from .deferred import held_by, moved_by
+from .names import modules
+from .recorder import COPIES
+
+
+class Update(NamedTuple):
+    """A step of an optimizer."""
+
+    optimizer: Any
+    rates: list  # of its groups, at that step
+    gradient: float  # the largest gradient norm up to it
+    line: str = ""
+
+
+class Write(NamedTuple):
+    """What the script writes into a weight by hand."""
+
+    name: str  # of the function
+    step: int
+    line: str
+    values: list  # tensors that calls on the tape made
+    numbers: list | None  # the numbers given; None: a tensor, too, of which nothing is known
+    before: Tensor  # the weight's norm
+
+    @property
+    def plain(self):
+        return self.name.removeprefix("_foreach").strip("_")
+
+    @property
+    def overwrites(self):
+        return self.plain in (*OVERWRITES, "constant", "setitem", "data")
+
+    def cannot_make_bad(self, p):
+        """Whether the write can only bring zeros, a good number, or random ones."""
+        largest = torch.finfo(p.dtype).max / 100
+        known = self.numbers is not None and not self.values
+        return self.overwrites and known and all(abs(x) <= largest for x in self.numbers)
+
+
+def given_to(values, maker):
+    """Split what a script writes into (tensors made by calls on the tape, plain numbers). The
+    numbers are None if some tensor is unknown."""
+    given = floats_in(values)
+    made = [t for t in given if maker(t)]
+    numbers = [x for x in tree_leaves(values) if isinstance(x, int | float)]
+    known = len(given) == len(made) or not all(map(isfinite, numbers))
+    return made, numbers if known else None
+
+
+class Checks:
+    """One method for each kind of number on the ledger."""
+
+    def __init__(self, findings, names):
+        self.findings, self.names = findings, names
+        self.hooks = findings.hooks
+        self.recorder, self.deferred = findings.recorder, findings.deferred
+        self.unasked = torch.utils.weak.WeakIdKeyDictionary()  # table: rows
+
+    def check_loss(self, loss, value):
+        self.findings.stop(f"loss is {value:.3g}", self.findings.explain(evidence=[loss]))
+
+    def check_output(self, call, value):
+        """A bad number under no_grad does not end a script: autopsy reports it at the end."""
+        symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
+        if call.uninitialised:  # a warm-up, a count of operations
+            why = "its input is what torch.empty found in memory"
+            self.hooks.unwatched.add(f"{symptom}: passed over, {why}")
+        elif call.number > self.recorder.first:
+            if not self.findings.later(symptom, [call.number]):
+                self.hooks.unwatched.add(f"{symptom}; its cause was not found")
+        else:  # a count of operations, or of memory
+            self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
+
+    def check_buffer(self, call, b, value):
+        """The forward pass spoilt it; the loss may show it in a later step or in evaluation."""
+        names = [n for n, other in call.function.named_buffers() if other is b]
+        before = [extent(call.buffers[name]) for name in names]
+        span = extent(b)
+        if not (span.is_mask or any(s.is_bad for s in before)):
+            self.findings.later(f"buffer {self.names.of(b)} is {span.bad_end}", [call.number], [b])
+
+    def _unasked(self, p, t, write=None):
+        """Note bad rows of a table that no sample looked up: a line at the end, no verdict. A
+        sample that looks one up makes the loss bad."""
+        rows, known = set(rows_beyond(t)), self.unasked.get(p, set())
+        if not rows or len(t) != len(p):
+            return False
+        if rows <= known:
+            return True
+        owner = next((m for m in modules() for q in m.parameters(recurse=False) if q is p), None)
+        table = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        if type(owner).__module__.startswith(nn.__name__) and not table:
+            return False  # of a layer, which asks for each row
+        # any() is True for NaN
+        asked = not table if p.grad is None else p.grad.to_dense()[sorted(rows)].any()
+        if asked:
+            return False
+        self.unasked[p] = rows | known
+        written = f"written at {write.line}" if write else "bad before the watch"
+        self.findings.unasked[f"parameter {self.names.of(p)}"] = bad_rows(t).strip(), written
+        return True
+
+    def _is_computed(self, t):
+        """Whether `t` is more than a copy of what was loaded."""
+        made = self.recorder.known.get(t)
+        calls = (call for call in self.recorder.calls if made and call.number == made.number)
+        return any(c.name != "detach" and not COPIES.fullmatch(c.name) for c in calls)
+
+    def check_write(self, p, writes, t, value):
+        """Blame the last write before which the weight was good; a bad value explains it."""
+        before = self.deferred.to_host(write.before for write in writes)
+        good = [k for k, norm in enumerate(before) if norm <= LIMIT]
+        write = writes[good[-1] if good else -1]
+        bad_values = [x for x in write.values if extent(x).is_bad]
+        if not any(map(self._is_computed, bad_values)) and self._unasked(p, t, write):
+            return
+        made = extent(t).bad_end
+        symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
+        for bad in bad_values:
+            if good or write.name == "data":  # what is bad in it is this very write
+                p.nan_to_num_(0.0, 0.0, 0.0)
+            made_by = self.recorder.known.get(bad)
+            report = self.findings.explain([made_by.number], [bad])
+            if report and report.source in (WRITTEN, OUTSIDE):  # not a number of the batch
+                report = replace(report, verdict="weights", fix=NOT_FINITE)
+            if report and report.op:  # else it was loaded, and no operation has used it
+                self.findings.stop(symptom, report)
+        report = Report("weights", step=write.step, made=made, repeated=False)
+        if write.cannot_make_bad(p):
+            symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
+            unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
+            fix = "look for what writes weights past torch: NumPy, a kernel, another library"
+            self.findings.stop(symptom, replace(report, names=(unseen,), fix=fix))
+        op = f"torch.{SAME.get(write.plain, write.plain)}"
+        report = replace(report, op=op, line=write.line)
+        if not all(map(isfinite, write.numbers or ())):
+            self.findings.stop(symptom, replace(report, fix=NOT_FINITE))
+        verdict = "weights" if write.overwrites else "divergence"
+        self.findings.stop(symptom, replace(report, verdict=verdict))
+
+    def check_gradients(self, optimizer, why=""):
+        params = moved_by(optimizer)
+        norms = self.deferred.to_host(self.deferred.norms(p.grad for p in params))
+        bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
+        if bad or self.hooks.world > 1:
+            name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
+            made = extent(bad[0].grad).bad_end if bad else "nan"
+            report = self.findings.explain(evidence=[p.grad for p in bad])
+            self.findings.stop(f"the gradient of {name} is {made}{why}", report)
+
+    def _held(self, optimizer, t):
+        """(group, parameter, name) of a bad tensor that the optimizer holds; None if it no longer
+        does, or if it is a finite moment: squares of gradients may lie beyond LIMIT."""
+        for k, p, key, held in held_by(optimizer):
+            if held is t and not (key and all(map(isfinite, extent(t)))):
+                return k, p, f"{key} of {self.names.of(p)}" if key else self.names.of(p)
+        return None
+
+    def check_moment(self, optimizer, origin, t, value):
+        """A checkpoint brought it: no step of the optimizer made it."""
+        held = self._held(optimizer, t)
+        if held and held[1] is t:
+            self._unasked(t, t)  # else the loss tells
+        elif held:
+            symptom = f"{held[-1]} is {extent(t).bad_end} {origin}"
+            self.findings.stop(symptom, Report("weights"))
+
+    def check_update(self, update, t, value):
+        """The gradients were good and the weights or moments are bad: blame the optimizer."""
+        optimizer = update.optimizer
+        held = self._held(optimizer, t)
+        if not held:
+            return
+        k, p, name = held
+        rows = set(rows_beyond(t))
+        if rows and rows <= self.unasked.get(p, set()):
+            return  # bad before the first step
+        symptom = f"{name} is {extent(t).bad_end}"
+        group, rate = optimizer.param_groups[k], update.rates[k]
+        origin = self.hooks.locator and self.hooks.locator.blame([t])
+        why, fix = _why_bad(group, p, rate, update.gradient)
+        if origin and origin.weak and not origin.source:
+            fix = origin.fix or replace(origin, verdict="divergence").suggestion
+            fix += f", at {origin.line}"
+        report = None
+        if origin or torch.optim.__name__ in type(optimizer).__module__:
+            hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
+            has = ", ".join(f"{n}={v}" for n, v in {"lr": rate, **hyper}.items())
+            made = f"made by {type(optimizer).__name__} ({has}) on {type_of(p)}"
+            made += f", {update.line}" if origin else ""
+            origin = origin or Report(line=update.line)
+            report = replace(origin, verdict="optimizer", names=(made, why), fix=fix)
+        steps = self.recorder.steps
+        # Where it is not counted, others stepped more often.
+        counted = self.recorder.steps_of.get(id(optimizer)) == steps
+        step = max(0, steps - counted)
+        self.findings.stop(f"{symptom} after good gradients", report, step)
+
+    def bad_at_the_end(self, t, value):
+        if self._unasked(t, t):
+            return
+        report = self.findings.explain(evidence=[t])
+        self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
+
+
+def _why_bad(group, p, rate, gradient):
+    """Say why this group's update of `p` was bad, and what to do."""
+    why = f"the gradient norm was up to {gradient:.3g}"
+    fix = "a lower lr"
+    if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:
+        why = f"eps={group['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
+        fix = "eps=1e-8"
+    if p.dtype in HALF:
+        fix += ", and weights and moments in fp32"
+    if group.get("centered"):  # E[g^2] - E[g]^2
+        fix = "centered=False: rounding makes the variance negative, and its root NaN"
+    if not is_real(float(rate or 0)):
+        fix = "look at the schedule"
+    elif float(rate or 0) < 0:
+        fix = f"the learning rate is negative: {RISES}"
+    return why, fix

@@ -1,0 +1,146 @@
+"""
+Ledger: numbers that wait on the device, and are read together.
+
+A norm reads a tensor once, and is NaN or inf if one of its numbers is. It stays on the device until
+the next transfer, which the optimizer step makes anyway: the watch adds no sync of its own. A
+tensor that cannot be read (memory of another library, say) counts as 0; the end names it. The
+ledger knows the order of judgement, and no judge.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..frames import said
+from ..tensors import LIMIT, inner_tensors, numbers_of, storage_of
+
+
+class DeferredChecks:
+    """Numbers that wait to be read, each with the judge of a bad one."""
+
+    def __init__(self):
+        self._noted = []  # (a number on the device, what to do with it if it is bad)
+        self._results = []  # the same of what forwards have made
+        self._written = {}  # storage: (weight, what the script wrote into it, judge)
+        self.unread = {}  # kind of tensor: why it could not be read
+        self._read = 0  # how many norms
+
+    def __len__(self):
+        return len(self._noted) + len(self._results)
+
+    def note(self, tensors, judge):
+        """Read their norms at the next transfer; judge(tensor, norm) is called for a bad one."""
+        self._noted += self.entries(tensors, judge)
+
+    def entries(self, tensors, judge):
+        real = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        norms = self.norms(real)
+        return [(norm, partial(judge, t)) for t, norm in zip(real, norms, strict=True)]
+
+    def results(self, entries):
+        """The same for results of a forward pass."""
+        self._results += entries
+
+    def wrote(self, p, write, judge):
+        """The script writes into this weight, a view of it, or its data. One transfer reads all
+        that were written."""
+        self._written.setdefault(storage_of(p), (p, [], judge))[1].append(write)
+
+    def _entries_of_written(self):
+        # a weight whose data was exchanged is noted under the new one
+        written = [entry for at, entry in self._written.items() if storage_of(entry[0]) is at]
+        self._written = {}
+        norms = self.norms(p for p, *_ in written)
+        return [
+            (norm, partial(judge, p, writes, p))
+            for (p, writes, judge), norm in zip(written, norms, strict=True)
+        ]
+
+    def transfer(self, more=(), losses=()):
+        """Read all in one transfer, and judge what is bad. It returns the values of `more`.
+
+        The order of judgement: what was noted, as it came (an optimizer's weights and moments
+        first, because its step came first); then weights that the script has written by hand; then
+        what forwards have made, and `losses` (entries), because a bad weight explains these, never
+        the other way round."""
+        in_order = [*self._noted, *self._entries_of_written(), *self._results, *losses]
+        self._noted, self._results = [], []
+        values = self.to_host([*(value for value, _ in in_order), *more])
+        for (_, judge), value in zip(in_order, values, strict=False):
+            if not value <= LIMIT:
+                judge(value)
+        return values[len(in_order) :]
+
+    def norms(self, tensors):
+        """Their 2-norms, 0-dim, with fp32 accumulators: one read, no sync."""
+        norms = self._one_by_one(_norms, tensors, None)
+        self._read += sum(norm is not None for norm in norms)
+        return [torch.zeros((), device="cpu") if norm is None else norm for norm in norms]
+
+    def to_host(self, values):
+        """0-dim tensors as Python floats, in one transfer."""
+        return self._one_by_one(_to_host, values, 0.0)
+
+    @property
+    def blind(self):
+        """Why nothing at all could be read, or ""."""
+        return "" if self._read else "".join([*self.unread.values()][:1])
+
+    def _one_by_one(self, read, tensors, instead):
+        """read(tensors), and where that fails, each alone: an error costs its tensor only."""
+        tensors = list(tensors)
+        try:
+            return read(tensors)
+        except Exception as error:
+            if len(tensors) == 1:
+                kind = f"{type(tensors[0]).__name__}, {tensors[0].dtype}"
+                self.unread[kind] = said(error)
+                return [instead]
+        return [value for t in tensors for value in self._one_by_one(read, [t], instead)]
+
+
+def _norms(tensors):
+    flat = [numbers_of(t.detach()) for t in tensors]
+    flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
+    wide = torch.float32 if any(t.itemsize < 4 for t in flat) else None  # None is faster
+    return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
+
+
+def _to_host(values):
+    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+    flat = [v if v.device == device and not v.dim() else v.reshape(()).to(device) for v in values]
+    return torch.stack(flat).tolist() if flat else []
+
+
+def over_ranks(norms):
+    """The norm of all shards of all ranks. A sum keeps NaN and inf."""
+    total = torch.stack(norms).square().sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def largest_of(out):
+    """The largest number of the tensors in a module's result, 0-dim on the device, or None."""
+    outs = [numbers_of(t) for _, t in inner_tensors(out) if t.is_floating_point()]
+    outs = [t.amax().float() for t in outs if t.numel()]
+    return torch.stack(outs).amax() if outs else None
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def moved_by(optimizer):
+    return [p for p in params_of(optimizer) if p.grad is not None]
+
+
+def held_by(optimizer):
+    """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
+    for k, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            yield k, p, "", p
+            for key, t in optimizer.state.get(p, {}).items():
+                if isinstance(t, Tensor) and t.dim():
+                    yield k, p, key, t

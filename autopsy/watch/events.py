@@ -1,0 +1,85 @@
+"""
+Events: what the watch tells whoever looks for faults that make no NaN.
+
+`Events` names each event once, and does nothing. A check in the folder silent/ is a file with one
+subclass of it, which overrides the events that it needs. Delete that file, and nothing else
+notices; delete the folder, and autopsy finds NaN and inf as before.
+"""
+
+import importlib
+import pkgutil
+from functools import partial
+
+
+class Events:
+    """The events of a script, in their order within a step."""
+
+    def __init__(self, watch):
+        """`watch`: its recorder, deferred, names, scaling and hooks may be read."""
+
+    def loaded(self, module, state, answer):
+        """module.load_state_dict(state) has returned `answer`."""
+
+    def called(self, module, tensors):
+        """An outermost module is called in training."""
+
+    def wrote(self, line, weights):
+        """The script has written into weights by hand."""
+
+    def backward(self, losses):
+        """A backward pass begins."""
+
+    def passed(self):
+        """A backward pass is over, and no optimizer has made a step yet."""
+
+    def before_step(self, optimizer, losses, norm, moved):
+        """Before a step of an optimizer. norm: of all gradients; it may be non-finite. moved: how
+        many tensors have one."""
+
+    def stepped(self, optimizer):
+        """An optimizer has made its step; the recorder still holds it."""
+
+    def over(self):
+        """A step is over, with or without an update."""
+
+    def sentences(self):
+        """What to say at the end of the script."""
+        return ()
+
+
+NAMES = [name for name in vars(Events) if not name.startswith("_")]
+
+
+class Listeners:
+    """Passes each event to those of `checks` that override it."""
+
+    def __init__(self, checks):
+        for name in NAMES:
+            listening = [c for c in checks if getattr(type(c), name) is not getattr(Events, name)]
+            setattr(self, name, partial(_tell, [getattr(check, name) for check in listening]))
+
+
+def _tell(methods, *args):
+    """Call all of them. Returns what they answer, one after the other."""
+    return [answer for method in methods for answer in method(*args) or ()]
+
+
+def silent_faults(watch):
+    """All checks of the folder silent/, if it is there."""
+    try:
+        from .. import silent
+    except ImportError:
+        return Listeners([])
+    found = []
+    for entry in pkgutil.iter_modules(silent.__path__):
+        try:
+            module = importlib.import_module(f"{silent.__name__}.{entry.name}")
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(silent.__name__):
+                raise
+            continue  # somebody has deleted a file that this check needs: it goes with it
+        for value in vars(module).values():
+            is_check = isinstance(value, type) and issubclass(value, Events)
+            if is_check and value.__module__ == module.__name__:
+                found.append(value(watch))
+    return Listeners(found)

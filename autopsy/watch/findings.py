@@ -1,0 +1,183 @@
+"""
+Findings: what made the bad number, and what does autopsy report?
+
+explain() repeats the step. stop() ends the script, because the number would reach the weights;
+later() keeps the report until the end. judges.py decides whether a number is bad. This room hooks
+nothing and counts no steps.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from math import inf
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..advice import GREW, RISES, in_its_words
+from ..frames import line_now, said
+from ..origin_names import CONSTANT, STATE, UNKNOWN
+from ..tensors import extent, few
+from .recorder import ASKS, buffers_back
+from .replay import replay, verdict_on_birth
+
+WAIT = 60  # seconds for the reports of other ranks
+
+
+class Findings:
+    """The reports so far, and the bad numbers that the script read itself."""
+
+    def __init__(self, hooks, recorder, deferred, scaling, history):
+        self.hooks, self.recorder, self.deferred = hooks, recorder, deferred
+        self.scaling, self.history = scaling, history
+        self.reads = Counter()  # bad numbers that the script has read
+        self.infinite = {}  # of those that are inf: a report, or None
+        self.knows = -1  # the last step in which it read or asked for one
+        self.symptom, self.step, self.reports = "", 0, {}
+        self.guilty = 0  # rank
+        self.unasked = {}  # "parameter emb.weight": bad rows that nothing asked for, their origin
+
+    @property
+    def text(self):
+        """Everything that is known, for the file."""
+        return "\n".join(getattr(report, "full", report) for report in self.reports.values())
+
+    # What the script reads
+
+    def read(self, t, name):
+        """The script reads this tensor: loss.item(), say."""
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point():
+            return
+        loss = t.requires_grad and t.numel() == 1
+        if t.numel() > 1 << 16 or not (span := extent(t)).is_bad:
+            return
+        self.knows = self.recorder.steps
+        if name in ASKS and not loss:
+            return
+        read = f"{span.bad_end} at {line_now()}"
+        read += " (an array)" * (t.numel() > 1)
+        made = self.recorder.known.get(t)
+        if made and read not in self.reads and read.startswith("inf") and t.numel() == 1:
+            self.infinite[read] = self.explain([made.number])
+        self.reads[read] += 1
+        single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
+        if made and (loss or (read.startswith("nan") and single)):
+            evidence = [t.detach()] if loss and not span.is_mask else ()
+            self.later(f"the script read {read}", [made.number], evidence)
+
+    def told(self):
+        """Sentences about bad numbers that the script read, though the run ended well."""
+        for read, n in self.reads.items():
+            report = self.infinite.get(read)
+            made = f": {report.op} at {report.line} made it" if report and report.op else ""
+            made += f" (samples {few(report.samples)})" if made and report.samples else ""
+            yield f"the script read {read}{f', {n} times' if n > 1 else ''}{made}"
+
+    def forget_reads(self):
+        """Forget what the script read in a step that the loss scaler skips."""
+        self.reads = Counter()
+        if self.step == self.recorder.steps and self.symptom.startswith("the script read"):
+            self.reports, self.symptom = {}, ""
+
+    def sentences(self):
+        """Sentences about bad numbers that had no effect."""
+        for name, (rows, written) in self.unasked.items():
+            yield (
+                f"{name} holds NaN or inf {rows} ({written}), and nothing has asked for them: "
+                "a batch that does makes the loss NaN"
+            )
+
+    # What made it, and what is said
+
+    def explain(self, targets=(), evidence=(), raised="no error"):
+        """Find the cause now: repeat the step, or use what was watched."""
+        locator = self.hooks.locator
+        report = None
+        try:
+            if not self.hooks.depth:  # an optimizer within the backward would step again
+                report = replay(self.recorder, targets)
+        except Exception as error:
+            self.hooks.say(f"the step could not be made again ({said(error)})", every=True)
+        origin = locator and locator.blame(evidence)
+        earlier = report and report.source.startswith(STATE) and not (origin and origin.source)
+        if report and report.source != UNKNOWN and not (origin and earlier):
+            unknown = ("not reproducible", "calibration", "error")
+            if report.verdict not in unknown or report.tried or report.symptom == raised:
+                return report
+        return verdict_on_birth(origin) if origin else None
+
+    def later(self, symptom, targets, evidence=()):
+        """Explain it now and report it at the end. Only a loss is worth a second run. Return
+        whether there will be a report."""
+        self.deferred.transfer()  # weights that were bad before are the cause
+        if not self.reports and self.reads.total() < 4:
+            report = self.explain(targets, evidence)
+            if not ((report and report.op) or evidence):
+                return False
+            self.found(symptom, report)
+        return True
+
+    def stop(self, symptom, report, step=None):
+        """Report and end the script, because the number would reach the weights."""
+        self.found(symptom, report, step)
+        if self.hooks.world > 1:
+            self._agree(report)
+        buffers_back(self.recorder.calls)
+        self.hooks.close()
+        raise SystemExit(3)
+
+    def found(self, symptom, report, step=None):
+        """Keep it for the end of the script."""
+        self.step = self.recorder.steps if step is None else step
+        self.symptom = f"{symptom} at step {self.step}"
+        if report:
+            self.guilty = self.hooks.rank
+            self._keep(symptom, report)
+
+    def _keep(self, symptom, report):
+        """Keep the report, with what the watch knows about this step and earlier ones."""
+        names = list(report.names)
+        if report.op and report.step < self.step:
+            names.append(f"it was made at step {report.step}")
+        if report.verdict == "divergence":
+            names += self.history.growth()
+            negative = self.history.negative()
+            if negative and not report.fix and report.suggestion.startswith(GREW):
+                report = replace(report, fix=f"{negative}, and each step climbs: {RISES}")
+        if report.source in self.unasked:
+            names.append(self.unasked[report.source][1])
+        raised = re.match(r"\w+: ", symptom)
+        report = self.scaling.overrule(report, raised)
+        if words := in_its_words(self.history.framework, report):
+            report = replace(report, fix=report.suggestion + words)
+        told = (old.symptom.startswith(f"{report.source} is") for old in self.reports.values())
+        if report.source and any(told):
+            return  # a report says what made it so
+        key = report.op or symptom, report.line
+        if key not in self.reports or self.reports[key].step == self.step:  # a step's last
+            about = {"symptom": symptom, "step": self.step, "rank": self.hooks.rank}
+            self.reports[key] = replace(report, names=tuple(names), **about)
+
+    def _agree(self, report):
+        """Let the guilty rank alone report. This is no collective: wait WAIT seconds for a rank
+        that left."""
+        rank, world = self.hooks.rank, self.hooks.world
+        received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"autopsy/{rank}" for rank in range(world)]
+        store.set(keys[rank], json.dumps([received, rank, self.text]))
+        with suppress(Exception):
+            store.wait(keys, timedelta(seconds=WAIT))
+        every = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        _, self.guilty, text = min(every)
+        headline, _, rest = text.partition("\n")
+        guilty = f"{headline}\n  guilty: rank {self.guilty} of {world}\n{rest}"
+        self.reports = {"": guilty} if text else {}
+        if text and rank != self.guilty and os.environ.get("LOCAL_RANK") == "0":
+            # the guilty one may be on another machine
+            there = f"{self.symptom}; the report is that of rank {self.guilty}, on its machine"
+            self.hooks.say(there, every=True)

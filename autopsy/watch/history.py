@@ -1,0 +1,76 @@
+"""
+Course: how does the training go?
+
+It keeps gradient norms, learning rates, and the framework that runs the steps. They explain a bad
+number; if there was none, the last lines quote them. It ends no script.
+"""
+
+from collections import deque
+from weakref import ref
+
+from ..advice import GROWN
+from .deferred import moved_by
+
+EVERY = 16  # steps: gradients of these are kept, too, five of them
+
+
+class History:
+    """Gradient norms and rates of the steps so far."""
+
+    def __init__(self, names):
+        self.names = names
+        self.framework = ""  # that runs the steps: a key of FRAMEWORKS
+        self.largest = 0.0  # gradient norm
+        # id: (optimizer, its last gradient norms, those of every 16th step); each with its tensors'
+        self._recent = {}
+        self._rates = set()  # of all optimizers and steps
+
+    def gradients(self, optimizer, step, norm, each):
+        """Note a good gradient norm before a step, and that of each tensor."""
+        self.largest = max(self.largest, norm)
+        start = ref(optimizer), deque(maxlen=5), deque(maxlen=5)
+        _, last, some = self._recent.setdefault(id(optimizer), start)
+        last.append((norm, each))
+        if step % EVERY == 0:
+            some.append((norm, each))
+
+    def after_step(self, rates, steps):
+        """Note the rates: a tensor, which may be on a device, after few steps only."""
+        now = steps.bit_count() < 2  # 0, 1, 2, 4, 8, ...
+        plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
+        self._rates.update(map(float, plain))
+
+    def growth(self):
+        """A sentence for each optimizer whose gradients have grown tenfold, in its last steps or
+        more slowly, with the tensor that has most of it."""
+        for alive, last, some in self._recent.values():
+            if 0 < 10 * last[0][0] < last[-1][0]:
+                lower = self.negative() or "a lower lr may be the cure"
+                yield f"{GROWN}: {_listed(n for n, _ in last)} ({lower}){self._most(alive, last)}"
+            elif some and 0 < 10 * some[0][0] < last[-1][0]:
+                some = [*some, last[-1]]
+                norms = _listed(n for n, _ in some)
+                yield f"gradient norms, of every {EVERY}th step: {norms}{self._most(alive, some)}"
+
+    def _most(self, alive, steps):
+        """Name the tensor with the largest gradient at the last of these steps."""
+        each = [values for _, values in steps]
+        params = moved_by(alive()) if alive() else []
+        if len(params) < 2 or any(len(values) != len(params) for values in each):
+            return ""  # shards, say
+        k = each[-1].index(max(each[-1]))
+        return f"; of {self.names.of(params[k])}: {_listed(values[k] for values in each)}"
+
+    def negative(self):
+        """A sentence if a learning rate is below 0; else ""."""
+        lowest = min(self._rates, default=1.0)
+        return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
+
+    def sentences(self):
+        """Sentences about what is finite and looks wrong."""
+        if negative := self.negative():
+            yield negative
+
+
+def _listed(norms):
+    return ", ".join(f"{norm:.3g}" for norm in norms)

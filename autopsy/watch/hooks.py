@@ -1,0 +1,201 @@
+"""
+Hooks: what stands around torch's functions while a script runs, and three promises.
+
+A hook runs in the script's own thread only, and sees nothing of what another hook does. If a hook
+raises, the watch ends and the script goes on: one line says so at once, another at the end, and the
+exit code is 4. close() restores every function.
+"""
+
+import os
+import sys
+import threading
+import warnings
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..frames import HERE, said, script_frame
+
+WARNINGS = warnings.__file__
+APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
+
+
+def _apply(function, *args, **kwargs):
+    return APPLY.__get__(None, function)(*args, **kwargs)
+
+
+@contextmanager
+def calls_through(wrapper):
+    """wrapper(function, apply, args, kwargs) in the place of each call of a custom function."""
+    original = APPLY
+
+    def apply(function, *args, **kwargs):
+        own = original.__get__(None, function)
+        if function.__module__.startswith("torch."):
+            return own(*args, **kwargs)
+        return wrapper(function, own, args, kwargs)
+
+    method = classmethod(apply)
+    modules = mock.patch.dict(globals(), APPLY=method)
+    with modules, mock.patch.object(torch.autograd.Function, "apply", method):
+        yield
+
+
+def is_of_fabric(module, *args):
+    """A wrapper that casts, and wants its own backward: the module within is the outermost."""
+    return "_forward_module" in module._modules
+
+
+class Hooks:
+    """Functions of torch that are wrapped, and whether a hook may run now."""
+
+    def __init__(self):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.thread, self.on, self.busy = threading.get_ident(), True, False
+        self.depth = 0  # calls under way of which nothing is written down
+        self.recorder = None  # a function mode: on while the script computes outside of modules
+        self.writing = False  # whether the tape goes on after the hook that runs now
+        self.locator = None  # where every operation is watched
+        self.unwatched = set()  # sentences
+        self.failure = ""  # why the watch is off; "" while it is on
+        self.undo = ExitStack()
+        self._grad = True  # the script's, while a hook runs
+
+    def close(self):
+        self.record(False)
+        self.on, self.locator = False, None
+        self.undo.close()
+
+    def record(self, on):
+        """Switch the tape on or off: it is off inside modules and optimizers. Was it on?"""
+        stack = torch.overrides._get_current_function_mode_stack()
+        if on and self.recorder not in stack:
+            self.recorder.__enter__()
+        elif not on and stack and stack[-1] is self.recorder:
+            self.recorder.__exit__(None, None, None)
+        return self.recorder in stack
+
+    def mine(self):
+        # The compiler sees a constant, and traces nothing of this file.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        here = threading.get_ident() == self.thread
+        if not here and torch._C._current_autograd_node() is None:  # no backward on a GPU
+            self.unwatched.add("torch was used in another thread, which is not watched")
+        return here and self.on and not self.busy
+
+    def script_grad(self):
+        """Whether the script records gradients now."""
+        return self._grad if self.busy else torch.is_grad_enabled()
+
+    def safely(self, hook, *args):
+        """Call the hook and return its result. If it raises, one line says so, the watch ends, and
+        the script goes on."""
+        if not self.mine():
+            return
+        self.busy, self._grad = True, torch.is_grad_enabled()
+        locator = self.locator or SimpleNamespace()
+        locator.paused = True
+        self.writing = self.record(False)
+        try:
+            with torch.no_grad():
+                return hook(*args)
+        except Exception as error:
+            self.failure = f"the watch failed ({said(error)}) and is switched off"
+            self.say(f"{self.failure}; the script goes on", every=True)
+            self.close()
+        finally:
+            self.busy = locator.paused = False
+            self.record(self.writing and self.on)
+
+    def say(self, text, every=False):
+        if self.rank == 0 or every:
+            bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            after = "\n" if getattr(bars, "_instances", None) else ""  # not in the line of a bar
+            sys.stderr.write(f"{after}autopsy: {text}\n")  # a script may replace print
+            sys.stderr.flush()
+
+    def take_warnings(self):
+        self.replace(warnings, "_showwarnmsg", partial(self.warn, warnings._showwarnmsg))
+
+    def warn(self, original, message):
+        """A warning that names one of our lines is the script's: at its line, once. What is made
+        again says nothing new."""
+        if self.busy:
+            return None
+        if not self.mine() or not message.filename.startswith(HERE):
+            return original(message)
+        frame = script_frame(WARNINGS)
+        space = frame.f_globals
+        for ours in [m for name, m in sys.modules.items() if name.startswith("autopsy")]:
+            vars(ours).pop("__warningregistry__", None)  # the next line that does it is heard, too
+        registry = space.setdefault("__warningregistry__", {})
+        where = frame.f_code.co_filename, frame.f_lineno, space.get("__name__")
+        warnings.warn_explicit(message.message, message.category, *where, registry, space)
+
+    # Ways to wrap a function
+
+    def wrap(self, owner, name, around):
+        """around(original, *args, **kwargs) takes the place of owner.name."""
+        custom = owner is torch.autograd.Function
+        original = _apply if custom else getattr(owner, name)
+
+        @wraps(original)
+        def wrapper(*args, **kwargs):
+            if self.mine():
+                return around(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        self.replace(owner, name, classmethod(wrapper) if custom else wrapper)
+
+    def replace(self, owner, name, value):
+        self.undo.enter_context(mock.patch.object(owner, name, value))
+
+    def wrap_outermost(self, owner, name, begins, ends, passes=lambda *args: False):
+        """begins(original, args, kwargs) runs before a call and ends(out) after it: only for the
+        outermost of nested calls, and for none with passes(*args)."""
+
+        def around(original, /, *args, **kwargs):
+            if self.depth or passes(*args):
+                return original(*args, **kwargs)
+            self.safely(begins, original, args, kwargs)
+            out = self.unseen(original, *args, **kwargs)
+            self.safely(ends, out)
+            return out
+
+        self.wrap(owner, name, around)
+
+    def unseen(self, original, /, *args, **kwargs):
+        """Call it with the tape off."""
+        was = self.record(False)
+        self.depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.depth -= 1
+            self.record(was and self.on)
+
+    def children(self, original, process):
+        if not getattr(process._target, "__module__", "").startswith("torch.utils.data"):
+            self.unwatched.add(
+                "the script started processes, which are not watched (those that "
+                "torchrun --nproc_per_node=N autopsy SCRIPT starts are)"
+            )
+        return original(process)
+
+    def around_each_step(self, before, after):
+        """before(optimizer, args, kwargs) and after(...) of every optimizer. before() may return
+        other arguments for the step."""
+        for handle in (
+            register_optimizer_step_pre_hook(partial(self.safely, before)),
+            register_optimizer_step_post_hook(partial(self.safely, after)),
+        ):
+            self.undo.enter_context(handle)

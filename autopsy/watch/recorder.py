@@ -1,0 +1,396 @@
+"""
+Tape: what the script has computed since its last step.
+
+Calls of modules, and of torch's functions outside of modules, with their arguments, so that each
+can be made again from the same line. It judges nothing.
+"""
+
+import inspect
+import re
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
+
+from ..frames import call_from, frames_now, line_now, script_frames
+from ..step import carry_back, put_back, rng_states, set_rng_states
+from ..tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
+
+ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
+RANDOM = re.compile(
+    "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
+)
+WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
+# Attributes, and what only torch itself calls
+NOTHING_NEW = re.compile(r"backward|__set__.*|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
+FOREACH = re.compile(r"_foreach_\w+_")  # writes into a list of tensors
+COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
+LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
+READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
+ASKS = ("isnan", "isinf", "isfinite", "ne", "eq", "__ne__", "__eq__")  # is it bad? x != x
+BACKWARD = torch.autograd.backward
+SLOPES = (BACKWARD, torch.autograd.grad)
+
+
+@dataclass(frozen=True)
+class ResultRef:
+    """In the arguments of a call: the k-th tensor that an earlier call made."""
+
+    number: int
+    k: int
+    frames: tuple = ()
+    data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
+
+
+# It stands for a PackedSequence, which takes tensors only.
+Packed = namedtuple("Packed", PackedSequence._fields)
+
+
+def _is_packed(x):
+    return isinstance(x, Packed | PackedSequence)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an outermost module, of a function of torch outside of modules, or a backward."""
+
+    function: Callable
+    number: int
+    args: Any  # Made(...) for what an earlier call made; everything else by reference
+    kwargs: Any
+    frames: tuple  # the innermost first
+    grad: bool
+    autocast: list  # (device, dtype)
+    rng: dict | None = None
+    carried: list = ()  # of a module, before the call: see carried_by()
+    left: list = ()  # what the call wrote of these: (module, name)
+    buffers: dict = field(default_factory=dict)  # in training: before this step's first call
+    shape: tuple = ()  # of a module's first input
+    scaler: Any = None  # that multiplies a loss here
+    uninitialised: bool = False  # a module was given memory that nothing has written
+    writes: set = frozenset()  # numbers of the calls into whose results it writes
+
+    @property
+    def name(self):
+        """Of the function; of a module it is ""."""
+        return getattr(self.function, "__name__", "")
+
+    def given(self):
+        """(dotted name, tensor)"""
+        return [*inner_tensors((self.args, self.kwargs))]
+
+    def uses(self):
+        """The results of other calls among its arguments."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, ResultRef)]
+
+    def leads_to(self, numbers):
+        """Whether it is one of these calls, or writes into the result of one."""
+        return self.number in numbers or not self.writes.isdisjoint(numbers)
+
+    def named(self):
+        """(name of the argument, or its key in a mapping; tensor, or what an earlier call made)"""
+        forward = getattr(self.function, "forward", self.function)
+        with suppress(TypeError, ValueError):  # of a function in C nothing is known
+            names = inspect.signature(forward).parameters
+            given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+            for path, x in tree_leaves_with_path(given):
+                if isinstance(path[-1], MappingKey) and str(path[-1].key).isidentifier():
+                    yield path[-1].key, x
+
+    def repeat(self, made):
+        """Make this call once more, from the same line."""
+
+        def stand_in(x):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                return x.detach().requires_grad_()  # nothing is known of its history
+            if isinstance(x, Packed):
+                return PackedSequence(*map(stand_in, x))
+            return made[x] if isinstance(x, ResultRef) else x
+
+        try:
+            args, kwargs = tree_map(stand_in, (self.args, self.kwargs), is_leaf=_is_packed)
+        except KeyError:
+            return  # made before the last step of another optimizer
+        function = self.function
+        if function is BACKWARD and len(args) == 4:  # as Tensor.backward calls it
+            function = Tensor.backward  # which class Calls sees
+        for frame in self.frames:
+            function = partial(call_from(frame), function)
+        carry_back(self.carried)
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            if self.rng:
+                set_rng_states(self.rng, device_of((args, kwargs)))
+            out = function(*args, **kwargs)
+        made.update(self.made(out))
+
+    def made(self, out):
+        out = out, [vars(module).get(name) for module, name in self.left]
+        tensors = enumerate(inner_tensors(out))
+        weights = any(t.requires_grad for _, t in self.given())
+        weights = weights or isinstance(self.function, nn.Module)
+        data = not weights and all(x.data for x in self.uses())
+        return {ResultRef(self.number, k, self.frames, data): t for k, (_, t) in tensors}
+
+
+def _hook(t, hook):
+    return t.register_hook(hook)  # by its name: a repetition may put something in its place
+
+
+class CallRecorder(TorchFunctionMode):
+    """Writes down what the script computes outside of modules, and the calls of modules.
+
+    It holds no result of a call, and everything else (the batch) by reference. `listener`: read(t,
+    name) is told of each number that the script reads, wrote(name, [(weight, values)]) of what it
+    writes into weights by hand.
+    """
+
+    def __init__(self, hooks):
+        super().__init__()
+        self.hooks, self.listener = hooks, None
+        self.calls, self.number, self.start = [], 0, 0
+        self.weights = WeakSet()  # storages of modules' parameters
+        self.tables = set()  # numbers of calls: see keep_tables()
+        self.first = inf  # the number of calls at the first backward
+        self.slope = 0  # and at the last one
+        self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
+        self.outer = set()  # ids of tensors that are held
+        self.bytes = 0
+        self.turns = {}  # optimizer: the number of calls at its last step
+        self.steps_of = {}  # optimizer: how many steps
+        self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.hooks.mine():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in READS or (name in ASKS and args[0] is args[-1]):
+            self.hooks.safely(self.listener.read, args[0], name)
+        if name in ("__get__", "__set__"):
+            name += func.__self__.__name__
+        if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
+            self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
+        if name == "__set__data":
+            self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
+        if FOREACH.fullmatch(name):
+            self.hooks.safely(self._wrote_together, name, *args)
+        random = RANDOM.search(name)
+        drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
+        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
+            if name in LENDS:
+                self._now_written(args[0])
+            out = func(*args, **kwargs)
+            if name == "empty":
+                self._note_uninitialised(out)
+            return out
+        given = (*args, *kwargs.values())  # nn.init gives its tensor by name
+        writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        self._now_written(kwargs.get("out"), given[0] if writes else None)
+        if writes and not self.overwritten(name, *given):
+            return func(*args, **kwargs)
+        if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
+            out = func(*args, **kwargs)
+            if self.maker(args[0]):
+                self.done(self.write(Tensor.clone, args[:1], {}), out)
+            return out
+        call = self.write(_hook if name == "register_hook" else func, args, kwargs)
+        if writes:
+            made_by = map(self.maker, filter(torch.is_tensor, (given[0], given[0]._base)))
+            call.writes = {made.number for made in made_by if made}
+        if random:
+            call.rng = rng_states(device_of(args))
+        out = func(*args, **kwargs)
+        if "empty" in name:
+            self._note_uninitialised(out)
+            call.function = partial(_as_it_is_now, out.detach())
+            call.args, call.kwargs = (), {}
+        if COPIES.fullmatch(name) and flat_tensors(args[:1]):
+            if out is args[0]:  # nothing was to do; it is written to, perhaps, and was not made
+                self.calls.remove(call)
+                return out
+            if self.is_uninitialised(args[0]):
+                self._note_uninitialised(out)
+        self.done(call, out)
+        if not (flat_tensors(out) or writes or name == "register_hook"):
+            self.calls.remove(call)
+        return out
+
+    def _note_uninitialised(self, t):
+        if t.layout is torch.strided:
+            self.uninitialised[storage_of(t)] = line_now()
+
+    def _now_written(self, *written):
+        for t in flat_tensors(written):
+            self.uninitialised.pop(storage_of(t), None)
+
+    def is_uninitialised(self, t):
+        """Whether it holds what was in memory before: torch.empty has made it, or what it is a copy
+        of, and nothing has written into it since."""
+        known = t.numel() > 0 and storage_of(t) in self.uninitialised
+        return known and (t.is_inference() or t._version == 0)
+
+    def overwritten(self, name, t, *values):
+        """Before an operation in place. False: it is not written down."""
+        symbol = self.symbol(t)
+        base = t if t._base is None else t._base  # a part of what is held changes with it
+        made = isinstance(symbol, ResultRef) and isinstance(self.symbol(base), ResultRef)
+        if made and not self._holds_a_weight(t):
+            return True
+        if self._is_weight(t):
+            self.hooks.safely(self.listener.wrote, name, [(t, values)])
+            return False
+        if t.numel() > ROOM >> 6:
+            return False
+        before = t.detach().clone()
+        for call in self.calls:
+            if call.buffers and any(t is b for b in call.function.buffers()):
+                call.buffers = {}  # the next call copies them as they are then
+            # what they were given
+            call.args, call.kwargs = tree_map(
+                lambda x: before if x is symbol else x, (call.args, call.kwargs)
+            )
+        self.done(self.write(Tensor.clone, (before,), {}), t)
+        return True
+
+    def _holds_a_weight(self, t):
+        return isinstance(t, nn.Parameter) or storage_of(t) in self.weights
+
+    def _is_weight(self, t):
+        return t.is_floating_point() and (self._holds_a_weight(t) or t.requires_grad)
+
+    def _wrote_together(self, name, tensors, *values):
+        """A foreach function: into each weight among `tensors`, from the k-th of each list."""
+        writes = [
+            (t, [x[k] if isinstance(x, list | tuple) else x for x in values])
+            for k, t in enumerate(tensors)
+            if self._is_weight(t)
+        ]
+        if writes:
+            self.listener.wrote(name, writes)
+
+    def write(self, function, args, kwargs):
+        self.number += 1
+        if function in SLOPES:
+            self.first, self.slope = min(self.first, self.number), self.number
+        casts = [
+            (d, torch.get_autocast_dtype(d))
+            for d in ("cpu", "cuda")
+            if torch.is_autocast_enabled(d)
+        ]
+        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
+        grad = self.hooks.script_grad()
+        frames = tuple(script_frames(frames_now()))
+        self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
+        return self.calls[-1]
+
+    def done(self, call, out):
+        for made, t in call.made(out).items():
+            self.known[t] = made
+
+    def symbol(self, t):
+        """What stands for this tensor in a call."""
+        if isinstance(t, PackedSequence):
+            return Packed(*map(self.symbol, t))
+        if not isinstance(t, Tensor):
+            return t
+        if made := self.maker(t):
+            return made
+        if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
+            self.outer.add(id(t))
+            self.bytes += t.numel() * t.element_size()
+        return t
+
+    def maker(self, t):
+        """What made this tensor, if it can be made again."""
+        made = self.known.get(t)
+        return made if made and self.holds(made.number) else None
+
+    def holds(self, number):
+        return number > self.start or number in self.tables
+
+    def keep_tables(self):
+        """At the end of the first step: what made a small tensor, before the training, that is bad
+        already (a schedule, a table of weights) stays, because a later step may be the first to use
+        it."""
+        early = {call.number for call in self.calls if call.number < self.first}
+        for t, made in self.known.items():
+            # no fake tensor of a compiler, and not what came from NumPy
+            small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
+            if small and (span := extent(t)).is_bad and not span.is_mask:
+                self.tables.add(made.number)
+        for call in reversed(self.calls):
+            if call.leads_to(self.tables):
+                self.tables |= {call.number, *(made.number for made in call.uses())}
+
+    def needed(self, targets, since=0):
+        """The calls that lead to losses (of calls after number `since`) and to these: without a
+        validation that came before."""
+        calls, needed = [], set(targets)
+        for call in reversed(self.calls):
+            if (call.grad and call.number > since) or call.leads_to(needed):
+                calls.append(call)
+                needed.update(made.number for made in call.uses())
+        return calls[::-1]
+
+    @property
+    def latest(self):
+        """The number of calls at the last step of any optimizer: they may take turns."""
+        return max(self.turns.values(), default=0)
+
+    @property
+    def full(self):
+        return self.bytes > ROOM or len(self.calls) > 9999
+
+    @property
+    def steps(self):
+        return max(self.steps_of.values(), default=0)
+
+    def stepped(self, optimizer):
+        twice = self.forget(optimizer)  # it does not take turns, but may have followed another
+        before = self.steps if twice else self.steps_of.get(optimizer, 0)
+        self.steps_of[optimizer] = before + 1
+
+    def forget(self, optimizer=0):
+        """What was computed before the last step of every optimizer. One that steps twice in a row
+        does not take turns with another: then that one's is forgotten. It returns whether it
+        did."""
+        if not self.start:
+            self.keep_tables()
+        twice = next(reversed(self.turns), None) == optimizer
+        if twice or self.full:
+            self.turns = {}
+        self.turns.pop(optimizer, None)
+        self.turns[optimizer] = self.number
+        self.start = min(self.turns.values())
+        self.calls = [call for call in self.calls if self.holds(call.number)]
+        self.outer, self.bytes = set(), 0
+        return twice
+
+
+def buffers_back(calls):
+    """The buffers of the modules that were called, as they were before."""
+    for call in calls:
+        if call.buffers:
+            put_back(call.function, call.buffers)
+
+
+def _as_it_is_now(memory):
+    """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
+    copy = torch.empty(0, dtype=memory.dtype, device=memory.device)  # it holds nothing by chance
+    with _disable_current_modes():  # torch wrote nothing here
+        copy.resize_(memory.shape).copy_(memory)
+    return copy

@@ -1,0 +1,310 @@
+"""
+Script: run somebody's script under the watch, from its first line to the exit code.
+
+It also starts a second, quiet run if a step cannot be repeated. It reads no tensor and judges no
+number.
+"""
+
+import argparse
+import gc
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..frames import HERE, TORCH, frames_in, line_of, said
+from ..report import ROWS, Report, on_screen
+from ..step import rng_states, set_rng_states
+from ..tensors import running_statistics
+from .watch import Watch
+
+USAGE = """python autopsy [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
+(or: -m package.module ARGS...; before either: --would-overflow [STEPS], --check-gradients [STEP])
+Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
+that the script reads. It draws no random number. What a step computes is written down: the calls of
+modules, and of torch's functions outside of modules. At the first bad step they are made again,
+here and now, with every operation watched, then in fp32: the report names the operation, and the
+script ends. Only what cannot be made again (an optimizer of your own, a counter outside of the
+modules) needs a second, quiet run of the script (files that it writes are written again); --one-run
+refuses that. --from-step N watches every operation from optimizer step N on. Exit code 3: the
+report is in FILE (autopsy.txt), and the first 12 lines are printed. 0: nothing that was read was
+NaN. 4: the watch failed and was switched off, so that nothing is known. Any other exit code is the
+script's.
+Two questions that end the script with their answer (3: a finding, 0: none, 4: nothing is known):
+--would-overflow reads 3 steps, as they are, and says what would leave fp16 or be lost in half.
+--check-gradients makes step 1 (from 0) again, without compiled code, fused attention and
+checkpoints, and in wider types, and compares the gradients; those of custom functions it compares
+with central differences."""
+UNWATCHED = 4
+RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=USAGE)
+    parser.add_argument("--report", default="autopsy.txt")
+    parser.add_argument("--from-step", type=int)
+    for switch in ("--one-run", "--would-overflow", "--check-gradients"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    argv, ask = ["-m", *args.m] if args.m else args.script, None
+    if args.would_overflow or args.check_gradients:
+        at = [int(argv.pop(0))] if argv and argv[0].isdigit() else []
+        ask = partial(question(args.would_overflow), *at)
+    if not argv:
+        parser.error("name a script")
+    if not (argv[0] == "-m" or os.path.isfile(argv[0])):
+        sys.exit(f"autopsy: {argv[0]} is not a file")
+    begin, path = args.from_step, args.report
+    folder = os.environ.pop(RERUN, "")
+    if folder:
+        path = os.path.join(folder, "report")
+        begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
+        set_rng_states(states, "cpu")
+    path = os.path.abspath(path)
+    start = Start(args.one_run)
+    sys.excepthook = partial(without_our_frames, sys.excepthook)
+    if ask:
+        return answered(argv, path, ask())
+    return watched(argv, path, Watch(begin, bool(folder)), start)
+
+
+def question(would_overflow):
+    """What to ask before anything is bad: the folder before/ has both, and may be missing."""
+    with missing("before"):
+        if would_overflow:
+            from ..before.overflow import Overflow
+
+            return Overflow
+        from ..before.gradients import GradientCheck
+
+        return GradientCheck
+
+
+@contextmanager
+def missing(folder):
+    """A folder of autopsy may have been left out of a copy."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != f"autopsy.{folder}":
+            raise
+        sys.exit(f"autopsy: this needs the folder autopsy/{folder}/, which is not here")
+
+
+def watched(argv, path, watch, start):
+    """Return the exit code: 3 for a finding, else 0. The script's own exit code and exceptions
+    pass."""
+    findings, failure, strange = watch.findings, None, None
+    rank = watch.hooks.rank
+    with suppress(SystemExit), watch:
+        try:
+            run_script(argv)
+        except BaseException as error:
+            failure = error
+        watch.hooks.safely(last_look, watch, failure)
+        strange = watch.hooks.safely(remarks, watch)
+    if isinstance(failure, Exception) and findings.symptom:
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+    elif failure and not findings.symptom:
+        raise failure
+    text = findings.text
+    if findings.symptom and findings.step < (watch.begin or 0):
+        watch.hooks.say(f"this is before step {watch.begin}, from which every operation is watched")
+    if findings.symptom and not text:
+        unseen = f"{findings.symptom} -> not reproducible"
+        text = unseen if watch.is_second_run else start.second_run(findings, watch.hooks.say)
+    if not text:
+        summary(watch, strange or ())
+        if watch.hooks.failure or watch.deferred.blind:
+            return UNWATCHED
+        bad = [read for read in findings.reads if read.startswith("nan") and "array" not in read]
+        return 3 if bad else 0
+    if rank == findings.guilty or watch.is_second_run:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+        if not watch.is_second_run:
+            shown = on_screen(text, ROWS - 1)
+            path = path.removeprefix(os.path.join(start.home, ""))
+            watch.hooks.say(f"{shown}\n  all of it: {path}", every=True)
+    time.sleep(3 * (rank != findings.guilty))  # torchrun ends all ranks as soon as one has
+    return 3
+
+
+def answered(argv, path, question):
+    """Return the exit code: 3, 0, or 4 without an answer. The script ends with the answer; its
+    exceptions pass."""
+    ended = None
+    try:
+        with question:
+            run_script(argv)
+    except SystemExit as end:
+        ended = end
+    if int(os.environ.get("RANK", 0)) == 0:
+        sys.stderr.write(f"autopsy: {question.text}\n")
+        if question.code == 3:
+            Path(path).write_text(question.text + "\n", encoding="utf-8")
+    if ended and ended.code and question.code == UNWATCHED:
+        raise ended
+    return question.code
+
+
+def run_script(argv):
+    """Do in this process what `python SCRIPT.py ARGS` or `python -m MODULE ARGS` does."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.realpath(argv[0]))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = os.path.abspath(argv[0])
+    source = Path(argv[0]).read_bytes()
+    exec(compile(source, main.__file__, "exec", dont_inherit=True), vars(main))
+
+
+def last_look(watch, failure):
+    """At the end of the script, read what is pending and all that the script leaves."""
+    findings, steps = watch.findings, watch.recorder.steps
+    watch.transfer()
+    for root in list(watch.names.roots) if not getattr(failure, "code", failure) else ():
+        left = [*root.parameters(), *running_statistics(root).values()]
+        watch.deferred.note(left, watch.checks.bad_at_the_end)
+    watch.transfer()
+    if not isinstance(failure, Exception):
+        return
+    raised = said(failure)
+    if watch.optimizer:
+        rate = watch.optimizer.param_groups[0].get("lr")
+        report = Report(
+            "error",
+            op=type(failure).__name__,
+            phase="optimizer",
+            line=line_of(frames_in(traceback.format_tb(failure.__traceback__))),
+            names=(f"raised by {type(watch.optimizer).__name__}.step() (lr={rate})",),
+        )
+    else:  # whatever the step has made is judged
+        calls = watch.recorder.calls
+        computed = [c.number for c in calls if c.uses() or c.given()]  # no mere table
+        report = findings.explain(computed, raised=raised)
+        *_, innermost = traceback.walk_tb(failure.__traceback__)
+        by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
+        knew = by_torch or findings.knows == steps
+        raises = report and not report.made  # the operation raised when it was made again, too
+        if report and not (knew or raises):
+            report = None  # the script's own affair
+    if report and report.verdict == "error":
+        about = {"symptom": raised, "step": steps, "rank": watch.hooks.rank}
+        watch.hooks.say(str(replace(report, **about)), every=True)
+    elif report:
+        findings.found(raised, report)
+
+
+def remarks(watch):
+    """Sentences on what is finite and still looks wrong."""
+    parts = watch.findings, watch.history, watch.scaling, watch.silent
+    return [text for part in parts for text in part.sentences()]
+
+
+def summary(watch, strange):
+    """Print the last lines of a script in which nothing was found."""
+    say, steps, skipped = watch.hooks.say, watch.recorder.steps, watch.scaling.skipped
+    for text in watch.hooks.unwatched:
+        say(text)
+    for kind, why in watch.deferred.unread.items():
+        say(f"numbers of this kind could not be read: {kind} ({why})")
+    for text in (*watch.findings.told(), *strange):
+        say(text)
+    if failure := watch.hooks.failure or watch.deferred.blind:
+        say(f"{failure}: from step {steps} on nothing was read (exit code {UNWATCHED})")
+        return
+    if watch.recorder.first == inf and not watch.recorder.steps_of:
+        say("I saw no training (no backward pass in this thread and process)")
+        return
+    by_scaler = f", {skipped} of them skipped by the loss scaler" if skipped else ""
+    norm = f", largest gradient norm {watch.history.largest:.3g}" if watch.recorder.steps_of else ""
+    bad = {
+        "no gradient or weight": watch.findings.reads,
+        "nothing else": watch.findings.unasked,
+    }
+    nothing = next((word for word, some in bad.items() if some), "nothing") + " non-finite"
+    say(f"{steps} steps{by_scaler}, {nothing}{norm}")
+
+
+class Start:
+    """How this process was started, before the script can change it; for a second run."""
+
+    def __init__(self, one_run):
+        self.one_run = one_run
+        self.home, self.environment = os.getcwd(), dict(os.environ)
+        self.rng = rng_states("cpu")
+
+    def second_run(self, findings, say):
+        """Run the script again, quietly, and watch every operation of the bad step. Return the
+        report's text."""
+        at = max(0, findings.step - 1)
+        if self.one_run:
+            return (
+                f"{findings.symptom} -> not reproducible\n"
+                f"  try: --from-step {at}, or without --one-run\n"
+                "  the step was made again, and it was finite"
+            )
+        say(
+            f"{findings.symptom}. Last resort, because the step cannot be made again: the script "
+            "runs again, quietly, up to that step (--one-run refuses this)"
+        )
+        main = vars(sys.modules["__main__"])
+        ours = str(main.get("__file__", "")).startswith(HERE)  # as it is with -m
+        if torch.cuda.is_initialized() and not ours:
+            main.clear()  # the second run needs the memory
+            gc.collect()
+            torch.cuda.empty_cache()
+        environment = self.environment
+        if "MASTER_PORT" in environment:  # a meeting place of its own
+            port = str(1024 + (int(environment["MASTER_PORT"]) + 7919) % 60000)
+            environment |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save((at, self.rng), os.path.join(folder, "start"))
+            environment[RERUN] = folder
+            done = subprocess.run(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=environment,
+                cwd=self.home,
+                encoding="utf-8",
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+            )
+            report = Path(folder, "report")
+            if report.exists():
+                text = report.read_text(encoding="utf-8")
+                return text.rstrip() + "\n  (seen in a second run)"
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+        return (
+            f"{findings.symptom} -> not reproducible\n"
+            f"  try: seeds and a fixed order, or --from-step {at}\n"
+            f"  the second run met no bad step; its exit code was {done.returncode} ({last})"
+        )
+
+
+def without_our_frames(original, kind, error, tb):
+    """Print the traceback that the script has without the watch (for sys.excepthook)."""
+    frames = []
+    while tb:
+        file = tb.tb_frame.f_code.co_filename
+        if not (file.startswith(HERE) or file in (runpy.__file__, "<frozen runpy>")):
+            frames.append(tb)
+        tb = tb.tb_next
+    for frame in reversed(frames):
+        frame.tb_next, tb = tb, frame
+    original(kind, error.with_traceback(tb), tb)

@@ -1,0 +1,351 @@
+"""
+Watch: what a script does with modules, backward passes, steps and loss scalers.
+
+It writes the calls on the tape, and notes on the ledger what is to be read: losses, gradients,
+weights and moments, buffers, evaluation outputs. It judges nothing: whether a number is bad is for
+judges.py, why it is bad for findings.py.
+"""
+
+import os
+from functools import partial
+from math import inf
+from multiprocessing.process import BaseProcess
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from ..advice import framework_of
+from ..frames import frames_now, line_now, script_frames
+from ..locator import Locator
+from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
+from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
+from .checks import Checks, Update, Write, given_to
+from .deferred import DeferredChecks, held_by, largest_of, moved_by, over_ranks
+from .events import silent_faults
+from .findings import Findings
+from .history import History
+from .hooks import Hooks, is_of_fabric
+from .names import Names
+from .recorder import BACKWARD, CallRecorder, ResultRef
+from .scaling import Scaling
+
+
+class Watch:
+    """The hooks around a script."""
+
+    def __init__(self, begin=None, is_second_run=False):
+        self.begin = begin  # from this optimizer step on every operation is watched
+        self.is_second_run = is_second_run
+        self.hooks = Hooks()
+        self.deferred = DeferredChecks()
+        self.names = Names()
+        self.history = History(self.names)
+        self.recorder = self.hooks.recorder = CallRecorder(self.hooks)
+        self.scaling = Scaling(self.recorder)
+        self.recorder.listener = self
+        self.findings = Findings(
+            self.hooks, self.recorder, self.deferred, self.scaling, self.history
+        )
+        self.checks = Checks(self.findings, self.names)
+        self.silent = silent_faults(self)
+        self.losses = []  # of the backward passes since the last step
+        self.writers = WeakSet()  # modules that write into what they are given
+        self.outermost = None  # the outermost call under way
+        self.versions = []  # of the tensors that it was given
+        self.trained = None  # the last module that was trained: it lives until the script's end
+        self.optimizer = None  # whose step is under way
+        self.with_closure = None  # the same, while its closure is still to run
+
+    def __enter__(self):
+        hooks = self.hooks
+        hooks.around_each_step(self._before_step, self._stepped)
+        module = self._module_begins, self._module_ends
+        hooks.wrap_outermost(nn.Module, "__call__", *module, passes=is_of_fabric)
+        hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
+        for owner, name in (
+            (torch.nn.utils.stateless, "_functional_call"),
+            (torch.autograd.Function, "apply"),
+            (torch._functorch.apis, "vmap_impl"),
+            (torch._functorch.eager_transforms, "grad_impl"),
+        ):
+            hooks.wrap_outermost(owner, name, self._call_begins, self._call_ends)
+        hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load)
+        hooks.wrap(nn.Module, "load_state_dict", self._load_module)
+        hooks.wrap(torch.amp.GradScaler, "scale", self._scale)
+        hooks.wrap(torch.amp.GradScaler, "step", self._scaler_step)
+        hooks.wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", hooks.unseen)
+        hooks.wrap(BaseProcess, "start", hooks.children)
+        for name in ("from_numpy", "frombuffer", "from_dlpack"):
+            hooks.wrap(torch, name, self._enters)
+        hooks.take_warnings()
+        if hasattr(os, "register_at_fork"):  # not on Windows: no process is a fork there
+            os.register_at_fork(after_in_child=hooks.close)  # the workers of a DataLoader
+        if self.begin is not None:
+            torch.compiler.set_stance("force_eager")
+        self._watch_operations()
+        hooks.record(True)
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.close()
+
+    def _watch_operations(self):
+        """Begin to watch every operation, if the time has come; not in the middle of a backward."""
+        hooks, steps = self.hooks, self.recorder.steps
+        due = self.begin is not None and steps >= self.begin
+        if hooks.on and not hooks.locator and due and not hooks.depth:
+            hooks.locator = hooks.undo.enter_context(Locator())
+        if hooks.locator:
+            hooks.locator.step = steps
+
+    def transfer(self, more=(), calm=False):
+        """Read what is noted, and the values of `more`; `calm`: losses wait, for the scaler."""
+        losses = []
+        if not calm and self.hooks.world == 1:  # else all ranks decide by the gradients
+            losses, self.losses = self.losses, []
+        return self.deferred.transfer(more, self.deferred.entries(losses, self.checks.check_loss))
+
+    # Outside of modules
+
+    def read(self, t, name):
+        """The script reads a number."""
+        self.findings.read(t, name)
+
+    def wrote(self, name, written):
+        """The script writes by hand: an update, an average, a copy. `written`: of each weight (it,
+        the values). All that were written are read together, at the next transfer."""
+        step, line = self.recorder.steps, line_now()
+        weights = [p if p._base is None else p._base for p, _ in written]
+        self.silent.wrote(line, weights)
+        norms = self.deferred.norms(weights)
+        writes = [
+            (p, Write(name, step, line, *given_to(values, self.recorder.maker), before))
+            for p, (_, values), before in zip(weights, written, norms, strict=True)
+        ]
+        if self.recorder.slope > self.recorder.latest:  # it ends the step, and comes after this
+            for p, write in writes:
+                self.deferred.note(write.values, partial(self.checks.check_write, p, [write]))
+            self.transfer()
+            self._count(None)
+        for p, write in writes:
+            self.deferred.wrote(p, write, self.checks.check_write)
+
+    def _enters(self, original, *args, **kwargs):
+        """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
+        t = original(*args, **kwargs)
+        self.recorder.known[t] = ResultRef(0, 0, tuple(script_frames(frames_now())), data=True)
+        return t
+
+    def _call_begins(self, function, args, kwargs):
+        """torch.func's vmap, grad or functional_call, a custom autograd.Function."""
+        self.outermost = self.recorder.write(function, args, kwargs)
+        self.outermost.rng = rng_states(device_of((args, kwargs)))
+
+    def _call_ends(self, out):
+        """Its results can be made again."""
+        self.recorder.done(self.outermost, out)
+
+    # Modules
+
+    def _module_begins(self, function, args, kwargs):
+        """The call is written down, with what is needed to make it again."""
+        module, *args = args
+        self.optimizer = None  # what raises from here on is not its step
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        root = getattr(module, "_orig_mod", module)  # what was compiled
+        fresh = root not in self.names.roots
+        if fresh:
+            self.names.roots.add(root)
+            self.recorder.weights.update(storage_of(p) for p in module.parameters())
+        if self.recorder.full:
+            self.transfer(calm=True)
+            self.recorder.forget()
+        given = [t for _, t in inner_tensors((args, kwargs))]
+        for t in given if fresh or module in self.writers else ():
+            if not t.requires_grad:
+                self.recorder.overwritten("", t)
+        call = self.outermost = self.recorder.write(module, args, kwargs)
+        self.versions = [(t, t._version) for t in given if not t.is_inference()]
+        call.rng = rng_states(device_of(given))
+        call.shape = next((t.shape for t in batched(given)), ())
+        call.uninitialised = any(map(self.recorder.is_uninitialised, given))
+        call.carried = carried_by(module)
+        if call.grad and module.training:
+            earlier = (c.buffers for c in self.recorder.calls if c.function is module)
+            call.buffers = next(filter(None, earlier), None) or copied_buffers(module)
+            self.silent.called(module, given)
+        if self.hooks.locator:
+            self.hooks.locator.take([*args, kwargs] if kwargs else args)
+
+    def _module_ends(self, out):
+        """What it has made and written is noted, to be read."""
+        call = self.outermost
+        module = call.function
+        call.left = [
+            (m, name)
+            for m, before in call.carried
+            for name, value in attributes_of(m).items()
+            if type(value) in KEPT or value is not before.get(name, (None,))[0]
+        ]
+        self.recorder.done(call, out)
+        written = [b for n, b in module.named_buffers() if n in call.buffers]
+        entries = self.deferred.entries(written, partial(self.checks.check_buffer, call))
+        if any(t._version != before for t, before in self.versions):
+            self.writers.add(module)  # it writes into its inputs: the next ones are copied
+        if call.grad:
+            self.trained = module  # so that it lives until the end of the script
+        elif any(True for _ in module.parameters()):
+            largest = largest_of(out)  # because -inf alone is a mask
+            if largest is not None:
+                entries.append((largest, partial(self.checks.check_output, call)))
+        self.deferred.results(entries)
+        if not call.grad and len(self.deferred) > 999:  # a script that trains nothing
+            self.transfer(calm=True)
+
+    # Backward passes and steps
+
+    def _backward_begins(self, function, args, kwargs):
+        """The losses are noted; they are read with the gradients."""
+        if self.recorder.first == inf:
+            self.history.framework = framework_of(file for file, *_ in frames_now())
+        self.recorder.write(BACKWARD, args, kwargs)
+        losses = [t for _, t in inner_tensors(args[0] if args else kwargs["tensors"])]
+        self.losses += [t.detach() for t in losses]
+        self.silent.backward(losses)
+
+    def _backward_ends(self, out):
+        if self.with_closure:
+            self.check(self.with_closure)
+        if not self.recorder.steps_of:  # without an optimizer, or before its first step
+            self.transfer()
+            self.silent.passed()
+        self._watch_operations()
+
+    def _before_step(self, optimizer, args, kwargs):
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        self.with_closure = optimizer if callable(closure) else None  # its passes are still to come
+        self.optimizer = optimizer
+        self.check(optimizer)
+        self.hooks.writing = False
+        if not self.with_closure:
+            return None
+        watched = partial(self._closure, closure, self.recorder.number)
+        if args[1:]:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
+
+    def _closure(self, closure, start, *args, **kwargs):
+        """The script's forward and backward within a step of an optimizer, which may ask for it
+        several times, and moves the weights in between."""
+        if self.recorder.number > start and self.with_closure:
+            self.recorder.calls = [call for call in self.recorder.calls if call.number <= start]
+            self.hooks.safely(self._note_update, self.with_closure)
+        if self.hooks.mine() and not self.hooks.depth:
+            self.hooks.record(True)
+        out = closure(*args, **kwargs)  # where it raises, the step is over
+        self.hooks.record(False)
+        return out
+
+    def check(self, optimizer):
+        """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
+        if id(optimizer) not in self.recorder.steps_of:
+            self.recorder.steps_of[id(optimizer)] = 0
+            self._note_moments(optimizer, "before the optimizer's first step")
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
+        scales = [] if scale is None else [scale]
+        grads = [p.grad for p in moved_by(optimizer)]
+        norms = self.deferred.norms(grads)
+        if self.hooks.world > 1 and any(hasattr(g, "to_local") for g in grads):
+            norms = [over_ranks(norms)]  # each of a shard
+        losses = self.deferred.norms(self.losses)
+        values = self.transfer([*losses, *norms, *scales], calm=bool(scales))
+        losses, values = values[: len(losses)], values[len(losses) :]
+        scale = values.pop() if scales else 1.0
+        found = self.scaling.before_step(optimizer, divides=bool(scales))
+        norm = sum(v * v for v in values) ** 0.5 / scale
+        if norm <= LIMIT:
+            self.history.gradients(optimizer, self.recorder.steps, norm, values)
+        self.silent.before_step(optimizer, losses, norm, len(values))
+        if norm <= LIMIT:
+            self.scaling.in_a_row = 0
+        elif scales:
+            self._skip(optimizer)
+        else:
+            self.scaling.unskipped = any(self.deferred.to_host(found))
+            self.checks.check_gradients(optimizer)
+
+    def _load(self, original, optimizer, *args, **kwargs):
+        """What it loads is read, and judged with the next gradients."""
+        out = original(optimizer, *args, **kwargs)
+        self.hooks.safely(self._note_moments, optimizer, f"as loaded at {line_now()}")
+        return out
+
+    def _load_module(self, original, module, state, *args, **kwargs):
+        answer = original(module, state, *args, **kwargs)
+        self.hooks.safely(self.silent.loaded, module, state, answer)
+        return answer
+
+    def _note_moments(self, optimizer, origin):
+        """No step of this optimizer has made them, nor its weights."""
+        held = [t for *_, t in held_by(optimizer)]
+        self.deferred.note(held, partial(self.checks.check_moment, optimizer, origin))
+
+    def _stepped(self, optimizer, args, kwargs):
+        """Its weights and moments are read now, and judged with the next gradients."""
+        self.hooks.writing = not self.hooks.depth
+        self.with_closure = self.optimizer = None
+        self.silent.stepped(optimizer)
+        self._count(optimizer)
+        self._note_update(optimizer)
+        if self.hooks.locator:
+            self.transfer()
+
+    def _note_update(self, optimizer):
+        """Weights and moments, as this update has left them."""
+        rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
+        self.history.after_step(rates, self.recorder.steps)
+        held = [t for _, p, _, t in held_by(optimizer) if p.grad is not None]
+        update = Update(optimizer, rates, self.history.largest, line_now())
+        self.deferred.note(held, partial(self.checks.check_update, update))
+
+    def _count(self, optimizer):
+        """A step is over, with or without an update."""
+        self.recorder.stepped(id(optimizer))
+        self.losses = []
+        self._watch_operations()
+        self.silent.over()
+
+    # The loss scaler
+
+    def _scale(self, original, scaler, outputs):
+        """What it multiplies is to be scaled again in a repetition."""
+        self.scaling.multiplies(scaler)
+        before = self.recorder.number
+        out = original(scaler, outputs)
+        for call in self.recorder.calls:
+            if call.number > before and scaler.is_enabled():
+                call.scaler = scaler
+        return out
+
+    def _scaler_step(self, original, scaler, optimizer, *args, **kwargs):
+        """If no optimizer has stepped, the scaler has skipped the step."""
+        before = dict(self.recorder.steps_of)
+        out = original(scaler, optimizer, *args, **kwargs)
+        if self.recorder.steps_of == before:
+            self.hooks.safely(self._skip, optimizer)
+        return out
+
+    def _skip(self, optimizer):
+        """The loss scaler skipped a step: calibration, unless it goes on."""
+        why = self.scaling.skip()
+        bad = [t for t in self.losses if extent(t).is_bad]
+        self.transfer(calm=True)
+        if bad:  # it is not its scale that made it so; the scaler hides it
+            self.findings.later(f"loss is {extent(bad[0]).bad_end}", [], bad)
+        if why or (self.hooks.locator and self.is_second_run):
+            self.checks.check_gradients(optimizer, why)
+        if not bad:
+            self.findings.forget_reads()
+        self._count(optimizer)

@@ -1,0 +1,358 @@
+"""
+Prepare: every decision before the first step, each with its reason.
+
+train.py calls setup(), which calls the functions of this file in their order. Each takes the record
+of the run and fills in its part of it. Two rules:
+
+    Refuse early    What a user gave (flags, paths, files) is checked here, before a file is written
+                    and before the first step. A refusal is one sentence and exit code 2, or 4 for
+                    data. Every rank comes to every refusal, and all leave together.
+    Only that       A refusal wraps only what reads a user's input. An error in a model's own code
+                    is not wrapped: whoever forks this repository needs its traceback.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import amp_policy
+import checkpoint
+import fp32
+import guards
+import optim
+import report
+from data import WrongArgument, batches, imagefolder, load
+from extras import ema, graphs, muon
+from models import MODELS, DoesNotFit, build, fitting, set_drop_path, wrap
+from ranks import (
+    agreed,
+    first_on_each_machine,
+    hides_progress,
+    join,
+    must_agree,
+    parallel,
+    refuse,
+    refusing,
+)
+
+from . import resume
+from .record import Plain, Run
+
+
+def setup(run: Run, train_step: Callable):
+    """Prepare `run` for its first step, and print each decision."""
+    args = run.args
+    spent = {"torch": time.process_time()}  # seconds: its import, before anything of ours
+
+    def timed(phase, *more):
+        began = time.perf_counter()
+        result = phase(run, *more)
+        spent[phase.__name__] = time.perf_counter() - began
+        return result
+
+    local_rank = timed(process)
+    saved = resume.read_checkpoint(run)
+    unreadable = timed(data, local_rank)
+    timed(network)
+    seconds = timed(precision, saved)
+    torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
+    plan = length(run, saved, seconds)
+    timed(training)
+    observed = args.inject or args.detect_anomaly
+    alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
+    if args.cuda_graph and alone_on_a_gpu and not observed:
+        run.graph = graphs.StepGraph(functools.partial(train_step, run))
+    compiled = timed(compilation)
+    resumed = timed(folder, saved)
+    run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
+    decided = {
+        "device": f"{run.identity['hardware']}, torch {torch.__version__}",
+        "precision": str(run.policy),
+        "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
+        "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters, "
+                 + compiled,
+        "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
+        "length": plan,
+        "output": f"{run.folder}{resumed}",
+        "start": f"{sum(spent.values()):.1f} s: "
+                 + ", ".join(f"{name} {t:.1f}" for name, t in spent.items() if t >= 0.05),
+    }
+    for name, decision in decided.items():
+        run.log.say(f"{name:<11} {decision}")
+    for warning in (*unreadable, *run.policy.warnings):
+        run.log.warn(run.step, warning)
+
+
+def rescuer() -> Plain:
+    """What a run does about trouble: rescue/, if that folder is there."""
+    try:
+        from rescue import Rescue
+    except ModuleNotFoundError as error:
+        if error.name not in ("rescue", "autopsy"):
+            raise
+        return Plain()
+    return Rescue()
+
+
+def process(run: Run) -> int:
+    """Set device, ranks, seeds and torch's switches. Returns this process's rank on its machine."""
+    args = run.args
+    with refusing(ValueError):
+        run.device, run.rank, local_rank, run.world_size = join(args.device)
+    must_agree(vars(args) | {"data_dir": None})  # it may have another name on another machine
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    random.seed(args.seed)
+    torch.autograd.set_detect_anomaly(args.detect_anomaly)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return local_rank
+
+
+def data(run: Run, local_rank: int) -> list[str]:
+    """Load the data and make the stream of batches. Returns a sentence for each unreadable file.
+
+    Only this function maps errors of data to exit codes: 2 for a wrong argument, 4 for bad data.
+    """
+    args = run.args
+    left_out = []
+    progress = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
+    with (
+        refusing(OSError, ValueError, code=4),
+        refusing(WrongArgument, FileNotFoundError, imagefolder.DiskFull),
+        first_on_each_machine(local_rank),
+    ):
+        run.data = load(
+            args.dataset,
+            args.data_dir,
+            progress,
+            args.image_size,
+            args.max_bad_share,
+            None if args.workers else ".cache",
+            warn=left_out.append,
+            say=print if run.rank == 0 else str,
+            val_share=args.val_share,
+        )
+    args.dataset = run.data.name
+    outputs = len(run.data.classes)
+    if args.num_classes not in (None, outputs):
+        refuse(2, f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
+                  "leave the flag out")
+    pieces = run.world_size * args.accum_steps
+    if args.batch_size % pieces:
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
+                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+    run.accum = args.accum_steps
+    run.data.place(run.device)
+    recipe = MODELS[args.model][1]
+    with refusing(ValueError):
+        run.stream = batches.TrainBatches(
+            *run.data.train,
+            batch_size=args.batch_size,
+            rank=run.rank,
+            world_size=run.world_size,
+            seed=args.seed,
+            device=run.device,
+            normalize=batches.Normalize(run.data.mean, run.data.std),
+            scale=run.data.scale,
+            size=run.data.image_size,
+            cutout=args.cutout,
+            workers=args.workers,
+            augment=recipe["augment"],
+        )
+        # For the trials of a step: how many of these there are is known only after them.
+        run.stream.start_small(1 if recipe["small"] else 0)
+    return left_out
+
+
+def network(run: Run):
+    """Build the network, bare and with its loss, on the device."""
+    args = run.args
+    recipe = MODELS[args.model][1]
+    with refusing(DoesNotFit), fitting(args.model):
+        net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
+        set_drop_path(net, args.drop_path)
+        run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
+        for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
+            for pattern in patterns:
+                if not fnmatch.filter(dict(net.named_parameters()), pattern):
+                    refuse(2, f"{flag} {pattern} matches no parameter of {args.model}")
+        if hasattr(net, "init_from_data"):
+            images, labels = run.data.train
+            net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
+        run.net = net.to(run.device, memory_format=torch.channels_last)
+        seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
+
+
+def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
+    """Time a forward and backward pass on `count` images."""
+    images, labels = (t[:count] for t in run.stream.at(0))
+    labels = torch.zeros_like(labels)
+    return amp_policy.seconds_of_pass(model or run.model, images, labels, dtype)
+
+
+def precision(run: Run, saved: dict | None) -> float | None:
+    """Choose the precision. Returns the seconds of a step, or None if it timed nothing.
+
+    Two ranks may measure different times, so rank 0 decides.
+    """
+    args = run.args
+    wanted = args.precision
+    caps = amp_policy.capabilities(run.device)
+    resumes = saved is not None and wanted == "auto"
+    if resumes:  # nothing measured may change a run that goes on
+        wanted = saved["identity"]["precision"]
+    images = args.batch_size // run.world_size
+    micro_batch = images // run.accum
+    # A quarter of it: what just fits in half precision has to fit in fp32 here.
+    count = max(min(2, micro_batch), min(micro_batch // 4, 64))
+
+    @functools.cache
+    def step(dtype):
+        seconds_of(run, dtype, count)  # the first one warms up
+        return seconds_of(run, dtype, count) * images / count
+
+    norms = [m for m in run.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    policy = seconds = None
+    if run.rank == 0:
+        gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
+        own_step = None if gains or resumes else lambda _, dtypes: tuple(map(step, dtypes))
+        policy = amp_policy.choose_policy(wanted, caps, stopwatch=own_step)
+        if norms and gains and wanted == "auto" and policy.name == "bf16":
+            # cuDNN has a BatchNorm for float16 and none for bfloat16.
+            other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
+            ratio = step(torch.float16) / step(torch.bfloat16)
+            if ratio < 0.9 and not other.warnings:
+                why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
+                policy = dataclasses.replace(other, reason=why)
+        seconds = None if gains else step(policy.dtype)
+    policy, seconds = agreed((policy, seconds))
+    run.policy = policy
+    with refusing(ValueError):
+        fp32.keep_fp32(run.net, args.keep_fp32)
+        run.net = policy.prepare(run.net)
+        run.rescue = rescuer()
+        run.rescue.attach(run)
+    # Adam's state has the dtype of the weights, or of their fp32 masters.
+    state = torch.float32 if policy.masters else policy.param_dtype
+    if why := optim.refusal(state, args.adam_eps, args.betas[1]):
+        refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
+    return seconds
+
+
+def length(run: Run, saved: dict | None, seconds: float | None) -> str:
+    """Set the number of steps, and what is a share of it. Returns a sentence about it.
+
+    A GPU gets the whole recipe, a CPU as many steps as take two minutes.
+    """
+    args, recipe = run.args, MODELS[run.args.model][1]
+    run.epoch_steps = run.stream.steps_per_epoch
+    if args.verify_every is None:
+        args.verify_every = run.epoch_steps
+    why = "as asked"
+    if args.max_steps:
+        steps = args.max_steps
+    elif args.epochs:
+        steps = max(1, round(args.epochs * run.epoch_steps))
+    elif saved:
+        steps = saved["identity"]["total_steps"]
+        why = "as the checkpoint says"
+    else:
+        steps = recipe["epochs"] * run.epoch_steps
+        why = "the whole recipe"
+        if run.device.type == "cpu" and steps * seconds > 120:
+            # In tens, so that a second run has the same number.
+            steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
+            why = f"short, for a CPU; the whole recipe is --epochs {recipe['epochs']}"
+    run.total_steps = steps
+    run.stream.start_small(round(steps * recipe["small"]))
+    if args.warmup_updates is None:
+        args.warmup_updates = int(steps * recipe["warmup"])
+    takes = f", about {timedelta(seconds=round(steps * seconds))} here" if seconds else ""
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}"
+
+
+def training(run: Run):
+    """Make optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
+    args, recipe = run.args, MODELS[run.args.model][1]
+    masters = run.policy.masters
+    matrices = muon.matrices(run.net, args.muon)
+    groups = optim.param_groups(
+        run.net, args.weight_decay, args.no_decay, recipe["lr_scale"], skip=matrices
+    )
+    adamw = optim.ClippedAdamW(
+        groups, args.lr, args.betas, args.adam_eps, amsgrad=args.amsgrad, clip=None, masters=masters
+    )
+    run.optimizers = [adamw]
+    if matrices:
+        run.optimizers.append(
+            muon.Muon(matrices, args.lr, masters=masters, **recipe["muon_options"])
+        )
+    rates = optim.warmup_cosine(run.total_steps, args.warmup_updates, kind=recipe["schedule"])
+    run.schedule = optim.Schedule(run.optimizers, rates)
+    run.clip = args.clip_grad
+    run.scaler = amp_policy.LossScaler(run.device.type, enabled=run.policy.scales)
+    run.guard = guards.Guard(
+        run.net,
+        num_classes=None if run.data.regression else len(run.data.classes),
+        ignore_index=None,  # in a data set of classes every picture has one
+        carries=run.rescue.carries,
+    )
+    if args.ema:
+        run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)
+    run.ddp = parallel(run.model, run.device)
+    run.compiled = run.ddp
+
+
+def compilation(run: Run) -> str:
+    """Compile the network if you asked for it or if it pays. Returns a sentence about it.
+
+    Planted faults need eager mode. Without a CUDA graph the host, not the network, takes the time
+    of a step.
+    """
+    args = run.args
+    if args.compile == "on" and not args.inject:
+        run.compiled = torch.compile(run.ddp, dynamic=False)
+        return "compiled"
+    if args.compile != "auto" or not run.graph:
+        return "not compiled"
+    trial = functools.partial(seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
+    shapes = 2 if MODELS[args.model][1]["small"] else 1
+    run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
+    return why
+
+
+def folder(run: Run, saved: dict | None) -> str:
+    """Resume from the checkpoint; make the folder and its files. Returns a note on the resume."""
+    args = run.args
+    run.identity = resume.identity(run)
+    with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
+        note = resume.load_whole_state(run, saved) if saved else ""
+        if run.rank == 0:
+            run.folder = resume.make_folder(run, new=saved is None)
+            checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives
+    run.folder = agreed(run.folder)
+    run.checkpoints = checkpoint.Checkpoints(run.folder)
+    resume.check_folder(run, saved)
+    with (
+        refusing(OSError),
+        refusing(ImportError, advice="; --tensorboard needs it: pip install tensorboard"),
+    ):
+        run.log = report.MetricsFile(
+            run.folder,
+            {"args": vars(args), **run.identity},
+            run.step,
+            args.tensorboard,
+            writes=run.rank == 0,
+            print_with=tqdm.write,
+        )
+    return note
