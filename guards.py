@@ -119,6 +119,87 @@ class Verdict(NamedTuple):
     rank: int  # the (highest) guilty one; -1: no flag names one
 
 
+class Buffers:
+    """The buffers of a network, and two copies: of before the step, and of after the last accepted
+    one.
+
+    A buffer that is non-finite from the start is a mask, unless it is a running statistic.
+    """
+
+    def __init__(self, net: nn.Module):
+        self.owners = [
+            (m._buffers, name, b)
+            for m in net.modules()
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
+        self.checked = {}  # device: what has to be finite
+        self.last_accepted = {}  # buffer that is checked: (its memory, the second copy of it)
+        kinds = {}
+        for _, name, b in self.owners:
+            if 0 in b.stride():  # expanded: it stays
+                continue
+            live = b.data  # counts no version: a backward that is under way goes on
+            if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
+                self.checked.setdefault(b.device, []).append(live)
+                self.last_accepted[b] = None
+            if live.is_contiguous():  # as bytes: one kernel for all dtypes
+                live = live.view(-1).view(torch.uint8)
+            kinds.setdefault((b.device, live.dtype), {})[b] = live
+        self.groups = []  # (buffers of one device, both copies, views into the first copy)
+        for group in kinds.values():
+            live = [*group.values()]
+            copies = torch.stack(2 * [_flatten_dense_tensors(live)])
+            before_step, accepted = (_unflatten_dense_tensors(copy, live) for copy in copies)
+            self.groups.append((live, copies, before_step))
+            for b, *pair in zip(group, live, accepted, strict=True):
+                if b in self.last_accepted:
+                    self.last_accepted[b] = pair
+
+    def are_those_of(self, net: nn.Module):
+        return {*net.buffers()} == {b for *_, b in self.owners}
+
+    def save(self):
+        """A step begins."""
+        for live, _, before_step in self.groups:
+            torch._foreach_copy_(before_step, live)
+
+    def restore(self):
+        """As they were before the step."""
+        self.take_back()
+        for live, _, before_step in self.groups:
+            torch._foreach_copy_(live, before_step)
+
+    def end_step(self, rejected: Tensor):
+        """Keep what the step has left, or restore. The next step begins here."""
+        for live, copies, before_step in self.groups:
+            now = _flatten_dense_tensors(live)
+            torch.where(rejected, copies, now, out=copies)
+            torch._foreach_copy_(live, before_step)
+
+    def take_back(self):
+        """Where the script assigned a tensor to a buffer, copy it into the old one and put that
+        back."""
+        for owner, name, b in self.owners:
+            new = owner.get(name)
+            if new is b or new is None:
+                continue
+            if new.is_same_size(b) and new.type() == b.type():
+                b.data.copy_(new)
+                owner[name] = b
+
+    def repair(self, net: nn.Module):
+        """Restore each buffer that something made non-finite between two steps. Returns names."""
+        repaired = []
+        for name, b in net.named_buffers():
+            if b in self.last_accepted and not magnitude(b) <= LIMIT:
+                live, accepted = self.last_accepted[b]
+                live.copy_(accepted)
+                if magnitude(b) <= LIMIT:  # else it never was finite
+                    repaired.append(name)
+        return repaired
+
+
 class Guard:
     """The flags, the buffers and the verdict of a step. One a process, after init_process_group.
 
@@ -152,51 +233,19 @@ class Guard:
         self.names = (*FLAGS, *carries)
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
-        self._known = set()  # optimizers that have stepped
+        self._have_stepped = set()  # optimizers
         self.watch(net)
 
     def watch(self, net):
-        """Watch the buffers of `net`. A step does this again after a buffer was replaced.
-
-        A buffer that is non-finite from the start is a mask, unless it is a running statistic.
-        """
+        """Watch the buffers of `net`. A step does this again after a buffer was replaced."""
         self.net = net if isinstance(net, nn.Module) else nn.ModuleList(net)
-        self._owners = [
-            (m._buffers, name, b)
-            for m in self.net.modules()
-            for name, b in m._buffers.items()
-            if b is not None
-        ]
+        self._buffers = Buffers(self.net)
         self.device = next(self.net.parameters()).device
         constants = torch.tensor([0, 1, self.rank + 1.0], device=self.device)
-        self._zero, self._one, self._up = constants
-        self._raised = constants.new_zeros(len(self.names))
-        self._is_raised = False
-        self._row = constants.new_zeros(len(self.names) + 32)
-        self._checked = {}  # device: what has to be finite
-        self._left = {}  # each of these: now, and as the last accepted step has left it
-        kinds = {}
-        for _, name, b in self._owners:
-            if 0 in b.stride():  # expanded: it stays
-                continue
-            live = b.data  # counts no version: a backward that is under way goes on
-            if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
-                self._checked.setdefault(b.device, []).append(live)
-                self._left[b] = None
-            if live.is_contiguous():  # as bytes: one kernel for all dtypes
-                live = live.view(-1).view(torch.uint8)
-            kinds.setdefault((b.device, live.dtype), {})[b] = live
-        # Buffers of one device, and two copies: of before the step, and of after the last accepted
-        # one. The first in parts.
-        self._buffers = []
-        for group in kinds.values():
-            live = [*group.values()]
-            copies = torch.stack(2 * [_flatten_dense_tensors(live)])
-            before, left = (_unflatten_dense_tensors(copy, live) for copy in copies)
-            self._buffers.append((live, copies, before))
-            for b, *pair in zip(group, live, left, strict=True):
-                if b in self._left:
-                    self._left[b] = pair
+        self._zero, self._one, self._rank_mark = constants
+        self._carried = constants.new_zeros(len(self.names))
+        self._has_carried = False
+        self._row = constants.new_zeros(len(self.names) + 32)  # what a step sends to the host
 
     def open(self, step=None):
         """Begin an attempted step exactly here. step: its number; None: count on.
@@ -209,59 +258,37 @@ class Guard:
         if self.state == "open":
             warnings.warn("guard.step() or close() has not ended the last step: the guard restores "
                           "its buffers", stacklevel=2)
-            self._put_back()
+            self._undo()
         self._begin(step)
         if self.skipped_in_a_row:  # perhaps for that
-            self._mend()
-        for live, _, before in self._buffers:
-            torch._foreach_copy_(before, live)
+            self._repair_buffers()
+        self._buffers.save()
 
-    def _put_back(self):
+    def _undo(self):
         self._unread = ()
-        self._adopt()
-        for live, _, before in self._buffers:
-            torch._foreach_copy_(live, before)
+        self._buffers.restore()
 
-    def _mend(self):
-        """Restore each buffer that something made non-finite between two steps."""
-        bad = []
-        for name, b in self.net.named_buffers():
-            if b in self._left and not magnitude(b) <= LIMIT:
-                live, left = self._left[b]
-                live.copy_(left)
-                if magnitude(b) <= LIMIT:  # else it never was finite
-                    bad.append(name)
-        if bad:
+    def _repair_buffers(self):
+        if repaired := self._buffers.repair(self.net):
             warnings.warn(f"non-finite before step {self.number}, and no step did it: "
-                          f"{', '.join(bad)} (an evaluation in training mode?). The guard has "
+                          f"{', '.join(repaired)} (an evaluation in training mode?). The guard has "
                           "restored the values of the last accepted step", stacklevel=3)
 
     def _begin(self, step=None):
-        self._send()  # nobody has asked for the last verdict; it still counts
-        self._adopt()
+        self._start_copy()  # nobody has asked for the last verdict; it still counts
+        self._buffers.take_back()
         self.number = self.number + 1 if step is None else step
-        if {*self.net.buffers()} != {b for *_, b in self._owners}:
-            self._mend()
+        if not self._buffers.are_those_of(self.net):
+            self._repair_buffers()
             self.watch(self.net)
-        if self._is_raised:
-            self._raised.zero_()
-            self._is_raised = False
+        if self._has_carried:
+            self._carried.zero_()
+            self._has_carried = False
         self.state = "open"
-
-    def _adopt(self):
-        """Where the script assigned a tensor to a buffer, copy it into the old one and put that
-        back."""
-        for owner, name, b in self._owners:
-            new = owner.get(name)
-            if new is b or new is None:
-                continue
-            if new.is_same_size(b) and new.type() == b.type():
-                b.data.copy_(new)
-                owner[name] = b
 
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
-        self._put_back()
+        self._undo()
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
@@ -316,8 +343,8 @@ class Guard:
         """A number (exact up to 2^24), between open() and decide(): "signal" or one of `carries`
         rejects nothing, and verdict.carried[name] is the largest of all ranks, 0 where none was
         given. Any other of FLAGS rejects the step; its number is guard.rank + 1."""
-        self._raised[self.names.index(name)] = value
-        self._is_raised = True
+        self._carried[self.names.index(name)] = value
+        self._has_carried = True
 
     @torch.no_grad()
     def decide(self, gradients=()):
@@ -329,8 +356,21 @@ class Guard:
         """
         if self.state != "open":
             self._begin()
-        self._adopt()
-        seen = [("buffer", _flatten_dense_tensors(live)) for live in self._checked.values()]
+        self._buffers.take_back()
+        self._norms = self._measure(gradients)
+        self._unread = ()
+        self.state = "decided"
+        row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
+        self._flags = torch.where(row <= LIMIT, self._carried, self._rank_mark)  # NaN: not below
+        if self.together:
+            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
+        found_inf = self._flags[:FAULTS].amax()
+        return found_inf.clamp(max=1) if self.together else found_inf
+
+    def _measure(self, gradients):
+        """{flag: norm of all tensors under it, 0-dim fp32 on the guard's device}."""
+        checked = self._buffers.checked.values()
+        seen = [("buffer", _flatten_dense_tensors(live)) for live in checked]
         seen += [("grad", g) for g in gradients]
         kinds = {}
         for flag, t in (*self._unread, *seen):
@@ -346,18 +386,10 @@ class Guard:
                 each = torch._foreach_norm(tensors, 2, torch.promote_types(dtype, torch.float32))
             for flag, norm in zip(flags, each, strict=False):
                 norms.setdefault(flag, []).append(norm.to(self.device, torch.float32))
-        self._norms = {
+        return {
             flag: magnitude(torch.stack(each)) if each[1:] else each[0]
             for flag, each in norms.items()
         }
-        self._unread = ()
-        self.state = "decided"
-        row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
-        self._flags = torch.where(row <= LIMIT, self._raised, self._up)  # NaN is not below
-        if self.together:
-            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        bad = self._flags[:FAULTS].amax()
-        return bad.clamp(max=1) if self.together else bad
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
@@ -368,24 +400,14 @@ class Guard:
         """
         if self.state == "open":
             self.decide()
-        rejected = found_inf != 0
-        for live, copies, before in self._buffers:
-            now = _flatten_dense_tensors(live)
-            torch.where(rejected, copies, now, out=copies)  # the next step begins here
-            torch._foreach_copy_(live, before)
+        self._buffers.end_step(found_inf != 0)
         cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
         torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
-        self._keys = list(stats)
+        self._stat_names = list(stats)
         self.state = "closed"
 
-    def step(
-        self,
-        optimizers,
-        scaler: GradScaler | None = None,
-        *,
-        clip: float | None = None,
-        **stats: Tensor,
-    ):
+    def step(self, optimizers, scaler: GradScaler | None = None, *,
+             clip: float | None = None, **stats: Tensor):
         """Measure the gradients and decide once for all ranks; then clip and step, or restore the
         buffers. Returns the verdict, 0-dim fp32 on the device: 1.0 = rejected.
 
@@ -401,56 +423,73 @@ class Guard:
             raise ValueError("no parameter has a gradient: call backward() before guard.step()")
         if clip and not clip > 0:
             raise ValueError(f"clip={clip}: give a limit above 0 (0 or None: none)")
-        on_device = all(map(skips_on_device, optimizers))
-        scaled = scaler and scaler.is_enabled()
         self._check_use(optimizers, scaler)
-        scale = None
-        for o in optimizers:
-            stage = scaled and scaler._per_optimizer_states[id(o)]["stage"].name
-            if on_device and stage == "READY":
-                scale = scaler.scale(self._one)  # the kernel divides by it
-            elif stage in ("READY", "STEPPED"):
-                scaler.unscale_(o)  # refuses a second step without update()
+        scaler = scaler if scaler and scaler.is_enabled() else None
+        on_device = all(map(skips_on_device, optimizers))
         losses = [loss for flag, loss in self._unread if flag == "loss"]
-        bad = self.decide(p.grad for p in params)
-        norm = self._norms["grad"]
-        if scale is not None:
-            norm = norm / scale
-        for o in optimizers if scaled else ():
-            scaler._per_optimizer_states[id(o)] = {
-                "stage": OptState.STEPPED,
-                "found_inf_per_device": {self.device: bad.clone()},  # update() adds to it
-            }
-        if clip and on_device:
-            factor = (norm if clip == 1 else norm / clip).clamp(min=1)
-            scale = factor if scale is None else factor * scale
-        elif clip:
-            nn.utils.clip_grads_with_norm_(params, clip, norm)
-        rejected = not on_device and bool(bad)  # the one host sync
-        for o in () if rejected else optimizers:
-            if on_device:
-                o.found_inf = bad
-                o.grad_scale = scale
-            Guard._stepping = True
-            o.step()
-            Guard._stepping = False
-            if on_device:
-                del o.found_inf, o.grad_scale
         if losses and "loss" not in stats:
             stats["loss"] = sum(losses) / len(losses)
-        self.close(bad, **stats, grad_norm=norm)
-        return bad
+        scale = self._unscale(optimizers, scaler, on_device) if scaler else None
+        found_inf = self.decide(p.grad for p in params)
+        norm = self._norms["grad"] if scale is None else self._norms["grad"] / scale
+        if scaler:
+            self._tell(scaler, optimizers, found_inf)
+        if clip:
+            scale = self._clip(params, norm, clip, scale, on_device)
+        self._update(optimizers, found_inf, scale, on_device)
+        self.close(found_inf, **stats, grad_norm=norm)
+        return found_inf
+
+    def _unscale(self, optimizers, scaler, on_device):
+        """The loss scale, if the optimizers divide by it in their kernels; else divide here."""
+        scale = None
+        for o in optimizers:
+            stage = scaler._per_optimizer_states[id(o)]["stage"].name
+            if on_device and stage == "READY":
+                scale = scaler.scale(self._one)
+            elif stage in ("READY", "STEPPED"):
+                scaler.unscale_(o)  # refuses a second step without update()
+        return scale
+
+    def _tell(self, scaler, optimizers, found_inf):
+        """Give the scaler the verdict of all ranks, for its update()."""
+        for o in optimizers:
+            scaler._per_optimizer_states[id(o)] = {
+                "stage": OptState.STEPPED,
+                "found_inf_per_device": {self.device: found_inf.clone()},  # update() adds to it
+            }
+
+    def _clip(self, params, norm, clip, scale, on_device):
+        """What the kernels of the optimizers divide by: the clip factor and the scale in one. If
+        they do not, clip here."""
+        if not on_device:
+            nn.utils.clip_grads_with_norm_(params, clip, norm)
+            return scale
+        factor = (norm if clip == 1 else norm / clip).clamp(min=1)
+        return factor if scale is None else factor * scale
+
+    def _update(self, optimizers, found_inf, scale, on_device):
+        if not on_device and found_inf:  # the one host sync
+            return
+        Guard._stepping = True
+        for o in optimizers:
+            if on_device:
+                o.found_inf, o.grad_scale = found_inf, scale
+            o.step()
+            if on_device:
+                del o.found_inf, o.grad_scale
+        Guard._stepping = False
 
     def _check_use(self, optimizers, scaler):
         """Warn of mistakes that nothing else would show: of an optimizer's at its first step, of a
         GradScaler beside the guard when it has scaled a loss."""
-        for o in {*optimizers} - self._known:
+        for o in {*optimizers} - self._have_stepped:
             if hasattr(o, "_optimizer_step_pre_hooks"):  # a wrapper may have none
-                o.register_step_pre_hook(self._beside)
+                o.register_step_pre_hook(self._warn_double_step)
             if set(with_gradient(o)).isdisjoint(self.net.parameters()):
                 warnings.warn("the optimizer holds no parameter of the guard's network: call "
                               "Guard(net) with the network that you train", stacklevel=3)
-        self._known.update(optimizers)
+        self._have_stepped.update(optimizers)
         if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
             scalers = (x for x in gc.get_objects() if issubclass(type(x), GradScaler))
             self._scalers = WeakSet(scalers)
@@ -458,7 +497,7 @@ class Guard:
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: call guard.step(optimizer, scaler)", stacklevel=3)
 
-    def _beside(self, *_):
+    def _warn_double_step(self, *_):
         if not Guard._stepping:
             warnings.warn("guard.step() and optimizer.step() together take each update twice: "
                           "delete optimizer.step()", stacklevel=4)
@@ -471,39 +510,37 @@ class Guard:
         self._is_read = True
         if self.state == "open":  # a CUDA graph has replayed the rest of the step
             self.state = "closed"
-        return self._send()
+        return self._start_copy()
 
-    def _send(self):
+    def _start_copy(self):
         if self.state != "closed":
             return None
-        last = self._read()
+        last = self._next_verdict()
         host = self._row.to("cpu", non_blocking=self._row.is_cuda, copy=True)  # pinned
         event = torch.cuda.current_stream().record_event() if self._row.is_cuda else None
-        self._pending = self.number, host, event, self._keys
+        self._pending = self.number, host, event, self._stat_names
         self.state = "sent"
-        return last if self.lag else self._read()
+        return last if self.lag else self._next_verdict()
 
     def flush(self):
         """Wait for every pending verdict. Returns the last one, or None."""
-        last = self._send()
-        return self._read() or last
+        last = self._start_copy()
+        return self._next_verdict() or last
 
     def set_lag(self, lag):
-        """Switch lag on or off. Returns the pending verdict, see flush()."""
-        last = None if lag == self.lag else self.flush()
+        """Switch lag on or off. Call flush() before: it returns the verdict under way."""
         self.lag = lag
-        return last
 
-    def _arrived(self):
+    def _finish_copy(self):
         step, host, event, keys = self._pending
         if event:
             event.synchronize()  # waits for that step's numbers, not for the device
         return step, host.tolist(), keys
 
-    def _read(self):
+    def _next_verdict(self):
         if not self._pending:
             return None
-        step, row, keys = self._arrived()
+        step, row, keys = self._finish_copy()
         self._pending = None
         flags = dict(zip(self.names, row, strict=False))
         found_inf, *numbers = row[len(flags) :]
@@ -530,10 +567,10 @@ class Guard:
     def state_dict(self):
         """Counters and the pending verdict, as plain numbers; a resumed run reads that verdict at
         its next step. Waits for the device. Call verdict() before: it returns None afterwards."""
-        self._send()
+        self._start_copy()
         pending = None
         if self._pending:
-            pending = [*self._arrived()]
+            pending = [*self._finish_copy()]
             pending[1][FAULTS] = 0.0  # the signal: it has been obeyed
         return {name: getattr(self, name) for name in COUNTERS} | {"pending": pending}
 

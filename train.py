@@ -153,7 +153,11 @@ def train(run, stop):
             began = time.perf_counter()
             images, labels = run.rescue.begin(run, *run.stream.at(run.step - 1))
             # Shortly after a bad step each verdict is read at once. What was under way comes first.
-            findings = digest(run, run.guard.set_lag(run.step > run.healing.hunt_until))
+            findings = []
+            lag = run.step > run.healing.hunt_until
+            if lag != run.guard.lag:
+                findings = digest(run, run.guard.flush())
+                run.guard.set_lag(lag)
             findings += digest(run, attempt(run, run.step, images, labels, stop.number))
             end = end_of_step(run, answer(run, findings), began)
     return end

@@ -71,14 +71,15 @@ def closed(guard, found_inf=0.0, **stats):
     return guard.verdict()
 
 
-def test_the_verdict_comes_one_step_late_and_flush_and_set_lag_bring_the_last():
+def test_the_verdict_comes_one_step_late_and_flush_brings_the_last():
     guard = Guard(network())
     assert guard.verdict() is None
     history = [closed(guard, float(n in (1, 2))) for n in range(4)]
     assert history[0] is None
     assert [(v.step, v.accepted) for v in history[1:]] == [(0, True), (1, False), (2, False)]
     assert guard.skipped_in_a_row == 2
-    last = guard.set_lag(False)
+    last = guard.flush()
+    guard.set_lag(False)
     assert (last.step, last.accepted, guard.skipped_in_a_row, guard.steps) == (3, True, 0, 4)
     assert guard.flush() is None
     assert closed(guard).step == 4
