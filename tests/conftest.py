@@ -18,12 +18,13 @@ from trainer import prepare
 SLOW = {
     "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_heal",
     "test_readme", "test_resume", "test_time_to_accuracy", "test_train", "test_verify",
-    "test_watch",
+    "test_watch", "test_wings",
 }
 if not helpers.FORKS:  # on Windows: what begins with os.fork, links and signals
     collect_ignore = ["test_checkpoint.py", "test_imagefolder.py", "test_nodes.py"]
 LONGEST = [  # they begin, so that no core idles at the end
-    "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme", "test_verify",
+    "test_wings", "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme",
+    "test_verify",
     "test_failures", "test_house", "test_train", "test_heal",
 ]  # fmt: skip
 

@@ -26,6 +26,7 @@ FORKS = hasattr(os, "fork")
 HIDDEN = [ROOT / "tests" / "hidden.py"] if FORKS else []
 numbers = itertools.count()  # of files that scripts print to
 needs_unix = pytest.mark.skipif(not FORKS, reason="needs fork, or bash")
+needs_rescue = pytest.mark.skipif(not (ROOT / "rescue").is_dir(), reason="needs rescue/")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 

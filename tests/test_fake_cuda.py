@@ -34,15 +34,11 @@ from torch.utils._pytree import tree_leaves
 import optim
 import train
 from amp_policy import LossScaler
-from autopsy import step, verdict
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
 from models.classifier import Classifier
 from optim import ClippedAdamW, Schedule, master_params, warmup_cosine
-from rescue import Rescue, heal, notice, verify
-from rescue.inject import Injector
-from rescue.probes import Probes
 from trainer import record, validation
 
 CUDA = torch.device("cuda", 0)
@@ -252,7 +248,7 @@ def clipped(net):
     return [ClippedAdamW(net.parameters(), clip=None)]
 
 
-def prepared(scales=False, optimizers=ours, ema=0.9):
+def prepared(scales=False, optimizers=ours, ema=0.9, carries=()):
     """The record of a run with what the step, its looks and a validation need, and a batch."""
     policy = SimpleNamespace(
         name="bf16", dtype=torch.bfloat16, autocast=lambda: torch.autocast("cuda", torch.bfloat16)
@@ -263,8 +259,8 @@ def prepared(scales=False, optimizers=ours, ema=0.9):
     run = record.Run(
         args=args, net=net, model=Classifier(net, label_smoothing=0.1), policy=policy,
         scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
-        guard=Guard(net, num_classes=10, ignore_index=None, carries=Rescue.carries), clip=1.0,
-        schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA, injector=Injector(net),
+        guard=Guard(net, num_classes=10, ignore_index=None, carries=carries), clip=1.0,
+        schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA,
         log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
     )  # fmt: skip
     if ema:
@@ -277,21 +273,6 @@ def one_step(run, images, labels, inspect=None):
     run.guard.open()
     train.train_step(run, images, labels, inspect)
     run.guard.state = "sent"  # reading a verdict copies to the host, and must
-
-
-def look(run, images, labels, step=100, sampled=False):
-    """A step with a look at all weights; with a sample of the probes."""
-    sampler = Probes(run.net, CUDA).attach() if sampled else None
-    figures = []
-    one_step(run, images, labels, lambda: figures.append(notice.inspect_step(run, step, sampler)))
-    figures[0].read()
-
-
-def run_twice(run, images, labels):
-    """What --verify-every does on one rank, and what every rank carries."""
-    verify.is_repeated(run, 5, images, labels)
-    run.guard.open()
-    verify.carry_checksum(run)
 
 
 def evaluate(run, images, labels):
@@ -309,45 +290,23 @@ def average(run, images, labels):
             pass
 
 
-FIGURES = "probes.py: rows = torch.stack(table).tolist() if table else []"
-SIGNS = (
-    'notice.py: rates |= dict.fromkeys(group["params"], float(group["lr"]))',
-    "notice.py: numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()",
-)
 PATHS = {  # path: what is run, the lines that may ask the device (no other may), and a function
     # that the path calls from a line that may not ask
     "a step": (one_step, set(), (Guard, "close")),
     "the average": (average, set(), (torch, "_fused_sgd_")),
-    "a look": (look, {FIGURES, *SIGNS}, (Guard, "see_state")),
-    "a look with probes": (lambda *run: look(*run, sampled=True), {
-        FIGURES, *SIGNS, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
-        "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
-    }, (Probes, "detach")),
-    "a pass twice": (run_twice, {
-        "verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}",
-    }, (heal, "forward_backward")),
     "validation": (evaluate, {
         "validation.py: total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
     }, (validation, "in_halves")),
 }  # fmt: skip
 
 
-@pytest.fixture
-def no_rng(monkeypatch):
-    """Random states are the host's affair, and fake tensors hold none."""
-    for room in (step, verdict):
-        monkeypatch.setattr(room, "rng_states", lambda device: {})
-        monkeypatch.setattr(room, "set_rng_states", lambda states, device: None)
-
-
-@pytest.mark.parametrize("plant", [False, True], ids=["as it is", "a question planted"])
-@pytest.mark.parametrize("path, lines, planted", PATHS.values(), ids=PATHS)
-def test_only_the_lines_that_may_ask_do_ask(gpu, no_rng, monkeypatch, path, lines, planted, plant):
+def only_these_lines_ask(gpu, run, batch, path, lines, planted=None):
+    """`planted` (owner, attribute): a function that shall ask, too; this must be seen."""
     with gpu, Watch(answer=1):
-        run, *batch = prepared(scales=not plant)
         one_step(run, *batch)  # the first step makes state, and may ask
         path(run, *batch)
-        if plant:
+    with pytest.MonkeyPatch.context() as patch:
+        if planted:
             owner, attribute = planted
             original = getattr(owner, attribute)
 
@@ -355,14 +314,22 @@ def test_only_the_lines_that_may_ask_do_ask(gpu, no_rng, monkeypatch, path, line
                 run.guard._zero.item()
                 return original(*args, **kwargs)
 
-            monkeypatch.setattr(owner, attribute, asking)
-    with gpu, Watch(answer=1) as watch:
-        path(run, *batch)
+            patch.setattr(owner, attribute, asking)
+        with gpu, Watch(answer=1) as watch:
+            path(run, *batch)
     assert watch.launches > 10
-    if plant:
+    if planted:
         assert len(watch.lines - lines) == 1
     else:
         assert watch.lines == lines, watch.seen
+
+
+@pytest.mark.parametrize("plant", [False, True], ids=["as it is", "a question planted"])
+@pytest.mark.parametrize("path, lines, planted", PATHS.values(), ids=PATHS)
+def test_only_the_lines_that_may_ask_do_ask(gpu, path, lines, planted, plant):
+    with gpu, Watch(answer=1):
+        run, *batch = prepared(scales=not plant)
+    only_these_lines_ask(gpu, run, batch, path, lines, planted if plant else None)
 
 
 # --- Launches: what the guards cost where every kernel is launched by itself

@@ -11,7 +11,6 @@ from torch import nn
 import guards
 from guards import Guard
 from optim import ClippedAdamW
-from rescue.inject import Injector
 
 
 def network():
@@ -356,15 +355,3 @@ def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
         last = one.flush()
         assert (last.step, last.accepted, last.stats["loss"]) == (20, False, 20.0)
         assert (one.steps, one.skipped, one.skipped_in_a_row) == (21, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
-     "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1",
-     "nan:grad:of.nothing@step=1"],
-)  # fmt: skip
-def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
-    with pytest.raises(ValueError, match="--inject") as caught:
-        Injector(network(), spec)
-    assert "\n" not in str(caught.value)

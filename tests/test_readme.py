@@ -23,7 +23,7 @@ PAGES = {path: path.read_text() for path in (
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md",
     ROOT / "bench" / "diagnosis" / "README.md", ROOT / "models" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
-)}  # fmt: skip
+) if path.exists()}  # fmt: skip
 README = PAGES[ROOT / "README.md"]
 ALL = "\n".join(PAGES.values())
 USERS = (  # files that a page speaks of: made by a run, by you, by others, or by nobody

@@ -23,15 +23,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import refused, run_ranks, script
+from helpers import needs_rescue, refused, run_ranks, script
 
 import checkpoint
 import report
 import train
-from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from models.classifier import Classifier
 from trainer import prepare, resume, schema
+
+kill_resume = pytest.importorskip("bench.kill_resume")
+ROOT, Job, result = kill_resume.ROOT, kill_resume.Job, kill_resume.result
+children, differences = kill_resume.children, kill_resume.differences
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -40,7 +43,7 @@ FLAGS = ("--precision", "fp16", "--accum-steps", 2, "--ema", 0.9, *PACE)
 
 @pytest.fixture(scope="session")
 def few_images(tmp_path_factory):
-    return draw_images(tmp_path_factory.mktemp("few") / "images")
+    return kill_resume.draw_images(tmp_path_factory.mktemp("few") / "images")
 
 
 @pytest.fixture
@@ -133,6 +136,7 @@ def test_two_ranks_outlive_the_death_of_one_and_of_all(few_images, run):
 
 # --- Stopped
 
+@needs_rescue
 @pytest.mark.parametrize("fault, step", [
     ("nan:param@step=7", 6),  # before a turn back
     ("nan:loss@step=6", 6),  # in a rejected step
@@ -393,6 +397,7 @@ sys.addaudithook(collect)
 draw_curves = report.draw_curves
 
 
+@needs_rescue
 def test_no_link_that_lies_in_a_folder_leads_a_write_elsewhere(
     run, few, tmp_path, monkeypatch
 ):

@@ -10,14 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import events, last_state, mlp, needs_cuda, refused, same, two_ranks
+from helpers import events, last_state, mlp, needs_cuda, needs_rescue, refused, same, two_ranks
 
 import guards
 import report
-import rescue
 import train
 from data import batches
-from rescue import notice
 from trainer import flags, validation
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
@@ -46,6 +44,7 @@ def test_accumulation_gives_the_update_of_the_big_batch(run, mlp, monkeypatch, u
     torch.testing.assert_close(weights(mlp[1]), weights(mlp[0]), rtol=1e-4, atol=1e-6)
 
 
+@needs_rescue
 def test_sgd_in_place_of_clipped_adamw_is_a_change_of_one_line(run, monkeypatch):
     made = []
 
@@ -150,6 +149,7 @@ def test_a_full_disk_ends_with_a_sentence_and_the_summary(run, monkeypatch):
     assert "Traceback" not in error
 
 
+@needs_rescue
 def test_anomaly_mode_that_finds_a_nan_ends_with_its_traceback_and_the_summary(run):
     code, last, error, _ = run("--detect-anomaly", "--inject", "nan:act:groups.1@step=3")
     assert (code, last["status"]) == (1, "failed") and "returned nan values" in error
@@ -281,10 +281,11 @@ def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, 
     assert {("loss", 1), ("loss", 2), ("val_loss", 2)} <= {*scalars}
 
 
+@needs_rescue
 def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(run, monkeypatch):
     losses = iter([1.1, 1.0, 1.2])
     monkeypatch.setattr(validation, "evaluate", lambda *_, **__: {"val_loss": next(losses)})
-    monkeypatch.setattr(notice, "sample_is_sound", lambda run: True)
+    monkeypatch.setattr("rescue.notice.sample_is_sound", lambda run: True)
     assert run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)[0] == 0
     assert last_state(run)["best"] == -1.0
 
@@ -317,8 +318,9 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
     assert run("--batch-size", 250, "--max-steps", 2, "--lr", 0.003)[3][0]["lr"] == 0.003
 
 
+@needs_rescue
 def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
-    monkeypatch.setattr(rescue, "CHECK_EVERY", 5)
+    monkeypatch.setattr("rescue.CHECK_EVERY", 5)
     code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
     skip, *_ = events(lines, "skip")
     assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10

@@ -96,7 +96,7 @@ def rescuer() -> Plain:
     """What a run does about trouble: rescue/, if that folder is there."""
     try:
         from rescue import Rescue
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name not in ("rescue", "autopsy"):
             raise
         return Plain()

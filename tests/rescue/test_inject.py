@@ -1,5 +1,6 @@
 """rescue/inject.py: where a fault strikes, and where it must not."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,7 +8,7 @@ from torch import nn
 from rescue.inject import Injector
 
 
-class Judged(nn.Module):
+class WithLoss(nn.Module):
     """A network with its loss: model(images, labels) -> (loss, metrics)."""
 
     def __init__(self):
@@ -22,7 +23,7 @@ class Judged(nn.Module):
 
 
 def planted(spec):
-    model = Judged()
+    model = WithLoss()
     injector = Injector(model.net, spec, model)
     injector.begin(2)
     return model, injector
@@ -62,3 +63,15 @@ def test_a_repeated_micro_batch_meets_its_loss_fault_again_and_no_buffer_fault()
     injector.begin(2)
     model(IMAGES, LABELS)
     assert model.net.temperature.isinf(), "after begin() it is a step again"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
+     "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1",
+     "nan:grad:of.nothing@step=1"],
+)  # fmt: skip
+def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
+    with pytest.raises(ValueError, match="--inject") as caught:
+        Injector(WithLoss(), spec)
+    assert "\n" not in str(caught.value)
