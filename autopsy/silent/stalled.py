@@ -117,7 +117,9 @@ class Still(Events):
             self._add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
 
     def passed(self):
-        """After a backward pass, before the first step of any optimizer."""
+        """After a backward pass: those before the first step of any optimizer count."""
+        if self.recorder.steps_of:
+            return
         self.passes += 1
         if self.passes > READ and self.passes.bit_count() < 2:
             self._find_idle()

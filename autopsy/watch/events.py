@@ -30,7 +30,19 @@ class Events:
         """A backward pass begins."""
 
     def passed(self):
-        """A backward pass is over, and no optimizer has made a step yet."""
+        """A backward pass is over."""
+
+    def cleared(self, owner):
+        """zero_grad() of an optimizer or a module is over."""
+
+    def unscaled(self, optimizer):
+        """A loss scaler has divided the gradients of this optimizer by its scale."""
+
+    def clipped(self, params, limit, norm):
+        """The script has clipped gradients. norm: the norm of all of them before, on its device."""
+
+    def scheduled(self, scheduler):
+        """A learning rate scheduler has made a step, of its own: not within that of another."""
 
     def before_step(self, optimizer, losses, norm, moved):
         """Before a step of an optimizer. norm: of all gradients; it may be non-finite. moved: how
@@ -38,6 +50,9 @@ class Events:
 
     def stepped(self, optimizer):
         """An optimizer has made its step; the recorder still holds it."""
+
+    def skipped(self, optimizer):
+        """A loss scaler has skipped a step of this optimizer."""
 
     def over(self):
         """A step is over, with or without an update."""

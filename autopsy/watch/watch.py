@@ -26,6 +26,7 @@ from .events import silent_faults
 from .findings import Findings
 from .history import History
 from .hooks import Hooks, is_of_fabric
+from .loop import watch_loop
 from .names import Names
 from .recorder import BACKWARD, CallRecorder, ResultRef
 from .scaling import Scaling
@@ -60,6 +61,7 @@ class Watch:
     def __enter__(self):
         hooks = self.hooks
         hooks.around_each_step(self._before_step, self._stepped)
+        watch_loop(hooks, self.deferred, self.silent)
         module = self._module_begins, self._module_ends
         hooks.wrap_outermost(nn.Module, "__call__", *module, passes=is_of_fabric)
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
@@ -220,7 +222,7 @@ class Watch:
             self.check(self.with_closure)
         if not self.recorder.steps_of:  # without an optimizer, or before its first step
             self.transfer()
-            self.silent.passed()
+        self.silent.passed()
         self._watch_operations()
 
     def _before_step(self, optimizer, args, kwargs):
@@ -348,4 +350,5 @@ class Watch:
             self.checks.check_gradients(optimizer, why)
         if not bad:
             self.findings.forget_reads()
+        self.silent.skipped(optimizer)
         self._count(optimizer)

@@ -1,0 +1,64 @@
+"""
+Loop: what a training loop does with gradients and rates between a backward pass and a step.
+
+zero_grad(), clip_grad_norm_() and its like, unscale_() and the step of a scheduler are wrapped:
+when one is over, the checks of the folder silent/ are told.
+"""
+
+from functools import partial
+from inspect import signature
+from types import GeneratorType
+
+import torch
+from torch import nn
+
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def watch_loop(hooks, deferred, silent):
+    """Tell `silent` of each call, but not of one that is made within another."""
+
+    def tell(event, original, owner, *args, **kwargs):
+        out = hooks.unseen(original, owner, *args, **kwargs)
+        if not hooks.depth:
+            hooks.safely(event, owner)
+        return out
+
+    def clip(original, *args, **kwargs):
+        if hooks.depth:
+            return original(*args, **kwargs)
+        given = signature(original).bind(*args, **kwargs)
+        parameters, limit, *_ = given.arguments.values()
+        params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        if isinstance(parameters, GeneratorType):  # it is used up now
+            given.arguments["parameters"] = (p for p in params)
+        norm = hooks.safely(_norm, deferred, params)
+        out = hooks.unseen(original, *given.args, **given.kwargs)
+        hooks.safely(silent.clipped, params, limit, norm)
+        return out
+
+    for owner, name, event in (
+        (torch.optim.Optimizer, "zero_grad", silent.cleared),
+        (nn.Module, "zero_grad", silent.cleared),
+        (torch.amp.GradScaler, "unscale_", silent.unscaled),
+        *((kind, "step", silent.scheduled) for kind in _schedulers()),
+    ):
+        hooks.wrap(owner, name, partial(tell, event))
+    hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", hooks.unseen)
+    for name in CLIPS:
+        for owner in (nn.utils, nn.utils.clip_grad):
+            if hasattr(owner, name):
+                hooks.wrap(owner, name, clip)
+
+
+def _norm(deferred, params):
+    """The norm of all gradients of these."""
+    norms = deferred.norms(p.grad for p in params if p.grad is not None)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _schedulers():
+    """The classes of schedulers that have a step() of their own."""
+    module = torch.optim.lr_scheduler
+    kinds = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    return {kind for kind in kinds if isinstance(kind, type) and "step" in vars(kind)}
