@@ -52,7 +52,7 @@ The files. Each answers one question, and imports only files above it. The exami
 of your own may import:
 
     tensors       what does a tensor hold?              frames      which line of the script?
-    origin_names  where was the number before?          advice      what to write instead
+    facts         the types of what is found            advice      what to write instead
     report        what is said                          operations  what is known of an operation
     labels        which label is out of range?          samples     which samples of the batch?
     step          a step's state, kept and put back     locator     who made the bad number?
@@ -67,9 +67,10 @@ Three folders beside it. The examination never imports them, and silent/ and bef
     before/       two questions that one may ask before anything is bad (docs/autopsy.md)
 """
 
+from .advice import Verdict
 from .locator import Locator
-from .report import VERDICTS, Report, agree
+from .report import Report, agree
 from .step import StepRecord
 from .verdict import examine
 
-__all__ = ["VERDICTS", "Locator", "Report", "StepRecord", "agree", "examine"]
+__all__ = ["Locator", "Report", "StepRecord", "Verdict", "agree", "examine"]

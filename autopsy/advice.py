@@ -2,56 +2,108 @@
 Advice: what to write instead.
 
 It has a sentence for each verdict, each weak operation and each kind of exception, and for an
-operation also a change of its arguments to try. suggestion() picks what fits a report. It reads the
+operation also a change of its arguments to try. advice_on() picks what fits a report. It reads the
 report alone: no tensor, no step.
 """
 
 import re
 from collections.abc import Callable
-from math import inf
+from enum import Enum
+from math import inf, isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .origin_names import EARLIER, OPAQUE, WRITTEN
+from .facts import MADE_ELSEWHERE, Kind
+
+
+class Verdict(str, Enum):
+    """What was wrong; the gravest first: it counts when ranks differ."""
+
+    DATA = "data"
+    WEIGHTS = "weights"
+    ERROR = "error"
+    OPTIMIZER = "optimizer"
+    DIVERGENCE = "divergence"
+    PRECISION = "precision"
+    COMPILER = "compiler"
+    CALIBRATION = "calibration"
+    NOT_REPRODUCIBLE = "not reproducible"
+    NONE = ""  # not decided
+
+    __str__ = str.__str__
+
+
+class Topic(Enum):
+    """What an advice is about, where somebody asks."""
+
+    OTHER = 0
+    RATE = 1  # a lower learning rate
+    GROWTH = 2  # the same, because the numbers have grown
+    BAD_SCALAR = 3  # a number that was bad before torch saw it
+
+
+class Advice(NamedTuple):
+    """What to do."""
+
+    text: str
+    topic: Topic = Topic.OTHER
+
+
+class Weak(NamedTuple):
+    """An operation that is easily given too much: what to write, and how to change the arguments of
+    the call."""
+
+    why: str
+    code: str = ""  # what to write instead; or what to do
+    change: Callable | None = None
+
+    @property
+    def text(self):
+        return f"{self.why}: {self.code}" if self.code else self.why
+
+    @property
+    def is_call(self):
+        return "(" in self.code
 
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
 GREW = "the numbers have grown"
 RISES = "make it positive (look at the schedule, and at the sign of the loss)"
-# What to do, in train.py's flags and as code; the gravest first: it counts when ranks differ.
+# What to do, in train.py's flags and as code.
 VERDICTS = {
-    "data": (
+    Verdict.DATA: (
         "look at these samples; leave them out, or, where NaN or a fill value stands for what is "
         "missing, fill it in before the arithmetic (NaN * 0 is NaN)",
     )
     * 2,
-    "weights": (
+    Verdict.WEIGHTS: (
         "--resume last_good.pt, and look at what the steps before this one did",
         "reset it, and all that is named as bad, or load a checkpoint in which they are finite; "
         "look at what wrote it: an earlier step, the code that fills it (or never does: "
         "torch.empty), or the checkpoint that was loaded",
     ),
-    "error": ("mend the code at this line",) * 2,
-    "optimizer": ("a lower lr, and weights and moments in fp32",) * 2,
-    "divergence": (
+    Verdict.ERROR: ("mend the code at this line",) * 2,
+    Verdict.OPTIMIZER: ("a lower lr, and weights and moments in fp32",) * 2,
+    Verdict.DIVERGENCE: (
         "--resume last_good.pt with a lower --lr, a longer --warmup-updates, --clip-grad 1.0",
         f"{GREW}: an earlier checkpoint, a lower learning rate, longer warm-up, clipping",
     ),
-    "precision": (
+    Verdict.PRECISION: (
         "x.float() before that line, or --precision bf16",
         "that line in fp32: torch.autocast(x.device.type, enabled=False) around it, "
         "x.float() before it",
     ),
-    "compiler": (
+    Verdict.COMPILER: (
         "train without --compile",
         "run the step under torch.compiler.set_stance('force_eager')",
     ),
-    "calibration": (
+    Verdict.CALIBRATION: (
         "nothing: the loss scale falls by itself",
         "skip the step and halve the loss scale, as torch.amp.GradScaler does",
     ),
-    "not reproducible": (
+    Verdict.NOT_REPRODUCIBLE: (
         "the same step once more with --deterministic; if it recurs, suspect this machine's "
         "hardware",
         "look for what another run of the step does not repeat: a random generator of its own, a "
@@ -72,52 +124,85 @@ def _clamp(**bounds):
 
 CLAMP = _clamp(min=EPS)
 INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
-UNMASK = (
-    "over a wholly masked row: write -1e4 into the mask instead of -inf",
-    _clamp(min=-1e4),
+UNMASK = Weak(
+    "over a wholly masked row", "write -1e4 into the mask instead of -inf", _clamp(min=-1e4)
 )
-NO_LABEL = "a mean over no label at all: divide the sum of the losses by max(1, number of labels)"
-NOTHING = "a mean over nothing: test numel() before it, or divide the sum by max(1, count)", None
-EQUAL = (
-    "equal eigenvalues or singular values: the slope holds 1 / (their difference), which is 1 / 0; "
-    "add a small distinct diagonal",
-    None,
+NO_LABEL = Weak(
+    "a mean over no label at all", "divide the sum of the losses by max(1, number of labels)"
 )
-ONE = (
-    "the spread of one number is 0 / 0: no batch of one, or correction=0",
+NOTHING = Weak("a mean over nothing", "test numel() before it, or divide the sum by max(1, count)")
+EQUAL = Weak(
+    "equal eigenvalues or singular values",
+    "the slope holds 1 / (their difference), which is 1 / 0; add a small distinct diagonal",
+)
+ONE = Weak(
+    "the spread of one number is 0 / 0",
+    "no batch of one, or correction=0",
     lambda *a, **k: (a, k | {"correction": 0}),
 )
-WRONG_INDEX = "mend these numbers, or make the table or layer larger"
-WRONG_LABEL = (
-    "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the last "
-    "layer has too few classes"
+
+
+class Raised(NamedTuple):
+    """An exception of torch, of which only its words tell what it is."""
+
+    words: str
+    fix: str = ""
+    verdict: Verdict = Verdict.ERROR
+
+
+RAISED = (
+    Raised(
+        r"index -?\d+ is (not in|out)|index out of range in",
+        "mend these numbers, or make the table or layer larger",
+        Verdict.DATA,
+    ),
+    Raised(
+        r"label \S+ is not in|Target -?\d+ is out|Class values",
+        "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the "
+        "last layer has too few classes",
+        Verdict.DATA,
+    ),
+    Raised("without overflow", verdict=Verdict.PRECISION),
+    Raised(
+        "more than 1 value per channel", "a batch of one has no spread: drop_last=True"
+    ),
+    Raised(
+        "not positive-definite",
+        "print torch.linalg.eigvalsh(x).min(): if it is further below 0 than 1e-5 of the largest, "
+        "a sign is wrong in how the matrix is made (a variance or a noise that is learnt has gone "
+        "below 0: softplus or exp of it); if it is nearer, it is rounding: add a diagonal, 1e-6 to "
+        "1e-4 of its mean (x + c * torch.eye(n)), or take float64",
+    ),
+    Raised(
+        "should be between 0 and 1",
+        "probabilities are wanted: look at what leaves 0..1 (a resize, a sum, no sigmoid), "
+        "clamp(0, 1) it, or take the loss that takes logits",
+    ),
+    Raised(
+        "satisfy the constraint",
+        "this parameter of a distribution is out of its range: a scale needs softplus or a lower "
+        "bound, probabilities a softmax",
+    ),
+    Raised(
+        "singular",
+        "this matrix has no inverse: look at how it is made (equal rows, too few samples); else "
+        "add a small diagonal, or take torch.linalg.lstsq",
+    ),
 )
-RAISED = {  # words of the exception
-    r"index -?\d+ is (not in|out)|index out of range in": WRONG_INDEX,
-    r"label \S+ is not in|Target -?\d+ is out|Class values": WRONG_LABEL,
-    "more than 1 value per channel": "a batch of one has no spread: drop_last=True",
-    "not positive-definite": "print torch.linalg.eigvalsh(x).min(): if it is further below 0 than "
-    "1e-5 of the largest, a sign is wrong in how the matrix is made (a variance or a noise that is "
-    "learnt has gone below 0: softplus or exp of it); if it is nearer, it is rounding: add a "
-    "diagonal, 1e-6 to 1e-4 of its mean (x + c * torch.eye(n)), or take float64",
-    "should be between 0 and 1": "probabilities are wanted: look at what leaves 0..1 (a resize, a "
-    "sum, no sigmoid), clamp(0, 1) it, or take the loss that takes logits",
-    "satisfy the constraint": "this parameter of a distribution is out of its range: a scale needs "
-    "softplus or a lower bound, probabilities a softmax",
-    "singular": "this matrix has no inverse: look at how it is made (equal rows, too few samples); "
-    "else add a small diagonal, or take torch.linalg.lstsq",
-}
-ANGLE = "an angle at 0 has no slope: x + eps, or torch.where before it", None
+ANGLE = Weak("an angle at 0 has no slope", "x + eps, or torch.where before it")
 GROWN = "the gradient norm has grown"
 TINY = (
     "this number is not 0 but as small as {}: find out why (a product of many factors, a "
     "determinant, an exp of a large negative number): take logarithms (logsumexp, logdet), shorter "
     "pieces or float64; an eps or a clamp of 1e-6 would replace it, and its gradient"
 )
-TOO_LOW = "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
-NOT_FINITE = (
+TOO_LOW = Advice(
+    "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
+)
+NOT_FINITE = Advice(
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
-    "a count of 0)"
+    "a count of 0)",
+    Topic.BAD_SCALAR,
 )
 ANOTHER = "another step"  # a cure is finite, and computes something else
 SUBTRACT = (
@@ -129,7 +214,9 @@ UNDERFLOW = (
     "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "
     "pieces or float64; if 0 is right there, torch.where, or an eps well below that"
 )
-BY_ZERO = "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+BY_ZERO = Advice(
+    "it divides by the number 0: find out why it is 0 (a count, a correction, a schedule)"
+)
 ALL_BAD = (
     "every sample is bad: look at how they are made (a column without spread, a mean over a gap, a "
     "wrong file), not at single ones"
@@ -166,90 +253,87 @@ UNWRITTEN = (
     "memory that no operation of torch wrote: torch.zeros instead of torch.empty; "
     "or an opaque kernel (Triton, C++) wrote this: look into it"
 )
-# operation: what to write, and how to change the call's arguments
-WEAK: dict[str, tuple[str, Callable | None]] = {
-    "sqrt": ("sqrt has no finite slope at 0: sqrt(x.clamp(min=1e-6))", CLAMP),
-    "rsqrt": ("rsqrt of 0 or less: rsqrt(x.clamp(min=1e-6))", CLAMP),
-    "log": (
-        "log of 0 or less (after a sigmoid or softmax take logsigmoid or log_softmax): "
+WEAK: dict[str, Weak] = {
+    "sqrt": Weak("sqrt has no finite slope at 0", "sqrt(x.clamp(min=1e-6))", CLAMP),
+    "rsqrt": Weak("rsqrt of 0 or less", "rsqrt(x.clamp(min=1e-6))", CLAMP),
+    "log": Weak(
+        "log of 0 or less (after a sigmoid or softmax take logsigmoid or log_softmax)",
         "log(x.clamp(min=1e-6))",
         CLAMP,
     ),
-    "log2": ("log2 of 0 or less: log2(x.clamp(min=1e-6))", CLAMP),
-    "log10": ("log10 of 0 or less: log10(x.clamp(min=1e-6))", CLAMP),
-    "log1p": (
-        "log1p of -1 or less: log1p(x.clamp(min=-1 + 1e-6))",
-        _clamp(min=-1 + EPS),
-    ),
-    "pow": ("a power of 0 or of a negative base: x.clamp(min=1e-6) ** p", CLAMP),
-    "div": (
-        "division by zero: x / (y + eps), eps = 1e-6",
+    "log2": Weak("log2 of 0 or less", "log2(x.clamp(min=1e-6))", CLAMP),
+    "log10": Weak("log10 of 0 or less", "log10(x.clamp(min=1e-6))", CLAMP),
+    "log1p": Weak("log1p of -1 or less", "log1p(x.clamp(min=-1 + 1e-6))", _clamp(min=-1 + EPS)),
+    "pow": Weak("a power of 0 or of a negative base", "x.clamp(min=1e-6) ** p", CLAMP),
+    "div": Weak(
+        "division by zero",
+        "x / (y + eps), eps = 1e-6",
         lambda x, y, *a, **k: ((x, y + (eps_for(y) if isinstance(y, Tensor) else EPS), *a), k),
     ),
-    "addcdiv": (
-        "division by zero in addcdiv: eps in its denominator, eps = 1e-8",
+    "addcdiv": Weak(
+        "division by zero in addcdiv",
+        "eps in its denominator, eps = 1e-8",
         lambda x, y, z, *a, **k: ((x, y, z + EPS, *a), k),
     ),
-    "reciprocal": (
-        "division by zero: 1 / (x + eps), eps = 1e-6",
+    "reciprocal": Weak(
+        "division by zero",
+        "1 / (x + eps), eps = 1e-6",
         lambda x, *a, **k: ((x + eps_for(x), *a), k),
     ),
-    "exp": (
+    "exp": Weak(
         "exp beyond 88 is inf, and beyond 44 its square: in a softmax or a sum subtract the "
         "maximum first (logsumexp does); find out why it is given so much (inputs that are not "
-        "normalised, a high rate), or bound it: exp(x.clamp(max=40))",
+        "normalised, a high rate), or bound it",
+        "exp(x.clamp(max=40))",
         lambda x, *a, **k: ((x.clamp(max=10 if x.dtype is torch.float16 else 40), *a), k),
     ),
-    "acosh": (
-        "no finite slope at 1: acosh(x.clamp(min=1 + 1e-6))",
-        _clamp(min=1 + EPS),
-    ),
-    "acos": ("no finite slope at -1 and 1: acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
-    "asin": ("no finite slope at -1 and 1: asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
-    "atanh": ("inf at -1 and 1: atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "acosh": Weak("no finite slope at 1", "acosh(x.clamp(min=1 + 1e-6))", _clamp(min=1 + EPS)),
+    "acos": Weak("no finite slope at -1 and 1", "acos(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "asin": Weak("no finite slope at -1 and 1", "asin(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
+    "atanh": Weak("inf at -1 and 1", "atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))", INSIDE),
     "softmax": UNMASK,
     "log_softmax": UNMASK,
     "logsumexp": UNMASK,
     "logaddexp": UNMASK,
-    "layer_norm": (
-        "a row of equal numbers, and an eps too small for it: eps=1e-5",
+    "layer_norm": Weak(
+        "a row of equal numbers, and an eps too small for it",
+        "eps=1e-5",
         lambda x, s, w=None, b=None, eps=0, **k: ((x, s, w, b, 1e-5), k),
     ),
-    "ctc_loss": (
-        "a target that needs more frames than its input has: one for each letter, and one more for "
-        "each that equals the one before; look at these lengths, or zero_infinity=True",
+    "ctc_loss": Weak(
+        "a target that needs more frames than its input has",
+        "one for each letter, and one more for each that equals the one before; look at these "
+        "lengths, or zero_infinity=True",
         lambda *a, **k: (a[:6], k | {"zero_infinity": True}),
     ),
     "std": ONE,
     "var": ONE,
     "mean": NOTHING,
-    "nll_loss": (NO_LABEL, None),
-    "nll_loss2d": (NO_LABEL, None),
-    "batch_norm": ("running_var must be 0 or more: set the running statistics back", None),
-    "mul": (
-        "0 * inf is NaN: choose with torch.where before the inf is made, do not multiply by a mask",
-        None,
+    "nll_loss": NO_LABEL,
+    "nll_loss2d": NO_LABEL,
+    "batch_norm": Weak("running_var must be 0 or more", "set the running statistics back"),
+    "mul": Weak(
+        "0 * inf is NaN",
+        "choose with torch.where before the inf is made, do not multiply by a mask",
     ),
     "eigh": EQUAL,
     "svd": EQUAL,
     "eig": EQUAL,
     "angle": ANGLE,
     "atan2": ANGLE,
-    "weight_norm_interface": (
-        "a weight of norm 0 has no direction (v / |v|): keep it away from 0 where it is "
-        "initialised, pruned or decayed",
-        None,
+    "weight_norm_interface": Weak(
+        "a weight of norm 0 has no direction (v / |v|)",
+        "keep it away from 0 where it is initialised, pruned or decayed",
     ),
-    "empty": (UNWRITTEN, None),
-    "to_copy": (
-        "this number does not fit into half: do not convert it, or make it smaller before",
-        None,
+    "empty": Weak(UNWRITTEN),
+    "to_copy": Weak(
+        "this number does not fit into half", "do not convert it, or make it smaller before"
     ),
-    "lgamma": ("lgamma is inf at 0: lgamma(x.clamp(min=1e-6))", CLAMP),
-    "logdet": (
-        "a determinant of 0 or less: of a Jacobian or a rotation take torch.slogdet, for any sign; "
-        "a covariance build as L @ L.T with a positive diagonal in L (slogdet would hide the sign)",
-        None,
+    "lgamma": Weak("lgamma is inf at 0", "lgamma(x.clamp(min=1e-6))", CLAMP),
+    "logdet": Weak(
+        "a determinant of 0 or less",
+        "of a Jacobian or a rotation take torch.slogdet, for any sign; a covariance build as "
+        "L @ L.T with a positive diagonal in L (slogdet would hide the sign)",
     ),
 }
 IN_HALF = {  # the same numbers for float16
@@ -266,11 +350,11 @@ SAME = {
     "rtruediv": "reciprocal",
     "itruediv": "div",
 }
-FORGOTTEN = (
+FORGOTTEN = Advice(
     "scaler.step(optimizer), and scaler.update() after it, in place of optimizer.step(): it "
     "divides the gradients by the loss scale, and skips a bad step"
 )
-SKIPPED = (
+SKIPPED = Advice(
     "nothing is wrong with this step: without this error scaler.step(optimizer) skips it, and "
     "scaler.update() lowers the loss scale; check for NaN only after scaler.step(), or do not "
     "raise (clip_grad_norm_ without error_if_nonfinite), or begin with a lower init_scale"
@@ -314,16 +398,22 @@ def framework_of(files):
 
 def in_its_words(framework, report):
     """The advice in the words of the framework that runs the step, or ""."""
-    rated = re.search("learning rate|lower lr", report.suggestion)
-    if not framework or not (rated or report.verdict == "precision"):
+    precision = report.verdict is Verdict.PRECISION
+    rated = advice_on(report).topic in (Topic.RATE, Topic.GROWTH)
+    if not framework or not (rated or precision):
         return ""
     in_half, in_bf16, rate = FRAMEWORKS[framework]
     words = in_bf16 if report.precision == "bfloat16" else in_half
-    words = words if report.verdict == "precision" else rate
+    words = words if precision else rate
     return f"; in the words of {framework.split('/')[1]}: {words}"
 
 
-def suggestion(report):
+def on_exception(error):
+    """What is known of an exception of torch."""
+    return next((known for known in RAISED if re.search(known.words, str(error))), Raised(""))
+
+
+def advice_on(report) -> Advice:
     """What to do. Advice on the source comes first, then on the batch, on the operation, and last
     on the verdict."""
     return (
@@ -336,71 +426,91 @@ def suggestion(report):
 
 
 def _of_source(report):
-    if report.source == WRITTEN:
-        return (
+    source = report.source
+    if not source:
+        return None
+    if source.kind is Kind.WRITTEN:
+        return Advice(
             f"the script writes this number itself, at {report.line}: "
             "leave it out of the loss, or write another"
         )
-    if report.source.startswith(EARLIER):
-        return "that line made it or passed it on: --from-step 0 names the operation"
-    if report.source.startswith("a "):
-        _, _, line = report.source.partition(" (")
-        where = f", at {line.rstrip(')')}" if ".py:" in line else ": NumPy, a constant, a table"
-        return f"mend this number where it is made{where}"
-    return ""
+    if source.kind is Kind.EARLIER_STEP:
+        return Advice("that line made it or passed it on: --from-step 0 names the operation")
+    if source.kind in MADE_ELSEWHERE:
+        where = f", at {source.line}" if source.line else ": NumPy, a constant, a table"
+        return Advice(f"mend this number where it is made{where}")
+    return None
 
 
 def _of_batch(report):
     every = 0 < len(report.samples) == report.batch_size
-    return ALL_BAD if every and report.verdict == "data" else ""
+    return Advice(ALL_BAD) if every and report.verdict is Verdict.DATA else None
 
 
 def _of_operation(report):
-    if report.entered and report.verdict != "data":
-        return ENTERED
+    if report.entered and report.verdict is not Verdict.DATA:
+        return Advice(ENTERED)
     weak = report.weak
-    if report.verdict not in ("divergence", "precision") or not weak or report.source:
-        return ""
+    blames_it = report.verdict in (Verdict.DIVERGENCE, Verdict.PRECISION)
+    if not blames_it or not weak or report.source:
+        return None
     lowest = [low for low, _ in report.spans] or [0.0]  # of whole numbers nothing is known
     # not 0, or its rounding
     below_0 = report.phase == "forward" and lowest[0] < -1e-3 * report.largest
-    if WEAK[weak][1] is CLAMP and below_0:
-        return NEGATIVE.format(weak, lowest[0])
+    if WEAK[weak].change is CLAMP and below_0:
+        return Advice(NEGATIVE.format(weak, lowest[0]))
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
-        return TINY.format(f"{lowest[-1]:.3g}")
+        return Advice(TINY.format(f"{lowest[-1]:.3g}"))
     if report.failed:
-        return ""
-    words, _, code = cure_of(report).rpartition(": ")
-    if code and any(f"{ANOTHER} (" in text for text in report.tried if code in text):
-        return f"{words}; {code} is finite, but {ANOTHER} than in float64: see what was tried"
-    return cure_of(report)
+        return None
+    cure = cure_of(report)
+    tried = [trial for trial in report.tried if trial.what == cure.code]
+    if any(trial.same_step is False for trial in tried):
+        other = f"{cure.code} is finite, but {ANOTHER} than in float64: see what was tried"
+        return Advice(f"{cure.why}; {other}")
+    return Advice(cure.text)
 
 
 def cure_of(report):
-    """The advice of WEAK on the operation, with the limits of this dtype."""
-    text = WEAK[report.weak][0]
+    """The entry of WEAK on the operation, with the limits of this dtype."""
+    weak = WEAK[report.weak]
+    return weak._replace(why=_limits(report, weak.why), code=_limits(report, weak.code))
+
+
+def _limits(report, text):
     if not report.step:  # nothing has been trained yet
         text = text.replace(", a high rate", "")
-    for number, in_half in IN_HALF.items() if report.result.startswith("float16") else ():
+    for number, in_half in IN_HALF.items() if report.dtype is torch.float16 else ():
         text = text.replace(number, in_half)
     return text
 
 
 def _of_verdict(report):
     in_flags, in_code = VERDICTS[report.verdict]
-    advice = in_flags if report.advice == "flags" else in_code
-    if report.verdict != "divergence":
-        return advice
+    if report.verdict is Verdict.OPTIMIZER:
+        return Advice(in_code, Topic.RATE)
+    if report.verdict is not Verdict.DIVERGENCE:
+        return Advice(in_flags if report.advice == "flags" else in_code)
     if report.grown:
-        single = 0 < 4 * len(report.samples) <= report.batch_size
-        alone = single and GROWN not in str(report.names)
-        first = "look at these samples, no other does this; else " if alone else ""
-        return first + (advice if report.step else UNTRAINED)
+        return _of_growth(report, in_flags if report.advice == "flags" else in_code)
     if not report.op:
-        return NOT_SEEN
-    if report.source == OPAQUE:
-        return UNWRITTEN
+        return Advice(NOT_SEEN)
+    if report.source and report.source.kind is Kind.UNINITIALISED:
+        return Advice(UNWRITTEN)
     if any(lowest == -inf for lowest, _ in report.spans):
-        return MASKED
-    return TOO_LARGE if re.search(r"\d in float64", report.widened) else NO_VALUE
+        return Advice(MASKED)
+    wide = report.widened[1:]
+    in_float64 = wide and wide[0].span.is_bad and isfinite(float(wide[0].span.bad_end))
+    return Advice(TOO_LARGE if in_float64 else NO_VALUE)
+
+
+def _of_growth(report, advice):
+    """The numbers have grown until they overflow."""
+    advice = advice if report.step else UNTRAINED
+    topic = Topic.GROWTH if report.step else Topic.OTHER
+    few_samples = 0 < 4 * len(report.samples) <= report.batch_size
+    if few_samples and not report.grew:
+        first = "look at these samples, no other does this; else "
+        return Advice(first + advice, Topic.RATE if report.step else topic)
+    return Advice(advice, topic)

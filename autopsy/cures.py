@@ -9,12 +9,17 @@ doubts no verdict, and leaves the weights as they were.
 """
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from math import isnan
+from typing import NamedTuple
 
 import torch
 
-from .advice import ANOTHER, SUBTRACT, WEAK, cure_of
+from .advice import SUBTRACT, WEAK, Advice, Verdict, cure_of
+from .facts import Cure, Outcome, Trial, Where
 from .frames import line_now
 from .locator import Locator
 from .modes import AtLines, InDtype, islands
@@ -23,103 +28,121 @@ from .step import rng_states
 from .tensors import HALF, NARROW, numbers_of
 
 
+class Change(NamedTuple):
+    """What a cure changes in the step."""
+
+    what: str
+    context: AbstractContextManager | None  # of a run; None: the whole step in fp32
+    cure: Cure
+    advice: str | Callable = ""  # what to do if it helps; "": as WEAK says of the operation
+    where: str = ""  # the lines
+    needs_proof: bool = False  # it counts only where it is shown to be the same step
+
+
 def first_cure(rerun, report):
     """The report with the cures that were tried, up to the first that was finite and the same step:
     the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     exact = None
     # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
-    measured = report.weak.startswith(("exp", "log")) or "finite" in report.widened
+    measured = report.weak.startswith(("exp", "log")) or report.finite_in
     measured = measured and not on_ranks()  # see below
-    for what, context, cure, advice in _cures(rerun, report):
-        symptom = rerun(context, fp32=context is None)
-        went = f"still bad ({symptom})" if symptom else "finite"
-        if rerun.error and type(rerun.error).__name__ not in report.symptom:
-            went = f"could not be tried ({symptom})"
-        if isinstance(context, AtLines) and not context.hits:
-            went = "not tried, the call was not seen"
-        rerun.went = went
-        if went == "finite" and cure[0] == "eps" and measured:
+    for change in _cures(rerun, report):
+        trial = _trial(rerun, change, report)
+        if trial.outcome is Outcome.FINITE and change.cure.where is Where.EPS and measured:
             cured = _outcome(rerun)
             exact = exact or _in_float64(rerun)
-            went += apart(cured, exact)
-        if what.startswith(tuple(STABLE)) and "float64" not in went:
+            trial = compared(trial, cured, exact)
+        if change.needs_proof and trial.same_step is None:
             continue  # there is no such sum, or nothing shows that this is the same step
-        report = replace(report, tried=(*report.tried, f"{what}: {went}"))
-        if went.startswith("finite") and ANOTHER not in went:
-            advice = advice() if callable(advice) else advice
-            return replace(report, cure=cure, fix=report.fix or advice)
+        report = replace(report, tried=(*report.tried, trial))
+        if trial.helps:
+            advice = change.advice() if callable(change.advice) else change.advice
+            fix = report.fix or (Advice(advice) if advice else None)
+            return replace(report, cure=change.cure, fix=fix)
     return report
 
 
+def _trial(rerun, change, report):
+    """Run the step with this change."""
+    context = change.context
+    symptom = rerun(context, fp32=context is None)
+    outcome = Outcome.STILL_BAD if symptom else Outcome.FINITE
+    if rerun.error and type(rerun.error) is not report.error:
+        outcome = Outcome.FAILED
+    if isinstance(context, AtLines) and not context.hits:
+        outcome, symptom = Outcome.UNSEEN, ""
+    rerun.outcome = outcome
+    return Trial(change.what, outcome, symptom, change.where)
+
+
 def _cures(rerun, report):
-    """(as text, the context of a run, Report.cure, the advice if it helps), one after the other."""
+    """The changes to try, one after the other."""
     line, weak = report.line, report.weak
-    precision = report.verdict == "precision"
+    precision = report.verdict is Verdict.PRECISION
     if precision:
         yield from _islands(rerun, report)
-    mend = WEAK.get(weak, ("", None))[1]
+    change = WEAK[weak].change if weak else None
     # 0 / 0, log of 0: half precision has rounded an eps to 0
-    rounded = weak.startswith("log") or (
-        weak == "div" and report.widened.startswith("nan in float32,")
-    )
-    if mend and (rounded or not precision) and not report.fix:
+    was_nan = len(report.widened) == 2 and isnan(report.widened[0].span.low)
+    rounded = weak.startswith("log") or (weak == "div" and was_nan)
+    if change and (rounded or not precision) and not report.fix:
+        cure = Cure(Where.EPS, weak)
         for code, kind in STABLE.items() if weak == "exp" else ():
-            yield f"{code} at {line}", kind([line], weak), ("eps", weak), SUBTRACT.format(code)
+            yield Change(code, kind([line], weak), cure, SUBTRACT.format(code), line, True)
         where, context = _lines(rerun, line, weak)
-        what = cure_of(report).rpartition(": ")[2]
-        yield f"{what} at {where}", context, ("eps", weak), ""
+        yield Change(cure_of(report).code, context, cure, where=where)
     if not precision:
         return
     late = ""
     if line:
         where, context = _lines(rerun, line)
         before = f"x.float() before {where}, with autocast off there"
-        yield f"x.float() at {where}", context, ("line", where), before
-        if weak != "to_copy" and rerun.went.startswith("still bad"):
+        yield Change("x.float()", context, Cure(Where.LINE, where), before, where)
+        if weak != "to_copy" and rerun.outcome is Outcome.STILL_BAD:
             late = f": float() at {line} is not enough, or its operands are rounded before"
     known = ""
-    if weak.startswith(("log", "to_copy")):  # the words, without the code that did not help
-        words, _, code = cure_of(report).rpartition(": ")
-        known = (words if "(" in code else f"{words}: {code}") + ", or "
+    if weak.startswith(("log", "to_copy")):
+        entry = cure_of(report)  # its words, without the code that did not help
+        known = f"{entry.why if entry.is_call else entry.text}, or "
     kinds = {"fp32": None}
     half = any(p.dtype is torch.float16 for p in rerun.net.parameters())
     # On ranks no parameter may have another dtype for a while: autograd drops its accumulator, and
     # with it DDP's hook, so that this rank would average its gradients no more.
-    if report.result.startswith("float16") and not (half and on_ranks()):
+    if report.dtype is torch.float16 and not (half and on_ranks()):
         kinds = {"bf16": InDtype(torch.bfloat16, (torch.float16,), rerun.net), **kinds}
     for kind, context in kinds.items():
-        whole = f"--precision {kind}" if report.advice == "flags" else f"the whole step in {kind}"
-        yield f"the whole step in {kind}", context, ("precision", kind), known + whole + late
+        whole = f"the whole step in {kind}"
+        what_to_do = f"--precision {kind}" if report.advice == "flags" else whole
+        yield Change(whole, context, Cure(Where.PRECISION, kind), known + what_to_do + late)
 
 
 def _outcome(rerun):
-    """(results of the step, whether random numbers are as they were afterwards)"""
-    names = [name for name in rerun.results if not name.startswith("buffer ")]
-    numbers = [numbers_of(rerun.results[name].detach()).double().flatten() for name in names]
-    state = rng_states(rerun.record.device)
-    return dict(zip(names, numbers, strict=True)), state
+    """The loss and the gradients of the step, and the random states after it."""
+    slopes = rerun.gradients.items()
+    numbers = {n: numbers_of(g.detach()).double().flatten() for n, g in slopes}
+    loss = float(numbers_of(rerun.loss).double().mean())
+    return loss, numbers, rng_states(rerun.record.device)
 
 
 def _in_float64(rerun):
-    """The outcome of the step in float64: ({}, ...) where that is bad, or cannot be made."""
+    """The outcome of the step in float64: no gradients where that is bad, or cannot be made."""
     context = InDtype(torch.float64, (torch.float32, *NARROW), rerun.net)
     symptom = rerun(context, fp32=True)
-    outcome = ({}, None) if symptom else _outcome(rerun)
-    rerun.results = {}
+    outcome = (0.0, {}, None) if symptom else _outcome(rerun)
+    rerun.loss, rerun.gradients = None, {}
     rerun.record.restore()  # no gradient in float64 is left
     return outcome
 
 
-def apart(cured, exact):
-    """What parts two outcomes of a step, as text."""
-    (ours, drawn), (true, drawn_there) = cured, exact
-    names = [name for name in ours if name != "loss" and name in true]
+def compared(trial, cured, exact):
+    """The trial, with a comparison of its outcome with the one in float64, where there is one."""
+    (loss, ours, drawn), (there, true, drawn_there) = cured, exact
+    names = [name for name in ours if name in true]
     if not names:
-        return ""
+        return trial
     on_cpu = drawn["cuda"] is None  # else float64 may draw other numbers from the same state
     if not on_cpu or not torch.equal(drawn["cpu"], drawn_there["cpu"]):
-        return ""
-    loss, there = (float(numbers["loss"].mean()) for numbers in (ours, true))
+        return trial
     slope, slope_there = (torch.cat([numbers[n] for n in names]) for numbers in (ours, true))
     lengths = slope.norm() * slope_there.norm()
     cosine = float(slope @ slope_there / lengths) if lengths else float(slope.equal(slope_there))
@@ -127,7 +150,7 @@ def apart(cured, exact):
     about = f"loss {loss:.3g}, in float64 {there:.3g}; cosine of the gradients {cosine:.2g}"
     same = abs(loss - there) <= 0.02 * max(abs(there), 1e-3)
     same = same and cosine > 0.95 and 0.8 < longer < 1.25
-    return f", as in float64 ({about})" if same else f", but {ANOTHER} ({about})"
+    return trial._replace(same_step=same, compared=about)
 
 
 class LogSumExp(AtLines):
@@ -172,22 +195,21 @@ def _islands(rerun, report):
     modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
     # a loss around the network is not part of it
     name = report.module if report.module in modules else ""
-    half = getattr(torch, report.result.partition("[")[0], None)
+    half = report.dtype
     alike = [other for other in modules if name and _pattern(other) == _pattern(name)]
     while name:
         for names in ([name], alike) if len(alike) > 1 else ([name],):
             title = name if names == [name] else _pattern(name)
-            weights = ""
-            if any(p.dtype in HALF for each in names for p in modules[each].parameters()):
-                weights = ", half weights"
-            for stays in sorted(("", ", result in fp32"), reverse=not flags):
+            weights = any(p.dtype in HALF for each in names for p in modules[each].parameters())
+            for stays in (False, True) if flags else (True, False):
                 back = None if stays else half
                 seen = []
                 context = islands([modules[each] for each in names], back, seen)
                 advice = partial(_in_fp32, title, names, weights, back, seen)
                 if flags:
                     advice = f"--keep-fp32 '{title}'"
-                yield f"{title} in fp32{stays}", context, (f"module{stays}{weights}", title), advice
+                what = f"{title} in fp32, result in fp32" if stays else f"{title} in fp32"
+                yield Change(what, context, Cure(Where.MODULE, title, stays), advice)
         name, alike = name.rpartition(".")[0], []
 
 
@@ -227,7 +249,7 @@ def _lines(rerun, line, weak=""):
         origins = where.origins.items() if symptom or not weak else ()
         more = [at for at, kind in origins if at not in (*meant, *lines) and weak in ("", kind)]
         # no line of a library: nobody can mend that
-        more = [at for at in more if ", called from" not in at]
+        more = [at for at in more if not at.is_of_library]
         if not more:
             break
         lines.append(more[0])

@@ -23,6 +23,19 @@ LIBRARY = os.path.dirname(os.__file__)
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
 
 
+class Line(str):
+    """file:line in function. Of a library, the line of the script that called it follows."""
+
+    script = ""  # the script's line, without the library's
+
+    @property
+    def is_of_library(self):
+        return self != self.script
+
+
+NOWHERE = Line()
+
+
 def said(error):
     """The error's type and first line; if that is long, its first sentence."""
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -67,7 +80,9 @@ def script_frames(frames):
 def line_of(frames):
     """file:line in function: of a library, then of the script that called it."""
     at = [f"{os.path.basename(file)}:{n} in {name}" for file, n, name in script_frames(frames)]
-    return ", called from ".join([*at[:1], *at[1:][-1:]])
+    line = Line(", called from ".join([*at[:1], *at[1:][-1:]]))
+    line.script = at[-1] if at else ""
+    return line
 
 
 def line_now():

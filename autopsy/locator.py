@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW
-from .frames import frames_in, frames_now, line_now, line_of
+from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, Advice
+from .facts import STATE, Kind, Source
+from .frames import NOWHERE, frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
 from .module_stack import ModuleStack, around_modules
 from .operations import WRITERS, in_wider_types, rule_of, underflown_divisor
-from .origin_names import CONSTANT, OPAQUE, OUTSIDE, PYTHON, STATE, WRITTEN
 from .report import Report
 from .samples import Samples
 from .step import attributes_of
@@ -44,6 +44,7 @@ from .tensors import (
 
 LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
 NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
+UNINITIALISED = Source(Kind.UNINITIALISED)
 
 
 class Locator(Operations):
@@ -70,12 +71,12 @@ class Locator(Operations):
         self.origins = {}  # "file:line in function" of all that made a bad number, and Report.weak
         self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
-        # Of a storage, while it lives: its name, if it was ready-made
+        # Of a storage, while it lives: its Source, if it was ready-made
         self.known = WeakKeyDictionary()
         # and what made it bad: a number in time, and the birth.
         self.causes = WeakKeyDictionary()
-        for name, t in named:  # ready-made, and of no module
-            self.known[storage_of(t)] = name
+        for source, t in named:  # ready-made, and of no module
+            self.known[storage_of(t)] = source
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
@@ -89,31 +90,32 @@ class Locator(Operations):
         for name, t in leaves.items():
             first, _, rest = name.partition(".")
             plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
-            self.known.setdefault(storage_of(t), rest or plain)
+            self.known.setdefault(storage_of(t), Source(Kind.BATCH, rest or plain))
         self.samples.begin(leaves.values(), size)
 
     def holders(self, batch):
-        """(name, what it holds, in which samples): of the tensors of this batch, and of all that
-        was bad before an operation of the step used it."""
+        """(source, what it holds, in which columns, in which samples): of the tensors of this
+        batch, and of all that was bad before an operation of the step used it."""
         for _, t in inner_tensors(batch):
             if not (span := extent(t)).is_mask:
-                made = span.bad_end + bad_columns(t)
-                yield self.known.get(storage_of(t), ""), made, self.samples.of(t)
+                source = self.known.get(storage_of(t))
+                yield source, span.bad_end, bad_columns(t), self.samples.of(t)
         for _, origin in self.causes.values():
             if origin and origin.source:
-                yield origin.source, origin.made, origin.samples
+                yield origin.source, origin.made, "", origin.samples
 
     def _name(self, net, prefix=""):
         """What is ready-made, and under which name: weights, buffers, attributes."""
         for name, module in net.named_modules(prefix=prefix):
             self.places.names.setdefault(module, name)
             for key, t in inner_tensors(attributes_of(module), name):
-                self.known[storage_of(t)] = f"attribute {key}"
-        self.known.update({storage_of(b): f"buffer {n}" for n, b in net.named_buffers(prefix)})
+                self.known[storage_of(t)] = Source(Kind.ATTRIBUTE, key)
+        for name, b in net.named_buffers(prefix):
+            self.known[storage_of(b)] = Source(Kind.BUFFER, name)
         for name, p in net.named_parameters(prefix):
-            self.known[storage_of(p)] = f"parameter {name}"
+            self.known[storage_of(p)] = Source(Kind.PARAMETER, name)
             if p.grad is not None:  # of a second optimizer, say
-                self.known[storage_of(p.grad)] = f"old gradient of {name}"
+                self.known[storage_of(p.grad)] = Source(Kind.OLD_GRADIENT, name)
 
     def contexts(self):
         yield torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -172,13 +174,13 @@ class Locator(Operations):
                 self.half = self.half or t.dtype
             storage = storage_of(t)
             if rule.fresh and t.dim() and extent(t).is_bad:
-                self.known.setdefault(storage, f"{PYTHON} ({line_now()})")
+                self.known.setdefault(storage, Source(Kind.PYTHON, line=line_now()))
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
             if rule.loads:  # a file's numbers
-                self.known[storage] = OUTSIDE
+                self.known[storage] = Source(Kind.OUTSIDE)
                 continue
-            if self.known.get(storage) == OPAQUE:
+            if self.known.get(storage) == UNINITIALISED:
                 del self.known[storage]  # written now
             if (span := extent(t)).is_bad:
                 spans = spans or spans_of(inputs)
@@ -186,7 +188,7 @@ class Locator(Operations):
             elif storage in self.causes and not is_part(t):
                 del self.causes[storage]  # wholly overwritten
             elif rule.empty:
-                self.known[storage] = OPAQUE
+                self.known[storage] = UNINITIALISED
         return out
 
     def _is_a_copy(self, t, out):
@@ -220,9 +222,11 @@ class Locator(Operations):
         origin = self.origin(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
-        if fills and (origin.source == CONSTANT or (wanted and not origin.source)):
-            by = self.functions.name  # a function that fills with NaN by itself is an operation
-            maker = {"source": WRITTEN} if re.search(WRITERS, by) else {"op": f"torch.{by}"}
+        constant = origin.source and origin.source.kind is Kind.CONSTANT
+        if fills and (constant or (wanted and not origin.source)):
+            name = self.functions.name  # a function that fills with NaN by itself is an operation
+            by_script = re.search(WRITERS, name)
+            maker = {"source": Source(Kind.WRITTEN)} if by_script else {"op": f"torch.{name}"}
             return next(self._clock), replace(origin, **maker)
         if not all(map(isfinite, self.numbers)):
             origin = replace(origin, fix=NOT_FINITE)
@@ -258,15 +262,15 @@ class Locator(Operations):
         """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
         if (storage := storage_of(t)) in self.causes:
             return self.causes[storage]
-        name = self.known.get(storage, "")
-        lawful = not name.startswith("parameter ") and not STATISTIC.search(name)
-        mask = span.is_mask and lawful
-        if mask and (not name or name.startswith(STATE)):
+        source = self.known.get(storage)
+        never = source and (source.kind is Kind.PARAMETER or STATISTIC.search(source.name))
+        mask = span.is_mask and not never
+        if mask and (not source or source.kind in STATE):
             return LAWFUL, None
-        if not name or not func:
+        if not source or not func:
             return NOBODY
         self.samples.cut(t)
-        origin = replace(self.origin(func, spans, t), source=name)
+        origin = replace(self.origin(func, spans, t), source=source)
         number = LAWFUL if mask else next(self._clock)
         return self.causes.setdefault(storage, (number, origin))
 
@@ -274,7 +278,7 @@ class Locator(Operations):
         """All that is known at this operation: it made a bad number, or is the first to use one."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
-        name, line, phase = "", "", "forward"
+        name, line, phase = "", NOWHERE, "forward"
         # In the backward: a hook, a custom function, a checkpoint
         stack = list(takewhile(lambda frame: frame[2] != "_engine_run_backward", frames_now()))
         checkpoints = any(file.endswith("checkpoint.py") for file, *_ in stack)
@@ -283,8 +287,9 @@ class Locator(Operations):
             phase, name, line = "backward", node.name().rpartition(":")[2], line_of(stack)
             stack = frames_in(node.metadata.get("traceback_", ()))
             if name == "AccumulateGrad":
-                owner = self.known.get(storage_of(node.variable), "").removeprefix("parameter ")
-                module, nth_call = owner.rpartition(".")[0], 0
+                source = self.known.get(storage_of(node.variable))
+                module = source.name.rpartition(".")[0] if source else ""
+                nth_call = 0
             elif self.places.outside:
                 module, nth_call = self.places.of(node)
         origin = Report(
@@ -302,27 +307,31 @@ class Locator(Operations):
             step=self.step,
             called="" if name else self.functions.name,
             batch_size=self.samples.size,
-            fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else "",
+            bad_inputs=tuple(filter(None, (self._bad_before(t, span) for t, span in spans))),
+            fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else None,
         )
         if out is None:
             return origin
         bad = [span for _, span in spans if span.is_bad]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
         if phase == "forward" and (least := underflown_divisor(func, spans)):
-            origin = replace(origin, fix=UNDERFLOW.format(least))
+            origin = replace(origin, fix=Advice(UNDERFLOW.format(least)))
         return replace(
             origin,
             made=extent(out).bad_end,
-            result=type_of(out),
-            source="" if all(span.is_mask for span in bad) else CONSTANT,
+            dtype=out.dtype,
+            source=None if all(span.is_mask for span in bad) else Source(Kind.CONSTANT),
             samples=self.samples.of(out, nan),
             names=self.samples.why_none(out),
         )
 
     def _shown(self, t, span):
         """Type, shape and span of an input; its name, where it is bad and was there before."""
-        name = self.known.get(storage_of(t)) if span.is_bad else None
-        return f"{type_of(t)} {range_of(t, span)}" + (f" ({name})" if name else "")
+        source = self._bad_before(t, span)
+        return f"{type_of(t)} {range_of(t, span)}" + (f" ({source})" if source else "")
+
+    def _bad_before(self, t, span):
+        return self.known.get(storage_of(t)) if span.is_bad else None
 
     def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""

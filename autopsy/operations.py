@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import torch
 
 from .advice import eps_for
-from .tensors import FLOATS, exchange_dtype, extent, flat_tensors, numbers_of
+from .facts import Repeat
+from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
 
 
 def _in_order(index, size):
@@ -145,21 +146,21 @@ INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, 
 
 
 def in_wider_types(func, args, kwargs):
-    """The operation on the same inputs in fp32 and fp64: "nan in float32, finite in float64"."""
+    """The operation on the same inputs in fp32, and where that is bad in fp64: Repeats."""
     results = []
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
-        return ""  # it would draw random numbers, or wait for another rank
+        return ()  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
         try:
             wide, named = exchange_dtype((args, kwargs), dtype, FLOATS)
             spans = [extent(t) for t in flat_tensors(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
-        bad = next((s.bad_end for s in spans if s.is_bad), "finite")
-        results.append(f"{bad} in {str(dtype).removeprefix('torch.')}")
-        if bad == "finite":
+        bad = next((span for span in spans if span.is_bad), Span())
+        results.append(Repeat(dtype, bad))
+        if not bad.is_bad:
             break
-    return ", ".join(results)
+    return tuple(results)
 
 
 def underflown_divisor(func, spans):

@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from .advice import VERDICTS, WEAK, suggestion
-from .origin_names import CONSTANT, OPAQUE, STATE, WRITTEN
-from .tensors import few, is_real
+from .advice import ANOTHER, WEAK, Advice, Verdict, advice_on
+from .facts import STATE, Cure, Kind, Outcome, Repeat, Source, Trial
+from .frames import NOWHERE, Line
+from .tensors import HALF, few, is_real
 
 COLUMNS, ROWS = 80, 12  # of a screen
 PREFIX = len("autopsy: ")  # what the command writes before a report
@@ -31,26 +33,28 @@ class Report:
     Locator.blame() returns one without a verdict: the operation alone.
     """
 
-    verdict: str = ""  # one of VERDICTS
+    verdict: Verdict = Verdict.NONE
     step: int = 0
     rank: int = 0
     precision: str = ""
     scale: float = 1.0
     advice: str = "code"  # or "flags": those of this repository's train.py
     symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
+    error: type[Exception] | None = None  # that the step raised
     op: str = ""  # "aten.log.default"; "" = no operation is guilty
     called: str = ""  # the function of torch that the script called: "cross_entropy"
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     nth_call: int = 0  # of the module in this step; 0 = not known, or outside of any module
     phase: str = "forward"  # or "backward", "optimizer"
     node: str = ""  # backward: autograd's name for the function
-    line: str = ""  # file:line in function
+    line: Line = NOWHERE
     made: str = ""  # what the result holds; "" = the operation raised
-    result: str = ""  # dtype and shape of the result
+    dtype: torch.dtype | None = None  # of the result
     inputs: tuple[str, ...] = ()
+    bad_inputs: tuple[Source, ...] = ()  # where these were bad before
     spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
-    source: str = ""  # "parameter head.weight", "input", ...: bad before the operation used it
-    widened: str = ""  # repeated in wider types: "finite in float32", "nan in float32, ..."
+    source: Source | None = None  # what was bad before the operation used it
+    widened: tuple[Repeat, ...] = ()  # the operation in float32; if that is bad, in float64
     entered: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     micro_batches: int = 1  # how many the step has
@@ -59,21 +63,32 @@ class Report:
     indices: tuple[int, ...] = ()  # of the samples in the data set, if the record knew them
     names: tuple[str, ...] = ()  # bad tensors (weights), what is wrong with the batch (data)
     repeated: bool = True  # the step was run again, in fp32 too
-    tried: tuple[str, ...] = ()  # "block in fp32: finite"
-    cure: tuple[str, str] = ("", "")  # the first finite one: ("module, result in fp32", "block")
-    fix: str = ""  # what to do, where it is known without looking at the operation
+    grew: bool = False  # the gradient norm, in the steps before
+    tried: tuple[Trial, ...] = ()
+    cure: Cure | None = None
+    fix: Advice | None = None  # what to do, where it is known without looking at the operation
 
     @property
-    def origin(self) -> str:
+    def origin(self) -> Verdict:
         """The verdict, if the source alone decides it."""
-        if self.source in ("", OPAQUE):
-            return ""
-        return "weights" if self.source.startswith(STATE) else "data"
+        if not self.source or self.source.kind is Kind.UNINITIALISED:
+            return Verdict.NONE
+        return Verdict.WEIGHTS if self.source.kind in STATE else Verdict.DATA
 
     @property
     def failed(self) -> bool:
         """Whether cures were tried and none helped."""
-        return "still bad" in "".join(self.tried) and not self.cure[0]
+        return any(t.outcome is Outcome.STILL_BAD for t in self.tried) and not self.cure
+
+    @property
+    def in_half(self) -> bool:
+        """Whether the result is in half precision."""
+        return self.dtype in HALF
+
+    @property
+    def finite_in(self) -> torch.dtype | None:
+        """The first wider type in which the operation is finite."""
+        return next((again.dtype for again in self.widened if not again.span.is_bad), None)
 
     @property
     def largest(self) -> float:
@@ -103,13 +118,13 @@ class Report:
 
     @property
     def suggestion(self) -> str:
-        return suggestion(self)
+        return advice_on(self).text
 
     @property
     def place(self) -> str:
         """The script's line: where the number was made, if that is known; else where it is used."""
-        made = self.source.rstrip(")").rpartition(" (")[2]
-        return (made if ".py:" in made else self.line).rpartition("called from ")[2]
+        made_at = self.source.line if self.source else NOWHERE
+        return (made_at or self.line).script
 
     def operation(self) -> Iterator[str]:
         """Lines about the operation. A line for the file alone begins with a space."""
@@ -119,9 +134,11 @@ class Report:
             module = self.module or ("the model itself" if self.nth_call else "")
             nth = f", call {self.nth_call} of this step" if self.nth_call > 1 else ""
             place = f"in {module}{nth}" if module else "outside of any module"
-            named = self.source not in ("", WRITTEN)
+            kind = self.source and self.source.kind
+            named = kind not in (None, Kind.WRITTEN)
             first = f"first to use {self.source}" if named else "first bad op"
-            verb = {"": "made", CONSTANT: "made", WRITTEN: "writes"}.get(self.source, "is given")
+            verbs = {None: "made", Kind.CONSTANT: "made", Kind.WRITTEN: "writes"}
+            verb = verbs.get(kind, "is given")
             made = f"{verb} {self.made}" if self.made else "raised"
             inner = re.match(r"aten\._|.*_(forward|ex|backward)\b", self.op)
             of = f" of {self.called}" if inner and self.called else ""
@@ -134,12 +151,17 @@ class Report:
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
         if self.widened:
-            rounded = self.verdict == "precision" and "finite" not in self.widened
+            precision = self.verdict is Verdict.PRECISION
+            rounded = precision and not self.finite_in
             why = " (an operand had been rounded before, to half precision)" if rounded else ""
-            # where the verdict has said it already
-            known = "finite in float32" if self.verdict == "precision" else r"(\S+) in .*, \1 in .*"
-            deeper = "  " if re.fullmatch(known, self.widened) and not why else ""
-            yield f"{deeper}repeated on the same inputs: {self.widened}{why}"
+            if precision:  # the verdict has said it already
+                known = self.finite_in is torch.float32
+            else:
+                ends = {again.span.bad_end for again in self.widened}
+                known = len(self.widened) == 2 and len(ends) == 1
+            deeper = "  " if known and not why else ""
+            results = ", ".join(map(str, self.widened))
+            yield f"{deeper}repeated on the same inputs: {results}{why}"
 
     def where(self) -> Iterator[str]:
         """The samples, and the micro-batch if the step has several."""
@@ -171,14 +193,14 @@ class Report:
         yield f"try: {self.suggestion}"
         yield from self.operation()
         if self.names:
-            where = {"weights": "already bad: ", "data": "in the batch: "}.get(self.verdict, "")
-            yield where + few(self.names, 5)
+            where = {Verdict.WEIGHTS: "already bad: ", Verdict.DATA: "in the batch: "}
+            yield where.get(self.verdict, "") + few(self.names, 5)
         yield from self.where()
         yield from self.evidence()
-        for sentence in self.tried:
-            deeper = "  " if "not tried" in sentence or "not be tried" in sentence else ""
-            yield f"{deeper}tried: {sentence}"
-        in_fp32 = {"precision": "finite", "divergence": "bad as well"}
+        for trial in self.tried:
+            deeper = "" if trial.was_made else "  "
+            yield f"{deeper}tried: {in_words(trial)}"
+        in_fp32 = {Verdict.PRECISION: "finite", Verdict.DIVERGENCE: "bad as well"}
         if self.repeated and self.verdict in in_fp32:
             yield "  the same batch in fp32: " + in_fp32[self.verdict]
         yield f"  {', '.join(filter(None, about))}, micro-batch {self.micro_batch}"
@@ -190,6 +212,24 @@ class Report:
 
     def __str__(self) -> str:
         return on_screen(self.full)
+
+
+def in_words(trial: Trial) -> str:
+    """ "block in fp32: finite" """
+    what = f"{trial.what} at {trial.where}" if trial.where else trial.what
+    shown = trial.symptom if trial.outcome is Outcome.BAD else trial.outcome.value
+    if trial.symptom and trial.outcome is not Outcome.BAD:
+        shown += f" ({trial.symptom})"
+    if trial.same_step is not None:
+        same = "as in float64" if trial.same_step else f"but {ANOTHER}"
+        shown += f", {same} ({trial.compared})"
+    return f"{what}: {shown}"
+
+
+def with_rank(text: str, rank: int, world: int) -> str:
+    """The text of a report, with the rank that it is about."""
+    headline, _, rest = text.partition("\n")
+    return f"{headline}\n  guilty: rank {rank} of {world}\n{rest}"
 
 
 def on_screen(text: str, rows: int = ROWS) -> str:
@@ -222,6 +262,6 @@ def agree(report: Report) -> Report:
     A collective: every rank must call it."""
     if not on_ranks():
         return report
-    every, verdicts = [None] * dist.get_world_size(), list(VERDICTS)
+    every, gravest_first = [None] * dist.get_world_size(), list(Verdict)
     dist.all_gather_object(every, report)
-    return min(every, key=lambda other: (verdicts.index(other.verdict), other.rank))
+    return min(every, key=lambda other: (gravest_first.index(other.verdict), other.rank))

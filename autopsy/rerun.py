@@ -30,12 +30,14 @@ class Rerun:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
         self.run_step, self.record, self.net, self.about = run_step, record, net, about
         self.factor, self.last = 1.0, 0
+        self.written = []  # buffers that were clean before the micro-batch
         self.trace = None  # of an error, until watch() has read it
 
     def __call__(self, context=None, fp32=False):
         """Run the step up to the first bad micro-batch. It returns what is bad, or ""."""
         self.record.restore()
-        self.error, self.results = None, {}
+        self.error = None
+        self.loss, self.gradients = None, {}
         clean = [name for name, b in self.net.named_buffers() if not extent(b).is_bad]
         # Fused attention knows half only; its plain mathematics knows fp32.
         attention = sdpa_kernel(SDPBackend.MATH) if fp32 else nullcontext()
@@ -43,24 +45,17 @@ class Rerun:
             with warnings.catch_warnings(), context or nullcontext(), attention:
                 warnings.simplefilter("ignore")  # all has been said once
                 for k, batch in enumerate(self.record.batches):
-                    self.results = {}
+                    self.loss, self.gradients = None, {}
                     if isinstance(context, Locator):
                         self.last = k
                         context.take(batch, len(self.record.indices[k]))
                     out = self.run_step(batch, fp32)
                     if not isinstance(out, tuple):
                         out = out, {n: p.grad for n, p in self.net.named_parameters()}
-                    results = {"loss": torch.as_tensor(out[0]).detach()}
-                    results |= {f"gradient of {n}": g for n, g in out[1].items() if g is not None}
-                    buffers = self.net.named_buffers()
-                    results |= {f"buffer {n}": b for n, b in buffers if n in clean}
-                    self.results = results
-                    with _disable_current_modes():  # these reads are no part of the step
-                        spans = {name: extent(t) for name, t in results.items()}
-                    for name, span in spans.items():
-                        mask = name.startswith("buffer ") and not STATISTIC.search(name)
-                        if span.is_bad and not (mask and span.is_mask):
-                            return f"{name} is {span.bad_end}"
+                    self.loss = torch.as_tensor(out[0]).detach()
+                    self.gradients = {n: g for n, g in out[1].items() if g is not None}
+                    if symptom := self._bad_result(clean):
+                        return symptom
         except Exception as error:
             self.trace = error.__traceback__
             if not isinstance(context, Locator):
@@ -69,6 +64,19 @@ class Rerun:
             self.error = error
             return said(error)
         return ""
+
+    def _bad_result(self, clean):
+        """What the micro-batch made bad, in words: its loss, a gradient, or a buffer that was clean
+        before; or ""."""
+        buffers = {n: b for n, b in self.net.named_buffers() if n in clean}
+        with _disable_current_modes():  # these reads are no part of the step
+            spans = {"loss": extent(self.loss)}
+            spans |= {f"gradient of {n}": extent(g) for n, g in self.gradients.items()}
+            written = {n: extent(b) for n, b in buffers.items()}
+        masks = {n for n, span in written.items() if span.is_mask and not STATISTIC.search(n)}
+        spans |= {f"buffer {n}": span for n, span in written.items() if n not in masks}
+        self.written = list(buffers.values())
+        return next((f"{what} is {s.bad_end}" for what, s in spans.items() if s.is_bad), "")
 
     def _forget_frames(self):
         """They hold all that the step has computed before it raised, its autograd graph too."""
@@ -89,7 +97,7 @@ class Rerun:
     def _factor(self, root):
         """The factor of the loss before its backward. If the step raised, or returned a bad loss:
         the loss scale."""
-        loss = float(self.results["loss"].float().mean()) if self.results else nan
+        loss = nan if self.loss is None else float(self.loss.float().mean())
         if isfinite(root) and root and not isfinite(loss):
             return max(1.0, self.about["scale"])
         return max(1.0, root / loss) if loss else 1.0  # 1 for NaN
@@ -112,10 +120,12 @@ class Rerun:
             origin = where.failed or self._raised(where)
             self._forget_frames()
         elif symptom:
-            origin = where.blame([self.results["loss"]]) or where.blame(self.results.values())
+            results = [self.loss, *self.gradients.values(), *self.written]
+            origin = where.blame([self.loss]) or where.blame(results)
         self.factor = self._factor(where.functions.root)
         about = {
             "symptom": symptom,
+            "error": type(self.error) if self.error else None,
             "micro_batch": self.last,
             "micro_batches": len(self.record.batches),
             **self.about,

@@ -221,7 +221,7 @@ def exchange_dtype(tree, to, of):
 
 def running_statistics(net):
     """Running statistics: buffers that can never hold a mask or an inf on purpose."""
-    return {f"buffer {n}": b for n, b in net.named_buffers() if STATISTIC.search(n)}
+    return {n: b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
 def few(items, n=8, between=", "):

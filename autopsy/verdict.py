@@ -11,13 +11,14 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import torch
 from torch import nn
 
-from .advice import NOT_FINITE, RAISED, WEAK, WRONG_INDEX, WRONG_LABEL
+from .advice import WEAK, Advice, Topic, Verdict, on_exception
 from .cures import first_cure
+from .facts import Kind, Outcome, Source, Trial
 from .labels import labels_in, out_of_range
 from .modes import Functions, compiled_code, was_compiled
-from .origin_names import WRITTEN
 from .report import Report
 from .rerun import Rerun
 from .step import StepRecord, rng_states, set_rng_states
@@ -79,17 +80,20 @@ def examine(
 
 
 def _bad_state(rerun, state):
-    """Names of weights, moments and running statistics that were bad before the step, with rows."""
+    """Weights, moments and running statistics that were bad before the step: (Source, what is bad
+    in it)."""
     rerun.record.restore()
-    named = {f"parameter {n}": p for n, p in rerun.net.named_parameters() if p.requires_grad}
+    parameters = rerun.net.named_parameters()
+    held = {Source(Kind.PARAMETER, n): p for n, p in parameters if p.requires_grad}
     if isinstance(state, Mapping):  # an optimizer's is keyed by the parameters themselves
         names = {p: n for n, p in rerun.net.named_parameters()}
         state = {names.get(key, key): value for key, value in state.items()}
-    moments = {f"optimizer state {n}": t for n, t in inner_tensors(state)}
-    named |= moments | running_statistics(rerun.net)
-    bad = [name + bad_rows(t) for name, t in named.items() if extent(t).is_bad]
-    roots = [n for n, t in moments.items() if SECOND_MOMENT.search(n) and extent(t)[0] < 0]
-    return [*bad, *(f"{name} (below 0: its root is NaN)" for name in roots)]
+    moments = {Source(Kind.MOMENT, n): t for n, t in inner_tensors(state)}
+    statistics = running_statistics(rerun.net)
+    held |= moments | {Source(Kind.BUFFER, n): b for n, b in statistics.items()}
+    bad = [(source, bad_rows(t)) for source, t in held.items() if extent(t).is_bad]
+    roots = [s for s, t in moments.items() if SECOND_MOMENT.search(s.name) and extent(t).low < 0]
+    return [*bad, *((source, " (below 0: its root is NaN)") for source in roots)]
 
 
 def _judge(rerun, report, state):
@@ -108,31 +112,36 @@ def _judge(rerun, report, state):
 
 def _ready_made(rerun, report, state):
     """Decide on a number that was bad before any operation used it: data or weights."""
-    table = dict(rerun.net.named_parameters()).get(report.source.removeprefix("parameter "))
-    held = bad_rows(table) if report.origin == "weights" else f" holds {report.made}"
-    names = [report.source + held] if report.source != WRITTEN else []
-    if report.origin == "weights":
+    about = report.source
+    weights = report.origin is Verdict.WEIGHTS
+    names = []
+    if weights:
+        table = None
+        if about.kind is Kind.PARAMETER:
+            table = dict(rerun.net.named_parameters()).get(about.name)
+        names = [f"{about}{bad_rows(table)}"]
         others = _bad_state(rerun, state)
-        names += [name for name in others if not name.startswith(report.source)]
+        names += [f"{source}{what}" for source, what in others if source != about]
+    elif about.kind is not Kind.WRITTEN:
+        names = [f"{about} holds {report.made}"]
     holders = rerun.locator.holders(rerun.record.batches[report.micro_batch])
-    holders = ((name or report.source, made, samples) for name, made, samples in holders)
-    for name, made, samples in dict.fromkeys(holders):
-        if samples and (name, samples) != (report.source, report.samples):
-            names.append(f"{name} holds {made} in samples {few(samples)}")
-        elif name == report.source and "columns" in made:
-            names[0] = f"{name} holds {made}"
+    holders = ((source or about, *what) for source, *what in holders)
+    for source, made, columns, samples in dict.fromkeys(holders):
+        if samples and (source, samples) != (about, report.samples):
+            names.append(f"{source} holds {made}{columns} in samples {few(samples)}")
+        elif source == about and columns:
+            names[0] = f"{source} holds {made}{columns}"
     return replace(report, verdict=report.origin, names=tuple(names))
 
 
 def _raised(rerun, report, exact):
     """Decide on an exception: a label, a number that half precision cannot hold, or the code."""
-    fix = next((fix for words, fix in RAISED.items() if re.search(words, str(rerun.error))), "")
-    report = replace(report, fix=fix)
-    if fix in (WRONG_INDEX, WRONG_LABEL):
-        return replace(report, verdict="data")
-    overflow = "without overflow" in report.symptom and not exact
-    mended = overflow and not rerun(fp32=True)
-    return replace(report, verdict="precision" if mended else "error")
+    known = on_exception(rerun.error)
+    verdict = known.verdict
+    if verdict is Verdict.PRECISION and (exact or rerun(fp32=True)):
+        verdict = Verdict.ERROR
+    fix = Advice(known.fix) if known.fix else None
+    return replace(report, verdict=verdict, fix=fix)
 
 
 def _well_known(rerun, report):
@@ -141,18 +150,17 @@ def _well_known(rerun, report):
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
     no_label = f"every label is ignored ({ignored}): their mean is 0/0"
     roots = ("batch_norm", "sqrt", "rsqrt", "pow")
-    negative = [
-        n for n, b in running_statistics(rerun.net).items() if "var" in n and extent(b)[0] < 0
-    ]
-    below = f"{few(negative, 1)} is below 0"
+    statistics = running_statistics(rerun.net).items()
+    negative = [name for name, b in statistics if "var" in name and extent(b).low < 0]
+    below = f"buffer {few(negative, 1)} is below 0"
     unaligned = "a target that has no alignment with its input"
     for fits, verdict, name, weak in (
-        (ignored is not None and report.weak in means, "data", no_label, "nll_loss"),
-        (negative and report.weak in roots, "weights", below, "batch_norm"),
-        (report.weak == "ctc_loss" and report.made == "inf", "data", unaligned, "ctc_loss"),
+        (ignored is not None and report.weak in means, Verdict.DATA, no_label, "nll_loss"),
+        (negative and report.weak in roots, Verdict.WEIGHTS, below, "batch_norm"),
+        (report.weak == "ctc_loss" and report.made == "inf", Verdict.DATA, unaligned, "ctc_loss"),
     ):
         if fits:
-            return replace(report, verdict=verdict, names=(name,), fix=WEAK[weak][0])
+            return replace(report, verdict=verdict, names=(name,), fix=Advice(WEAK[weak].text))
     return None
 
 
@@ -162,20 +170,22 @@ def _by_precision(rerun, report, exact):
         factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5:
             symptom = rerun(Functions(factor=factor))
-            went = f"still bad ({symptom})" if symptom else "finite"
-            report = replace(report, tried=(f"loss scale 1: {went}",))
+            outcome = Outcome.STILL_BAD if symptom else Outcome.FINITE
+            report = replace(report, tried=(Trial("loss scale 1", outcome, symptom),))
             if not symptom:
-                return replace(report, verdict="calibration")
-        return replace(report, verdict="not reproducible" if exact else "precision")
+                return replace(report, verdict=Verdict.CALIBRATION)
+        verdict = Verdict.NOT_REPRODUCIBLE if exact else Verdict.PRECISION
+        return replace(report, verdict=verdict)
     if _only_half(report):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
-        verdict = other.origin or ("precision" if _only_half(other) else "divergence")
-        return replace(other, verdict=verdict)
-    return replace(report, verdict="data" if report.fix == NOT_FINITE else "divergence")
+        again = Verdict.PRECISION if _only_half(other) else Verdict.DIVERGENCE
+        return replace(other, verdict=other.origin or again)
+    by_script = report.fix and report.fix.topic is Topic.BAD_SCALAR
+    return replace(report, verdict=Verdict.DATA if by_script else Verdict.DIVERGENCE)
 
 
 def _only_half(report):
-    return "float16" in report.result and report.widened == "finite in float32"
+    return report.in_half and report.finite_in is torch.float32
 
 
 def _finite(rerun, report, state, num_classes, run_compiled):
@@ -185,11 +195,12 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             rerun.run_step = run_compiled or rerun.run_step
             symptom = rerun()
         if symptom:
-            tried = (f"compiled: {symptom}", "in eager mode: finite")
-            return replace(report, verdict="compiler", tried=tried)
-    if names := tuple(_bad_state(rerun, state)):
+            compiled = Trial("compiled", Outcome.BAD, symptom)
+            tried = compiled, Trial("in eager mode", Outcome.FINITE)
+            return replace(report, verdict=Verdict.COMPILER, tried=tried)
+    if names := tuple(f"{source}{what}" for source, what in _bad_state(rerun, state)):
         symptom = f"{names[0]} was bad before the step"
-        return replace(report, verdict="weights", names=names, symptom=symptom)
+        return replace(report, verdict=Verdict.WEIGHTS, names=names, symptom=symptom)
     where = rerun.locator
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
         where.take(batch)
@@ -198,7 +209,7 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             names, wrong = out_of_range("label", labels, *allowed)
             if names:
                 samples, size = where.samples.of(labels, wrong), where.samples.size
-                report = replace(report, verdict="data", names=names, micro_batch=k)
+                report = replace(report, verdict=Verdict.DATA, names=names, micro_batch=k)
                 return replace(report, samples=samples, batch_size=size)
-    verdict = "calibration" if report.scale > 1 else "not reproducible"
-    return replace(report, verdict=verdict)
+    scaled = report.scale > 1
+    return replace(report, verdict=Verdict.CALIBRATION if scaled else Verdict.NOT_REPRODUCIBLE)

@@ -52,7 +52,7 @@ def save(path: Path, run: Run, kept: autopsy.StepRecord, report: autopsy.Report)
     content = Capsule(
         state=resume.whole_state(run, rng=[]),
         record={name: getattr(kept, name) for name in Recorded.__annotations__},
-        verdict=report.verdict,
+        verdict=str(report.verdict),
         class_names=run.data.classes,
         num_classes=run.guard.num_classes,
         inject=run.args.inject,

@@ -43,12 +43,15 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import ranks
+from autopsy.advice import Verdict
+from autopsy.facts import Where
 from fp32 import fp32_eval, keep_fp32, pinned
 from rescue import capsule
 from trainer import resume, schema
 from trainer.record import End, Run
 
-LASTING = ("precision", "weights", "divergence", "compiler")  # verdicts that change the run
+# Verdicts that change the run
+LASTING = (Verdict.PRECISION, Verdict.WEIGHTS, Verdict.DIVERGENCE, Verdict.COMPILER)
 
 
 class Cure(NamedTuple):
@@ -126,16 +129,16 @@ def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
         num_classes=run.guard.num_classes, precision=run.policy.name,
         scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled,
     ))
-    harmless = report.verdict in ("calibration", "not reproducible")
+    harmless = report.verdict in (Verdict.CALIBRATION, Verdict.NOT_REPRODUCIBLE)
     if harmless and report.scale > run.scaler.floor:
         return Cure(report, "")  # the loss scale was too high, and it can fall
     if report.rank == run.rank and not any(run.folder.glob("bad_step_*")):
         capsule.save(run.folder / f"bad_step_{step}_rank{run.rank}.pt", run, kept, report)
-    if report.verdict in ("divergence", "not reproducible") and not recorded:
+    if report.verdict in (Verdict.DIVERGENCE, Verdict.NOT_REPRODUCIBLE) and not recorded:
         return Cure(report, "passed over: one step alone; if one of the next 50 is like it, the "
                             "run acts")
     cure = respond(run, report)
-    if report.verdict != "data":  # steps before the cure would show the same again
+    if report.verdict is not Verdict.DATA:  # steps before the cure would show the same again
         run.healing.examined_until = run.step
     return cure
 
@@ -144,39 +147,40 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
     """Do what the verdict asks for: one rung of the ladder."""
     verdict = report.verdict
     cures = run.healing.cures
-    cures.append(verdict)
+    cures.append(str(verdict))
     end = None
     if verdict in LASTING and sum(cure in LASTING for cure in cures) > run.args.max_cures:
         action = f"gave up after {run.args.max_cures} cures"
         end = End("diverged", 3, report.symptom)
-    elif verdict == "data":
+    elif verdict is Verdict.DATA:
         if cures.count(verdict) > max(3, 0.01 * report.step):
             end = End("bad data", 4, report.symptom)
         action = "passed over"
         if report.indices:  # else no sample was named
             run.stream.leave_out(report.indices)
             action += ", these samples are never drawn again"
-    elif verdict == "compiler":
+    elif verdict is Verdict.COMPILER:
         run.compiled = run.ddp
         run.healing.healed.append("eager mode")
         action = "the run goes on in eager mode: --compile is given up"
-    elif verdict == "precision":
+    elif verdict is Verdict.PRECISION:
         action = more_precise(run, report)
     elif verdict in LASTING:  # weights, divergence
-        action = rewind(run, slower=verdict == "divergence")
+        action = rewind(run, slower=verdict is Verdict.DIVERGENCE)
     else:  # not reproducible; an error when it ran again; calibration at the lowest loss scale
         action = "passed over"
-        if verdict != "error" and cures.count(verdict) >= 5:
+        if verdict is not Verdict.ERROR and cures.count(verdict) >= 5:
             end = End("suspected hardware", 5, report.symptom)
     return Cure(report, action, end)
 
 
 def more_precise(run: Run, report: autopsy.Report) -> str:
     """Put the guilty module into fp32; else go fp16 -> bf16 (if the chip has it) -> fp32."""
-    kind, name = report.cure
-    keep_output = "result" in kind
+    of_module = report.cure and report.cure.where is Where.MODULE
+    name = report.cure.name if of_module else ""  # or a pattern: all attentions
+    keep_output = of_module and report.cure.keeps_output
     before = pinned(run.net, keep_output=keep_output)
-    if kind.startswith("module") and name:  # or a pattern: all attentions
+    if name:
         keep_fp32(run.net, [name], keep_output=keep_output)
     if pinned(run.net, keep_output=keep_output) != before:
         run.guard.watch(run.net)  # pinning may have exchanged buffers
@@ -214,7 +218,7 @@ def rewind(run: Run, slower: bool = False) -> str:
 
 def diverged(run: Run, symptom: str) -> Cure:
     """Respond to a run that is lost with finite numbers, or whose state is non-finite."""
-    report = autopsy.Report(verdict="divergence", step=run.step, rank=run.rank,
+    report = autopsy.Report(verdict=Verdict.DIVERGENCE, step=run.step, rank=run.rank,
                             precision=run.policy.name, symptom=symptom)
     run.healing.trend.suspicions = {}
     if run.args.on_nonfinite != "heal":

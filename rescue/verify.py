@@ -122,7 +122,7 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     else:
         run.healing.examined_until = run.step
         rank, symptom, action = make_equal(run)
-    report = autopsy.Report(verdict="not reproducible", step=verdict.step, rank=rank,
+    report = autopsy.Report(verdict=autopsy.Verdict.NOT_REPRODUCIBLE, step=verdict.step, rank=rank,
                             precision=run.policy.name, symptom=symptom, advice="flags")
     return heal.respond(run, report)._replace(action=action)
 

@@ -36,11 +36,13 @@ DIGIT = 0.1  # of a gradient, which fp32 loses
 ZEROS = 0.5  # of a gradient, which fp16 made 0
 
 
+EAGER = "without compiled code"
+CHECKPOINTS = "without checkpoints"
 OWN = "with gradients of their own for custom functions and hooks"
 WAYS = {  # what is done otherwise: its context
-    "without compiled code": partial(compiled_code, "force_eager"),
+    EAGER: partial(compiled_code, "force_eager"),
     "with plain attention": partial(sdpa_kernel, SDPBackend.MATH),
-    "without checkpoints": without_checkpoints,
+    CHECKPOINTS: without_checkpoints,
     OWN: own_gradients,
 }
 
@@ -324,8 +326,8 @@ def _large(grads, share):
 def _draws_alike(way):
     """Whether the step draws the same random numbers in this way as without it."""
     inductor = sys.modules.get("torch._inductor.config")
-    compiled = way == "without compiled code" and getattr(inductor, "fallback_random", False)
-    return compiled or way in ("without checkpoints", OWN)
+    compiled = way == EAGER and getattr(inductor, "fallback_random", False)
+    return compiled or way in (CHECKPOINTS, OWN)
 
 
 def _shape(g, truth):

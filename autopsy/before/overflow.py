@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..advice import VERDICTS
+from ..advice import VERDICTS, Verdict
 from ..frames import said
 from ..locator import Locator
 from ..operations import rule_of
@@ -302,7 +302,7 @@ class Overflow(Locator):
         head = f"would leave half precision, of {about}:"
         kinds = {key[2] for key, (badness, _) in self.found.items() if badness >= 1}
         if kinds - {"gradient"}:
-            lines.append(f"  try: {VERDICTS['precision'][1]}")
+            lines.append(f"  try: {VERDICTS[Verdict.PRECISION][1]}")
         if kinds & {"zero", "difference", "angle"}:
             lines.append(f"  {EARLIER}")
         return "\n".join([head, *lines])

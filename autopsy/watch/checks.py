@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..advice import NOT_FINITE, RISES, SAME
+from ..advice import NOT_FINITE, RISES, SAME, Advice, Topic, Verdict, advice_on
+from ..facts import Kind, Source
 from ..operations import OVERWRITES
-from ..origin_names import OUTSIDE, WRITTEN
 from ..report import Report
 from ..tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
 from .deferred import held_by, moved_by
@@ -98,7 +98,9 @@ class Checks:
         before = [extent(call.buffers[name]) for name in names]
         span = extent(b)
         if not (span.is_mask or any(s.is_bad for s in before)):
-            self.findings.later(f"buffer {self.names.of(b)} is {span.bad_end}", [call.number], [b])
+            about = Source(Kind.BUFFER, self.names.of(b))
+            symptom = f"{about} is {span.bad_end}"
+            self.findings.later(symptom, [call.number], [b], about=about)
 
     def _unasked(self, p, t, write=None):
         """Note bad rows of a table that no sample looked up: a line at the end, no verdict. A
@@ -118,7 +120,8 @@ class Checks:
             return False
         self.unasked[p] = rows | known
         written = f"written at {write.line}" if write else "bad before the watch"
-        self.findings.unasked[f"parameter {self.names.of(p)}"] = bad_rows(t).strip(), written
+        source = Source(Kind.PARAMETER, self.names.of(p))
+        self.findings.unasked[source] = bad_rows(t).strip(), written
         return True
 
     def _is_computed(self, t):
@@ -142,21 +145,24 @@ class Checks:
                 p.nan_to_num_(0.0, 0.0, 0.0)
             made_by = self.recorder.known.get(bad)
             report = self.findings.explain([made_by.number], [bad])
-            if report and report.source in (WRITTEN, OUTSIDE):  # not a number of the batch
-                report = replace(report, verdict="weights", fix=NOT_FINITE)
+            kind = report.source.kind if report and report.source else None
+            if kind in (Kind.WRITTEN, Kind.OUTSIDE):  # not a number of the batch
+                report = replace(report, verdict=Verdict.WEIGHTS, fix=NOT_FINITE)
             if report and report.op:  # else it was loaded, and no operation has used it
                 self.findings.stop(symptom, report)
-        report = Report("weights", step=write.step, made=made, repeated=False)
+        report = Report(Verdict.WEIGHTS, step=write.step, made=made, repeated=False)
         if write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
             unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
-            fix = "look for what writes weights past torch: NumPy, a kernel, another library"
+            fix = Advice(
+                "look for what writes weights past torch: NumPy, a kernel, another library"
+            )
             self.findings.stop(symptom, replace(report, names=(unseen,), fix=fix))
         op = f"torch.{SAME.get(write.plain, write.plain)}"
         report = replace(report, op=op, line=write.line)
         if not all(map(isfinite, write.numbers or ())):
             self.findings.stop(symptom, replace(report, fix=NOT_FINITE))
-        verdict = "weights" if write.overwrites else "divergence"
+        verdict = Verdict.WEIGHTS if write.overwrites else Verdict.DIVERGENCE
         self.findings.stop(symptom, replace(report, verdict=verdict))
 
     def check_gradients(self, optimizer, why=""):
@@ -184,7 +190,7 @@ class Checks:
             self._unasked(t, t)  # else the loss tells
         elif held:
             symptom = f"{held[-1]} is {extent(t).bad_end} {origin}"
-            self.findings.stop(symptom, Report("weights"))
+            self.findings.stop(symptom, Report(Verdict.WEIGHTS))
 
     def check_update(self, update, t, value):
         """The gradients were good and the weights or moments are bad: blame the optimizer."""
@@ -201,8 +207,8 @@ class Checks:
         origin = self.hooks.locator and self.hooks.locator.blame([t])
         why, fix = _why_bad(group, p, rate, update.gradient)
         if origin and origin.weak and not origin.source:
-            fix = origin.fix or replace(origin, verdict="divergence").suggestion
-            fix += f", at {origin.line}"
+            fix = origin.fix or advice_on(replace(origin, verdict=Verdict.DIVERGENCE))
+            fix = fix._replace(text=f"{fix.text}, at {origin.line}")
         report = None
         if origin or torch.optim.__name__ in type(optimizer).__module__:
             hyper = {n: group[n] for n in ("eps", "betas", "momentum") if n in group}
@@ -210,7 +216,7 @@ class Checks:
             made = f"made by {type(optimizer).__name__} ({has}) on {type_of(p)}"
             made += f", {update.line}" if origin else ""
             origin = origin or Report(line=update.line)
-            report = replace(origin, verdict="optimizer", names=(made, why), fix=fix)
+            report = replace(origin, verdict=Verdict.OPTIMIZER, names=(made, why), fix=fix)
         steps = self.recorder.steps
         # Where it is not counted, others stepped more often.
         counted = self.recorder.steps_of.get(id(optimizer)) == steps
@@ -227,16 +233,17 @@ class Checks:
 def _why_bad(group, p, rate, gradient):
     """Say why this group's update of `p` was bad, and what to do."""
     why = f"the gradient norm was up to {gradient:.3g}"
-    fix = "a lower lr"
+    fix, topic = "a lower lr", Topic.RATE
     if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:
         why = f"eps={group['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
-        fix = "eps=1e-8"
+        fix, topic = "eps=1e-8", Topic.OTHER
     if p.dtype in HALF:
         fix += ", and weights and moments in fp32"
     if group.get("centered"):  # E[g^2] - E[g]^2
         fix = "centered=False: rounding makes the variance negative, and its root NaN"
+        topic = Topic.OTHER
     if not is_real(float(rate or 0)):
-        fix = "look at the schedule"
+        fix, topic = "look at the schedule", Topic.OTHER
     elif float(rate or 0) < 0:
-        fix = f"the learning rate is negative: {RISES}"
-    return why, fix
+        fix, topic = f"the learning rate is negative: {RISES}", Topic.RATE
+    return why, Advice(fix, topic)

@@ -8,24 +8,45 @@ nothing and counts no steps.
 
 import json
 import os
-import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..advice import GREW, RISES, in_its_words
-from ..frames import line_now, said
-from ..origin_names import CONSTANT, STATE, UNKNOWN
+from ..advice import RISES, Advice, Topic, Verdict, advice_on, in_its_words
+from ..facts import STATE, Kind
+from ..frames import Line, line_now, said
+from ..report import with_rank
 from ..tensors import extent, few
 from .recorder import ASKS, buffers_back
 from .replay import replay, verdict_on_birth
 
 WAIT = 60  # seconds for the reports of other ranks
+
+
+class Seen(Enum):
+    """How a bad number came to light."""
+
+    COMPUTED = 0  # a loss, a gradient, a weight, ...
+    READ = 1  # the script read it
+    RAISED = 2  # the script raised an exception
+
+
+class Read(NamedTuple):
+    """A bad number that the script read."""
+
+    made: str  # "nan", "inf", ...
+    line: Line
+    is_array: bool
+
+    def __str__(self):
+        return f"{self.made} at {self.line}" + " (an array)" * self.is_array
 
 
 class Findings:
@@ -38,6 +59,8 @@ class Findings:
         self.infinite = {}  # of those that are inf: a report, or None
         self.knows = -1  # the last step in which it read or asked for one
         self.symptom, self.step, self.reports = "", 0, {}
+        self.seen = Seen.COMPUTED
+        self.about = set()  # Sources that a report is about
         self.guilty = 0  # rank
         self.unasked = {}  # "parameter emb.weight": bad rows that nothing asked for, their origin
 
@@ -58,16 +81,15 @@ class Findings:
         self.knows = self.recorder.steps
         if name in ASKS and not loss:
             return
-        read = f"{span.bad_end} at {line_now()}"
-        read += " (an array)" * (t.numel() > 1)
+        read = Read(span.bad_end, line_now(), t.numel() > 1)
         made = self.recorder.known.get(t)
-        if made and read not in self.reads and read.startswith("inf") and t.numel() == 1:
+        if made and read not in self.reads and read.made == "inf" and not read.is_array:
             self.infinite[read] = self.explain([made.number])
         self.reads[read] += 1
         single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
-        if made and (loss or (read.startswith("nan") and single)):
+        if made and (loss or (read.made == "nan" and single)):
             evidence = [t.detach()] if loss and not span.is_mask else ()
-            self.later(f"the script read {read}", [made.number], evidence)
+            self.later(f"the script read {read}", [made.number], evidence, seen=Seen.READ)
 
     def told(self):
         """Sentences about bad numbers that the script read, though the run ended well."""
@@ -80,14 +102,15 @@ class Findings:
     def forget_reads(self):
         """Forget what the script read in a step that the loss scaler skips."""
         self.reads = Counter()
-        if self.step == self.recorder.steps and self.symptom.startswith("the script read"):
-            self.reports, self.symptom = {}, ""
+        if self.step == self.recorder.steps and self.seen is Seen.READ:
+            self.reports, self.symptom, self.seen = {}, "", Seen.COMPUTED
+            self.about.clear()
 
     def sentences(self):
         """Sentences about bad numbers that had no effect."""
-        for name, (rows, written) in self.unasked.items():
+        for source, (rows, written) in self.unasked.items():
             yield (
-                f"{name} holds NaN or inf {rows} ({written}), and nothing has asked for them: "
+                f"{source} holds NaN or inf {rows} ({written}), and nothing has asked for them: "
                 "a batch that does makes the loss NaN"
             )
 
@@ -103,22 +126,23 @@ class Findings:
         except Exception as error:
             self.hooks.say(f"the step could not be made again ({said(error)})", every=True)
         origin = locator and locator.blame(evidence)
-        earlier = report and report.source.startswith(STATE) and not (origin and origin.source)
-        if report and report.source != UNKNOWN and not (origin and earlier):
-            unknown = ("not reproducible", "calibration", "error")
+        kind = report.source.kind if report and report.source else None
+        earlier = kind in STATE and not (origin and origin.source)
+        if report and kind is not Kind.UNSEEN and not (origin and earlier):
+            unknown = (Verdict.NOT_REPRODUCIBLE, Verdict.CALIBRATION, Verdict.ERROR)
             if report.verdict not in unknown or report.tried or report.symptom == raised:
                 return report
         return verdict_on_birth(origin) if origin else None
 
-    def later(self, symptom, targets, evidence=()):
-        """Explain it now and report it at the end. Only a loss is worth a second run. Return
-        whether there will be a report."""
+    def later(self, symptom, targets, evidence=(), seen=Seen.COMPUTED, about=None):
+        """Explain it now and report it at the end. Only a loss is worth a second run. `about`: the
+        Source that is bad. Return whether there will be a report."""
         self.deferred.transfer()  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
             report = self.explain(targets, evidence)
             if not ((report and report.op) or evidence):
                 return False
-            self.found(symptom, report)
+            self.found(symptom, report, seen=seen, about=about)
         return True
 
     def stop(self, symptom, report, step=None):
@@ -130,43 +154,45 @@ class Findings:
         self.hooks.close()
         raise SystemExit(3)
 
-    def found(self, symptom, report, step=None):
+    def found(self, symptom, report, step=None, seen=Seen.COMPUTED, about=None):
         """Keep it for the end of the script."""
         self.step = self.recorder.steps if step is None else step
-        self.symptom = f"{symptom} at step {self.step}"
-        if report:
+        self.symptom, self.seen = f"{symptom} at step {self.step}", seen
+        if report and report.source not in self.about:  # else a report says what made it so
             self.guilty = self.hooks.rank
             self._keep(symptom, report)
+            if about:
+                self.about.add(about)
 
     def _keep(self, symptom, report):
         """Keep the report, with what the watch knows about this step and earlier ones."""
         names = list(report.names)
         if report.op and report.step < self.step:
             names.append(f"it was made at step {report.step}")
-        if report.verdict == "divergence":
+        if report.verdict is Verdict.DIVERGENCE:
             names += self.history.growth()
             negative = self.history.negative()
-            if negative and not report.fix and report.suggestion.startswith(GREW):
-                report = replace(report, fix=f"{negative}, and each step climbs: {RISES}")
+            if negative and not report.fix and advice_on(report).topic is Topic.GROWTH:
+                climbs = Advice(f"{negative}, and each step climbs: {RISES}", Topic.RATE)
+                report = replace(report, fix=climbs)
         if report.source in self.unasked:
             names.append(self.unasked[report.source][1])
-        raised = re.match(r"\w+: ", symptom)
-        report = self.scaling.overrule(report, raised)
+        report = self.scaling.overrule(report, raised=self.seen is Seen.RAISED)
         if words := in_its_words(self.history.framework, report):
-            report = replace(report, fix=report.suggestion + words)
-        told = (old.symptom.startswith(f"{report.source} is") for old in self.reports.values())
-        if report.source and any(told):
-            return  # a report says what made it so
+            report = replace(report, fix=Advice(report.suggestion + words))
         key = report.op or symptom, report.line
         if key not in self.reports or self.reports[key].step == self.step:  # a step's last
             about = {"symptom": symptom, "step": self.step, "rank": self.hooks.rank}
-            self.reports[key] = replace(report, names=tuple(names), **about)
+            grew = report.verdict is Verdict.DIVERGENCE and self.history.grew()
+            self.reports[key] = replace(report, names=tuple(names), grew=grew, **about)
 
     def _agree(self, report):
         """Let the guilty rank alone report. This is no collective: wait WAIT seconds for a rank
         that left."""
         rank, world = self.hooks.rank, self.hooks.world
-        received = not report or not report.op or "c10d" in report.op or report.source == CONSTANT
+        source = report and report.source
+        constant = source and source.kind is Kind.CONSTANT
+        received = not report or not report.op or "c10d" in report.op or bool(constant)
         store = dist.distributed_c10d._get_default_store()
         keys = [f"autopsy/{rank}" for rank in range(world)]
         store.set(keys[rank], json.dumps([received, rank, self.text]))
@@ -174,9 +200,7 @@ class Findings:
             store.wait(keys, timedelta(seconds=WAIT))
         every = [json.loads(store.get(key)) for key in keys if store.check([key])]
         _, self.guilty, text = min(every)
-        headline, _, rest = text.partition("\n")
-        guilty = f"{headline}\n  guilty: rank {self.guilty} of {world}\n{rest}"
-        self.reports = {"": guilty} if text else {}
+        self.reports = {"": with_rank(text, self.guilty, world)} if text else {}
         if text and rank != self.guilty and os.environ.get("LOCAL_RANK") == "0":
             # the guilty one may be on another machine
             there = f"{self.symptom}; the report is that of rank {self.guilty}, on its machine"

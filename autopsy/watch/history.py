@@ -40,14 +40,18 @@ class History:
         plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
         self._rates.update(map(float, plain))
 
+    def grew(self):
+        """Whether the gradients of an optimizer have grown tenfold in its last steps."""
+        return any(_tenfold(last, last) for _, last, _ in self._recent.values())
+
     def growth(self):
         """A sentence for each optimizer whose gradients have grown tenfold, in its last steps or
         more slowly, with the tensor that has most of it."""
         for alive, last, some in self._recent.values():
-            if 0 < 10 * last[0][0] < last[-1][0]:
+            if _tenfold(last, last):
                 lower = self.negative() or "a lower lr may be the cure"
                 yield f"{GROWN}: {_listed(n for n, _ in last)} ({lower}){self._most(alive, last)}"
-            elif some and 0 < 10 * some[0][0] < last[-1][0]:
+            elif some and _tenfold(some, last):
                 some = [*some, last[-1]]
                 norms = _listed(n for n, _ in some)
                 yield f"gradient norms, of every {EVERY}th step: {norms}{self._most(alive, some)}"
@@ -70,6 +74,10 @@ class History:
         """Sentences about what is finite and looks wrong."""
         if negative := self.negative():
             yield negative
+
+
+def _tenfold(before, now):
+    return 0 < 10 * before[0][0] < now[-1][0]
 
 
 def _listed(norms):

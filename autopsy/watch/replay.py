@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ..advice import Advice, Verdict
+from ..facts import Kind, Source
 from ..frames import line_of
 from ..modes import InDtype
-from ..origin_names import EARLIER, OUTSIDE, UNKNOWN
 from ..rerun import Rerun
 from ..step import StepRecord, unchanged
 from ..tensors import NARROW, extent, storage_of, type_of
@@ -48,12 +49,13 @@ def replay(recorder, targets):
 
 
 def _never_written(recorder, params, net):
-    """{name: (tensor, line)} of weights and buffers that are still as torch.empty has left them."""
-    held = {f"parameter {name}": p for name, p in params.items()}
-    held |= {f"buffer {name}": b for name, b in net.named_buffers()}
-    unwritten = [(name, t) for name, t in held.items() if not (t.is_inference() or t._version)]
-    uninitialised = {name: (t, recorder.uninitialised.get(storage_of(t))) for name, t in unwritten}
-    return {name: (t, line) for name, (t, line) in uninitialised.items() if line}
+    """{Source: (tensor, line)} of weights and buffers that are still as torch.empty has left
+    them."""
+    held = {Source(Kind.PARAMETER, name): p for name, p in params.items()}
+    held |= {Source(Kind.BUFFER, name): b for name, b in net.named_buffers()}
+    unwritten = [(source, t) for source, t in held.items() if not (t.is_inference() or t._version)]
+    found = {source: (t, recorder.uninitialised.get(storage_of(t))) for source, t in unwritten}
+    return {source: (t, line) for source, (t, line) in found.items() if line}
 
 
 def net_of(calls):
@@ -105,11 +107,12 @@ class Replay:
             made_by = self.recorder.known.get(b) if extent(b).is_bad else None
             if not made_by:
                 continue
-            new = report.source == f"buffer {name}" and made_by.number not in self.targets
+            buffer = Source(Kind.BUFFER, name)
+            new = report.source == buffer and made_by.number not in self.targets
             why = self._why_written(b, made_by.number) if new else None
             if why:
                 return replace(why, names=(*why.names, f"it went into {report.source}"))
-            report = _with_its_line(report, name, line_of(made_by.frames))
+            report = _with_its_line(report, buffer, line_of(made_by.frames))
         return report
 
     def _record(self):
@@ -117,7 +120,7 @@ class Replay:
         played."""
         record = StepRecord(self.recorder.steps, self.net)
         record.rng = next((call.rng for call in self.calls if call.rng), record.rng)
-        record.named = [(f"parameter {name}", p) for name, p in self.params.items()]
+        record.named = [(Source(Kind.PARAMETER, name), p) for name, p in self.params.items()]
         part = []
         for call in self.calls:
             part.append(call)
@@ -159,15 +162,14 @@ class Replay:
     def _never_written(self, report):
         """A weight or buffer of torch.empty that nothing has written since: a bad one, or one of
         large numbers where numbers have grown."""
-        fix = "initialise it: torch.empty leaves what was in memory"
-        for name, (t, made_at) in self.uninitialised.items():
+        fix = Advice("initialise it: torch.empty leaves what was in memory")
+        for source, (t, made_at) in self.uninitialised.items():
             span = extent(t)
-            meant = report.grown or report.source == name
+            meant = report.grown or report.source == source
             if meant and not span.largest <= LARGE:  # True for NaN
-                names = (name, f"never written since {made_at}")
-                holds = f"{name} holds {span.low:.3g} .. {span.high:.3g}"
-                names = names if report.source else (holds, *names[1:])
-                return replace(report, verdict="weights", names=names, fix=fix)
+                holds = f"{source} holds {span.low:.3g} .. {span.high:.3g}"
+                names = str(source) if report.source else holds, f"never written since {made_at}"
+                return replace(report, verdict=Verdict.WEIGHTS, names=names, fix=fix)
         return report
 
     def _why_written(self, b, number):
@@ -183,16 +185,16 @@ class Replay:
         return why if why and why.op and not why.source else None
 
 
-def _with_its_line(report, name, line):
+def _with_its_line(report, buffer, line):
     """The line that has made a bad buffer, where the report speaks of the buffer."""
-    if not report.source and f"(buffer {name})" in " ".join(report.inputs):
-        names = (*report.names, f"buffer {name} was written at {line}")
+    if not report.source and buffer in report.bad_inputs:
+        names = (*report.names, f"{buffer} was written at {line}")
         report = replace(report, names=names)
-    loaded = report.source == OUTSIDE and report.line == line  # a checkpoint
-    if loaded or report.source == f"buffer {name}":
-        fix = "mend this number where it is made"
-        names = (f"buffer {name}", f"made at {line}")
-        report = replace(report, verdict="weights", names=names, fix=fix)
+    loaded = report.source == Source(Kind.OUTSIDE) and report.line == line  # a checkpoint
+    if loaded or report.source == buffer:
+        fix = Advice("mend this number where it is made")
+        names = (str(buffer), f"made at {line}")
+        report = replace(report, verdict=Verdict.WEIGHTS, names=names, fix=fix)
     return report
 
 
@@ -208,16 +210,17 @@ def _batch(recorder, calls):
         made = recorder.known.get(t)
         early = not made or made.data or made.number <= recorder.first
         if not made and t.grad_fn is not None:
-            named.append((UNKNOWN, t))
+            named.append((Source(Kind.UNSEEN), t))
         elif early and t.dim() and _is_like(t, first[0].shape):
             nth = f"item {len(batch)} of the batch" if batch else "input"
-            named.append((names.get(t, nth), t))
+            named.append((Source(Kind.BATCH, names.get(t, nth)), t))
             batch.append(t)
         elif made:
-            when = "a tensor before this step" if made.number <= recorder.first else EARLIER
-            named.append((f"{when} ({line_of(made.frames)})", t))
+            before = made.number <= recorder.first
+            kind = Kind.BEFORE_TRAINING if before else Kind.EARLIER_STEP
+            named.append((Source(kind, line=line_of(made.frames)), t))
         else:
-            named.append((OUTSIDE, t))
+            named.append((Source(Kind.OUTSIDE), t))
     return batch, named
 
 
@@ -247,10 +250,10 @@ def _is_like(t, shape):
 
 def verdict_on_birth(origin):
     """The verdict on what was seen while every operation was watched."""
-    half = "float16" in origin.result and not origin.widened
-    finite = not origin.source and (half or origin.widened == "finite in float32")
-    verdict = origin.origin or ("precision" if finite else "divergence")
-    precision = origin.result.partition("[")[0]
+    half = origin.in_half and not origin.widened
+    finite = not origin.source and (half or origin.finite_in is torch.float32)
+    verdict = origin.origin or (Verdict.PRECISION if finite else Verdict.DIVERGENCE)
+    precision = str(origin.dtype or "").removeprefix("torch.")
     return replace(origin, verdict=verdict, precision=precision, repeated=False)
 
 

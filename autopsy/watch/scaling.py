@@ -7,7 +7,7 @@ step. It changes nothing of the scaler, and reads no gradient.
 
 from dataclasses import replace
 
-from ..advice import FORGOTTEN, SKIPPED
+from ..advice import FORGOTTEN, SKIPPED, Verdict
 
 PATIENCE = 20  # skipped steps in a row; from 65536 the scale falls to 1 within 16
 
@@ -48,7 +48,7 @@ class Scaling:
         """Sentences about what is finite and looks wrong."""
         for name, scale in self.multiplied.items():
             if scale != 1:
-                yield f"{name} steps with gradients {scale:g} times too large: {FORGOTTEN}"
+                yield f"{name} steps with gradients {scale:g} times too large: {FORGOTTEN.text}"
 
     def skip(self):
         """The scaler skips a step: calibration. It returns why that cannot go on, or ""."""
@@ -64,9 +64,9 @@ class Scaling:
         """Return the report with its scale. The verdict is calibration if the script bypassed the
         scaler. `raised`: the script raised before the scaler could skip the step."""
         report = replace(report, scale=self.scaler.get_scale() if self.scaler else report.scale)
-        overflow = self.unskipped and report.verdict == "precision"
+        overflow = self.unskipped and report.verdict is Verdict.PRECISION
         if report.scale != 1 and (self._undivided or overflow):
-            return replace(report, verdict="calibration", fix=FORGOTTEN)
-        if raised and self.scaler and report.verdict == "calibration":
+            return replace(report, verdict=Verdict.CALIBRATION, fix=FORGOTTEN)
+        if raised and self.scaler and report.verdict is Verdict.CALIBRATION:
             return replace(report, fix=SKIPPED)
         return report

@@ -23,10 +23,12 @@ from types import ModuleType
 
 import torch
 
+from ..advice import Verdict
 from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
+from .findings import Seen
 from .watch import Watch
 
 USAGE = """python autopsy [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
@@ -130,7 +132,7 @@ def watched(argv, path, watch, start):
         summary(watch, strange or ())
         if watch.hooks.failure or watch.deferred.blind:
             return UNWATCHED
-        bad = [read for read in findings.reads if read.startswith("nan") and "array" not in read]
+        bad = [read for read in findings.reads if read.made == "nan" and not read.is_array]
         return 3 if bad else 0
     if rank == findings.guilty or watch.is_second_run:
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -187,7 +189,7 @@ def last_look(watch, failure):
     if watch.optimizer:
         rate = watch.optimizer.param_groups[0].get("lr")
         report = Report(
-            "error",
+            Verdict.ERROR,
             op=type(failure).__name__,
             phase="optimizer",
             line=line_of(frames_in(traceback.format_tb(failure.__traceback__))),
@@ -203,11 +205,11 @@ def last_look(watch, failure):
         raises = report and not report.made  # the operation raised when it was made again, too
         if report and not (knew or raises):
             report = None  # the script's own affair
-    if report and report.verdict == "error":
+    if report and report.verdict is Verdict.ERROR:
         about = {"symptom": raised, "step": steps, "rank": watch.hooks.rank}
         watch.hooks.say(str(replace(report, **about)), every=True)
     elif report:
-        findings.found(raised, report)
+        findings.found(raised, report, seen=Seen.RAISED)
 
 
 def remarks(watch):

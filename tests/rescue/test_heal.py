@@ -11,7 +11,7 @@ from helpers import events, last_state, same
 from torch import nn
 
 import train
-from autopsy import Report
+from autopsy import Report, Verdict
 from data import batches
 from rescue import heal
 from trainer.record import Run
@@ -138,7 +138,7 @@ def test_only_samples_that_were_named_are_said_to_be_left_out(indices, said):
     left_out = set()
     stream = SimpleNamespace(leave_out=left_out.update)
     run = Run(args=SimpleNamespace(max_cures=8), stream=stream)
-    report = Report(verdict="data", step=9, indices=indices)
+    report = Report(verdict=Verdict.DATA, step=9, indices=indices)
     assert heal.respond(run, report).action.endswith(said) and left_out == set(indices)
 
 

@@ -1,0 +1,59 @@
+"""Facts are types: no decision of autopsy/ is read out of a sentence."""
+
+import ast
+import re
+
+from helpers import ROOT
+
+AUTOPSY = sorted(ROOT.glob("autopsy/**/*.py"))
+SEARCHES = "(starts|ends)with|r?find|r?partition|r?split|remove(pre|suf)fix"
+SEARCHES += "|search|(full)?match|findall|sub"  # of re, and of compiled patterns
+# What may be searched: names of operations, modules, tensors, types, files, variables; a line of
+# the script's own code.
+NAMES = "n|(file)?name|names|func|op|weak|node|file|path|co_filename|__(module|file|name)__"
+NAMES += "|dtype|half|kinds|key|precision|environment|_?modules|group|states?|api_name"
+NAMES += "|_overloadname|source_now"
+
+
+def read_back(path):
+    """The searches of strings in a file that may be sentences: (line, code)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        searched = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if re.fullmatch(SEARCHES, node.func.attr):
+                pattern = re.fullmatch("re|[A-Z_]+|later", ast.unparse(node.func.value))
+                searched = node.args[-1] if pattern else node.func.value
+        elif isinstance(node, ast.Compare):
+            texts = [text for text in (node.left, *node.comparators)
+                     if isinstance(text, ast.JoinedStr)
+                     or (isinstance(text, ast.Constant) and isinstance(text.value, str))]
+            within = isinstance(node.ops[0], ast.In | ast.NotIn) and node.left in texts
+            sentence = any(" " in ast.unparse(text) for text in texts)
+            searched = node.comparators[0] if within else node.left if sentence else None
+        if searched is None:
+            continue
+        words = re.findall(r"[a-z_]\w*", re.sub(r"\.lower\(| or ", "", ast.unparse(searched)))
+        if not re.fullmatch(NAMES, words[-1]):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_no_decision_of_autopsy_reads_a_sentence_back(tmp_path):
+    """Facts are types. Only the two files that write sentences may search strings, and frames.py,
+    which reads tracebacks."""
+    may = "report.py", "advice.py", "frames.py"
+    found = {path: [*read_back(path)] for path in AUTOPSY if path.name not in may}
+    assert not {path: lines for path, lines in found.items() if lines}
+    planted = tmp_path / "planted.py"
+    for line in ("report.source.startswith('a ')", "'still bad' in ''.join(self.tried)",
+                 "re.search('learning rate', report.suggestion)", "'float64' not in went",
+                 "went.endswith('finite')", "report.widened == 'finite in float32'",
+                 "symptom.partition(' is ')", "f'{source} is' in old.symptom", "BAD.match(text)",
+                 "'nan' in ' '.join(name for name in tried)"):
+        planted.write_text(f"x = {line}\n")
+        assert [*read_back(planted)], line
+    for line in ("'aten.mul' in str(func)", "name.endswith('_backward')", "group['eps'] == 0",
+                 "MATMUL.fullmatch(call.name)", "report.op.startswith('aten._')"):
+        planted.write_text(f"x = {line}\n")
+        assert not [*read_back(planted)], line
+
+
