@@ -68,6 +68,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 # Every flag but the last rejects the step. "veto" is the caller's own; "signal" carries the number
@@ -126,7 +127,7 @@ class Buffers:
     A buffer that is non-finite from the start is a mask, unless it is a running statistic.
     """
 
-    def __init__(self, net: nn.Module):
+    def __init__(self, net):
         self.owners = [
             (m._buffers, name, b)
             for m in net.modules()
@@ -156,9 +157,6 @@ class Buffers:
                 if b in self.last_accepted:
                     self.last_accepted[b] = pair
 
-    def are_those_of(self, net: nn.Module):
-        return {*net.buffers()} == {b for *_, b in self.owners}
-
     def save(self):
         """A step begins."""
         for live, _, before_step in self.groups:
@@ -170,7 +168,7 @@ class Buffers:
         for live, _, before_step in self.groups:
             torch._foreach_copy_(live, before_step)
 
-    def end_step(self, rejected: Tensor):
+    def end_step(self, rejected):
         """Keep what the step has left, or restore. The next step begins here."""
         for live, copies, before_step in self.groups:
             now = _flatten_dense_tensors(live)
@@ -188,7 +186,7 @@ class Buffers:
                 b.data.copy_(new)
                 owner[name] = b
 
-    def repair(self, net: nn.Module):
+    def repair(self, net):
         """Restore each buffer that something made non-finite between two steps. Returns names."""
         repaired = []
         for name, b in net.named_buffers():
@@ -234,6 +232,7 @@ class Guard:
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
         self._have_stepped = set()  # optimizers
+        self._calls = 0  # of step(), in this process
         self.watch(net)
 
     def watch(self, net):
@@ -258,15 +257,11 @@ class Guard:
         if self.state == "open":
             warnings.warn("guard.step() or close() has not ended the last step: the guard restores "
                           "its buffers", stacklevel=2)
-            self._undo()
+            self.restart()
         self._begin(step)
         if self.skipped_in_a_row:  # perhaps for that
             self._repair_buffers()
         self._buffers.save()
-
-    def _undo(self):
-        self._unread = ()
-        self._buffers.restore()
 
     def _repair_buffers(self):
         if repaired := self._buffers.repair(self.net):
@@ -278,7 +273,7 @@ class Guard:
         self._start_copy()  # nobody has asked for the last verdict; it still counts
         self._buffers.take_back()
         self.number = self.number + 1 if step is None else step
-        if not self._buffers.are_those_of(self.net):
+        if {*self.net.buffers()} != {b for *_, b in self._buffers.owners}:
             self._repair_buffers()
             self.watch(self.net)
         if self._has_carried:
@@ -288,7 +283,8 @@ class Guard:
 
     def restart(self):
         """This step from its beginning: flags down, buffers as they were."""
-        self._undo()
+        self._unread = ()
+        self._buffers.restore()
         self._begin(self.number)
 
     def see_batch(self, images, labels=...):
@@ -418,38 +414,42 @@ class Guard:
         see close().
         """
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        params = [p for o in optimizers for p in with_gradient(o)]
-        if not params:
-            raise ValueError("no parameter has a gradient: call backward() before guard.step()")
+        moving = [o for o in optimizers if with_gradient(o)]  # the others pass, as in torch
+        params = [p for o in moving for p in with_gradient(o)]
         if clip and not clip > 0:
             raise ValueError(f"clip={clip}: give a limit above 0 (0 or None: none)")
-        self._check_use(optimizers, scaler)
+        self._check_use(moving, scaler)
         scaler = scaler if scaler and scaler.is_enabled() else None
         on_device = all(map(skips_on_device, optimizers))
         losses = [loss for flag, loss in self._unread if flag == "loss"]
         if losses and "loss" not in stats:
             stats["loss"] = sum(losses) / len(losses)
-        scale = self._unscale(optimizers, scaler, on_device) if scaler else None
+        scale = self._unscale(moving, scaler, on_device) if scaler else None
         found_inf = self.decide(p.grad for p in params)
-        norm = self._norms["grad"] if scale is None else self._norms["grad"] / scale
+        norm = self._norms.get("grad", self._zero)
+        norm = norm if scale is None else norm / scale
         if scaler:
             self._tell(scaler, optimizers, found_inf)
-        if clip:
-            scale = self._clip(params, norm, clip, scale, on_device)
+        if clip and on_device:  # the kernels divide by both factors in one
+            factor = (norm if clip == 1 else norm / clip).clamp(min=1)
+            scale = factor if scale is None else factor * scale
+        elif clip:
+            nn.utils.clip_grads_with_norm_(params, clip, norm)
         self._update(optimizers, found_inf, scale, on_device)
         self.close(found_inf, **stats, grad_norm=norm)
         return found_inf
 
     def _unscale(self, optimizers, scaler, on_device):
         """The loss scale, if the optimizers divide by it in their kernels; else divide here."""
-        scale = None
-        for o in optimizers:
-            stage = scaler._per_optimizer_states[id(o)]["stage"].name
-            if on_device and stage == "READY":
-                scale = scaler.scale(self._one)
-            elif stage in ("READY", "STEPPED"):
-                scaler.unscale_(o)  # refuses a second step without update()
-        return scale
+        stages = {o: scaler._per_optimizer_states[id(o)]["stage"] for o in optimizers}
+        if OptState.STEPPED in stages.values():
+            raise RuntimeError("no scaler.update() after step(): call it after each guard.step(), "
+                               "after a rejected one, too")
+        if not stages or (on_device and OptState.UNSCALED not in stages.values()):
+            return scaler.scale(self._one)
+        for o, stage in stages.items():
+            if stage is OptState.READY:
+                scaler.unscale_(o)
 
     def _tell(self, scaler, optimizers, found_inf):
         """Give the scaler the verdict of all ranks, for its update()."""
@@ -458,15 +458,6 @@ class Guard:
                 "stage": OptState.STEPPED,
                 "found_inf_per_device": {self.device: found_inf.clone()},  # update() adds to it
             }
-
-    def _clip(self, params, norm, clip, scale, on_device):
-        """What the kernels of the optimizers divide by: the clip factor and the scale in one. If
-        they do not, clip here."""
-        if not on_device:
-            nn.utils.clip_grads_with_norm_(params, clip, norm)
-            return scale
-        factor = (norm if clip == 1 else norm / clip).clamp(min=1)
-        return factor if scale is None else factor * scale
 
     def _update(self, optimizers, found_inf, scale, on_device):
         if not on_device and found_inf:  # the one host sync
@@ -483,6 +474,9 @@ class Guard:
     def _check_use(self, optimizers, scaler):
         """Warn of mistakes that nothing else would show: of an optimizer's at its first step, of a
         GradScaler beside the guard when it has scaled a loss."""
+        if not optimizers and not self._calls:
+            warnings.warn("guard.step() changes nothing: no parameter has had a gradient so far "
+                          "(was backward() called?)", stacklevel=3)
         for o in {*optimizers} - self._have_stepped:
             if hasattr(o, "_optimizer_step_pre_hooks"):  # a wrapper may have none
                 o.register_step_pre_hook(self._warn_double_step)
@@ -490,12 +484,22 @@ class Guard:
                 warnings.warn("the optimizer holds no parameter of the guard's network: call "
                               "Guard(net) with the network that you train", stacklevel=3)
         self._have_stepped.update(optimizers)
-        if self.steps & (self.steps - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
-            scalers = (x for x in gc.get_objects() if issubclass(type(x), GradScaler))
-            self._scalers = WeakSet(scalers)
-        if scaler is None and any(getattr(x, "_scale", None) is not None for x in self._scalers):
+        if self._calls & (self._calls - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
+            self._scalers, self._optimizers = (
+                WeakSet(x for x in gc.get_objects() if issubclass(type(x), kind))
+                for kind in (GradScaler, Optimizer)
+            )
+        self._calls += 1
+        used = [x for x in self._scalers if getattr(x, "_scale", None) is not None]
+        if scaler is None and not all(map(self._serves_another, used)):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: call guard.step(optimizer, scaler)", stacklevel=3)
+
+    def _serves_another(self, scaler):
+        """Whether it has counted a step, or there is an optimizer of another network."""
+        own = set(self.net.parameters())
+        others = self._optimizers - self._have_stepped
+        return scaler._get_growth_tracker() or any(own.isdisjoint(with_gradient(o)) for o in others)
 
     def _warn_double_step(self, *_):
         if not Guard._stepping:

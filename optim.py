@@ -258,6 +258,7 @@ class ClippedAdamW(AdamW):
         self._skipped = torch.zeros(2, device=p.device)
         self._skipped_on_host = torch.zeros(2, device="cpu", pin_memory=p.is_cuda)
         self._warned = 0
+        self._warned_of_no_gradient = False
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
@@ -290,13 +291,17 @@ class ClippedAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [row for row in map(self._work, self.param_groups) if row[1]]
-        if not work:
-            raise ValueError("no parameter has a gradient: call backward() before step()")
         if grad_scale is None:
             grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         alone = found_inf is None
+        work = [row for row in map(self._work, self.param_groups) if row[1]]
+        if not work:  # torch's optimizers pass, too
+            if alone and not self.state:
+                self._warn_of_no_gradient()
+            norm = self._skipped.new_zeros(())
+            found_inf = norm if alone else norm + found_inf  # GradScaler's is the number 0 here
+            return StepResult(norm, found_inf) if closure is None else loss
         grads = [grad for _, _, grads, *_ in work for grad in grads]
         norm = None
         if alone or self.clip:
@@ -347,6 +352,12 @@ class ClippedAdamW(AdamW):
         columns = [[s[name] for s in states if name in s] for name in (*MOMENTS, "step")]
         return g, targets, grads, *columns
 
+    def _warn_of_no_gradient(self):
+        if not self._warned_of_no_gradient:
+            warnings.warn("step() changes nothing: no parameter of this optimizer has had a "
+                          "gradient so far (was backward() called?)", stacklevel=5)
+        self._warned_of_no_gradient = True
+
     def _warn(self, found_inf):
         """Without a guard, warn of the first skipped step, and of ten in a row."""
         self._skipped += found_inf
@@ -358,6 +369,7 @@ class ClippedAdamW(AdamW):
             self._warned = level
             warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
                           "a gradient is non-finite", stacklevel=5)
+
 
     def __getstate__(self):
         """For copy and pickle: everything but hooks, as in torch."""
@@ -378,8 +390,11 @@ class ClippedAdamW(AdamW):
         keys = [key for g in state_dict["param_groups"] for key in g["params"]]
         for key, (p, t) in zip(keys, master_params([self]).items(), strict=True):
             for name, saved in state_dict["state"].get(key, {}).items():
-                like = saved if name == "step" else t
-                self.state[p][name] = torch.empty_like(like, device=t.device).copy_(saved)
+                if name == "step":  # a number in old files, and a half one stays at 256 for ever
+                    saved = torch.as_tensor(saved).reshape(())
+                    self.state[p][name] = saved.to(t.device, torch.float32, copy=True)
+                else:
+                    self.state[p][name] = torch.empty_like(t).copy_(saved)
         masters = state_dict.get("masters") or self.masters  # the parameters themselves
         for (p, master), saved in zip(self.masters.items(), masters, strict=True):
             p.copy_(master.copy_(saved))

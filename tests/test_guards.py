@@ -9,6 +9,8 @@ from helpers import same, snapshot
 from torch import nn
 
 import guards
+from amp_policy import LossScaler
+from extras.muon import Muon
 from guards import Guard
 from optim import ClippedAdamW
 
@@ -305,11 +307,47 @@ def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, co
     assert sum(told) == (opens or kind is Growing)
 
 
+@pytest.mark.parametrize("make", [
+    lambda net: torch.optim.SGD(net.parameters(), 0.1),
+    lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+    lambda net: ClippedAdamW(net.parameters()),
+    lambda net: Muon([net.weight]),
+], ids=["SGD", "AdamW", "ClippedAdamW", "Muon"])
+@pytest.mark.parametrize("scaled", [None, torch.amp.GradScaler, LossScaler])
+def test_of_two_optimizers_the_one_with_gradients_moves_and_none_when_bad(make, scaled, recwarn):
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    guard, optimizers = Guard(nets, lag=False), [make(net) for net in nets]
+    scaler = scaled and scaled("cpu")
+    for factor, turns in ((1.0, ()), (1.0, (0,)), (math.nan, (1,)), (1.0, (1,)), (1.0, ()),
+                          (math.inf, (0, 1)), (1.0, (0, 1))):
+        before = [snapshot(net) for net in nets]
+        for i in turns:
+            loss = nets[i](torch.ones(2, 4)).square().mean() * factor
+            (scaler.scale(loss) if scaler else loss).backward()
+        bad = guard.step(optimizers, scaler, clip=1.0)
+        if scaler:
+            scaler.update()
+        moved = {i for i in range(2) if not same(before[i], snapshot(nets[i]))}
+        assert moved == (set(turns) if math.isfinite(factor) else set())
+        assert bad == (not math.isfinite(factor)) and guard.verdict()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    [warning] = recwarn
+    assert warning.filename == __file__ and "changes nothing" in str(warning.message)
+
+
+def test_a_bad_batch_rejects_a_step_without_gradients_too():
+    net = network()
+    guard = Guard(net, lag=False)
+    guard.see_batch(torch.tensor(math.nan))
+    with pytest.warns(UserWarning, match="no parameter has had a gradient"):
+        assert guard.step(ClippedAdamW(net.parameters())) == 1
+    assert guard.verdict().reasons == ("input",)
+
+
 def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
     net, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu")
     optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net)
-    with pytest.raises(ValueError, match="call backward"):
-        guard.step(optimizer, scaler)
     for _ in range(2):
         guard.see_loss(torch.tensor(10.0))
         scaler.scale(net(torch.ones(2, 4)).sum()).backward()
@@ -321,7 +359,7 @@ def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
     with pytest.raises(ValueError, match="above 0"):
         guard.step(optimizer, scaler, clip=math.nan)
     guard.step(optimizer, scaler)
-    with pytest.raises(RuntimeError, match="after step"):
+    with pytest.raises(RuntimeError, match="after a rejected one, too"):
         guard.step(optimizer, scaler)
 
 
@@ -341,6 +379,57 @@ def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used,
         guard.verdict()
         warned = any("call guard.step(optimizer, scaler)" in str(w.message) for w in recwarn)
         assert warned == (step >= told), step
+
+
+def first(net, other, scaler, guard):
+    """A step of the other network, whole."""
+    scaler.scale(other.loss()).backward()
+    scaler.step(other.optimizer)
+    scaler.update()
+    net.loss().backward()
+    guard.step(net.optimizer)
+
+
+def between(net, other, scaler, guard):
+    """Both backward passes come first."""
+    scaler.scale(other.loss()).backward()
+    net.loss().backward()
+    guard.step(net.optimizer)
+    scaler.step(other.optimizer)
+    scaler.update()
+
+
+def accumulated(net, other, scaler, guard):
+    """The other network never steps while we look."""
+    scaler.scale(other.loss()).backward()
+    net.loss().backward()
+    guard.step(net.optimizer)
+
+
+def once(net, other, scaler, guard):
+    """The other network was trained before, and its optimizer is gone."""
+    if hasattr(other, "optimizer"):
+        scaler.scale(other.loss()).backward()
+        scaler.step(other.optimizer)
+        scaler.update()
+        del other.optimizer
+    net.loss().backward()
+    guard.step(net.optimizer)
+
+
+@pytest.mark.parametrize("take", [first, between, accumulated, once])
+def test_a_grad_scaler_of_another_network_is_not_named(take, recwarn):
+    gc.collect()
+    nets = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    for net in nets:
+        net.optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        net.loss = lambda net=net: net(torch.ones(2, 4)).sum()
+    scaler, guard = torch.amp.GradScaler("cpu"), Guard(nets[0], lag=False)
+    for _ in range(9):
+        take(*nets, scaler, guard)
+        for net in nets:
+            net.zero_grad()
+    assert not [*recwarn]
 
 
 def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():

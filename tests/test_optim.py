@@ -163,10 +163,17 @@ def test_masters_train_as_fp32_weights_do_and_so_do_half_weights_once_widened():
     assert not optimizer.masters and same(snapshot(straight), snapshot(half))
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
+def test_what_has_no_gradient_stays_and_it_is_said_once_if_nothing_ever_had_one(recwarn):
     params, optimizer, _ = build("fp16 masters")
-    with pytest.raises(ValueError, match="backward"):
-        optimizer.step()
+    for _ in range(4):
+        before = snapshot(params, optimizer)
+        optimizer.grad_scale = torch.tensor(2.0)
+        result = optimizer.step()
+        assert result.found_inf == result.grad_norm == 0
+        assert optimizer.step(lambda: "the loss") == "the loss"
+        assert same(before, snapshot(params, optimizer))
+    [warning] = recwarn
+    assert warning.filename == __file__ and "no parameter of this optimizer" in str(warning.message)
     for i in range(2):
         set_grads(params, i)
         params[0].grad = params[1].grad = None
@@ -174,6 +181,9 @@ def test_a_parameter_without_a_gradient_is_left_alone():
         optimizer.step()
         moved = [not torch.equal(before[p], master) for p, master in optimizer.masters.items()]
         assert moved == [False, False, True, True, True]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert len(recwarn) == 1
 
 
 @both_devices
@@ -267,11 +277,33 @@ def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
     assert [optimizer.state[p]["step"] for p in params] == [9] * len(params)
 
 
+@pytest.mark.parametrize("variant", ["fp32", "bf16 masters", "half state"])
+@pytest.mark.parametrize("form", [int, float, torch.Tensor.long, torch.Tensor.half,
+                                  torch.Tensor.bfloat16, lambda t: t.reshape(1)])
+def test_a_step_counter_of_any_form_counts_on_in_fp32(form, variant):
+    params, optimizer, _ = build(variant)
+    set_grads(params, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for some in state["state"].values():
+        some["step"] = form(torch.tensor(255.0))
+    _, resumed, _ = build(variant)
+    resumed.load_state_dict(reloaded(state))
+    params = [p for g in resumed.param_groups for p in g["params"]]
+    for i in range(3):
+        set_grads(params, i)
+        resumed.step()
+    for p in params:
+        step = resumed.state[p]["step"]
+        assert (step.item(), step.dtype, step.shape) == (258, torch.float32, ())
+
+
 @pytest.mark.parametrize("variant", ["fp32", "fp16 masters"])
 def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant):
     params, ours, _ = build(variant)
     others, theirs, _ = build(variant)
     scale = 2.0**8
+    idle = build(variant)[1]  # never has a gradient
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
     for i in range(6):
         scaler.scale(torch.ones(()))
@@ -282,6 +314,7 @@ def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant
         if i > 3 and variant == "fp32":
             scaler.unscale_(ours)
         scaler.step(ours)
+        assert scaler.step(idle).found_inf == 0
         scaler.update()
         theirs.step(grad_scale=torch.tensor(scale))
         if i == 3:
