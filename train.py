@@ -215,10 +215,11 @@ def again(run, step, images, labels):
 
 
 def end_of_step(run, end, began):
-    """Validate at the end of an epoch; save when due. Returns the end of the run, or None."""
+    """Validate at the end of an epoch, or of some short ones; save when due. Returns the end of the
+    run, or None."""
     last = run.step >= run.total_steps
-    validates = last or run.step % run.epoch_steps == 0
-    saves = validates or run.step % (run.args.ckpt_every or run.epoch_steps) == 0
+    validates = last or run.step % run.validate_every == 0
+    saves = validates or run.step % (run.args.ckpt_every or run.validate_every) == 0
     if saves and goes_on(end):
         end = answer(run, digest(run, run.guard.flush())) or end  # the clock counts this step, too
     run.speed.images += run.args.batch_size

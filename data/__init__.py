@@ -182,7 +182,7 @@ def load(
 
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
     image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32. cache_dir None:
-    imagefolder decodes at every access. val_share: for a folder without a split. Raises
+    imagefolder decodes at every access. val_share: for a folder without a split: 0.2. Raises
     WrongArgument and FileNotFoundError for a wrong argument, imagefolder.DiskFull, and OSError and
     ValueError for bad data: each a sentence that names the folder or file.
     """
@@ -193,8 +193,10 @@ def load(
         if not folder:
             raise WrongArgument(
                 "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
-                "or with <class>/ and --val-share 0.2"
+                "or with <class>/"
             )
+        if val_share is None and None in imagefolder.split_folders(Path(folder)):
+            val_share = 0.2
         try:
             loaded = imagefolder.load(
                 folder, image_size, val_share=val_share, cache_dir=cache_dir, **how

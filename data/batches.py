@@ -199,8 +199,8 @@ class TrainBatches:
 
     Args:
         images, labels: uint8 (N, C, H, W), see `place`; int64 (N,), or float (N,) or (N, T).
-        batch_size: images per update over all ranks. An epoch has N // batch_size steps and leaves
-            out the remaining images, which differ from epoch to epoch.
+        batch_size: images per update over all ranks. An epoch shows every image: its last batch is
+            filled up with images from the epoch's start.
         device: of the batches; default: that of the labels.
         normalize: default: by the statistics of `images`.
         pad: pixels of reflected border for the random crop; default: a sixteenth of the side.
@@ -265,7 +265,7 @@ class TrainBatches:
         self.cutout = cutout
         self.small_until = 0
         self.batch_size = batch_size
-        self.steps_per_epoch = N // batch_size
+        self.steps_per_epoch = -(-N // batch_size)
         self.mine = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.mirrored_first = torch.rand(N, generator=self.generator("flip", 0)) < 0.5
         self.epoch = -1
@@ -302,7 +302,9 @@ class TrainBatches:
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self.epoch:
             self.epoch = epoch
-            self.order = torch.randperm(len(self.labels), generator=self.generator("order", epoch))
+            order = torch.randperm(len(self.labels), generator=self.generator("order", epoch))
+            missing = self.steps_per_epoch * self.batch_size - len(order)
+            self.order = torch.cat([order, order[:missing]])
         drawn = self.order[position * self.batch_size : (position + 1) * self.batch_size]
         if not self.quarantine:
             return drawn

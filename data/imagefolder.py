@@ -25,8 +25,9 @@ result has at least twice the wanted size: then photographs have a PSNR of 42 to
 full decode; at once the wanted size it is 36 to 39. torch resizes: within 2 of 255 of Pillow's
 bilinear filter, 2.3 times as fast.
 
-A hash of each file's name within its class splits a folder without a split. So every machine makes
-the same split, and a new photo moves no other one.
+In a folder without a split each class gives its share to the validation, and one image at least:
+the names with the lowest hashes. So every machine makes the same split, and a new photo moves at
+most one other one.
 
 Pillow converts unusual files to RGB: greyscale, CMYK, palette, 16 bits (the upper 8 are kept), the
 first frame of an animation. Alpha is dropped, as in torchvision. EXIF's rotation is applied;
@@ -253,9 +254,8 @@ def find(
     folder: Path, val_share: float | None, warn: Say, say: Say
 ) -> tuple[Part, Part, list[str]]:
     """The files of both splits, and the names of the classes."""
-    train = folder / "train"
-    val = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
-    if not train.is_dir() or val is None:
+    train, val = split_folders(folder)
+    if train is None or val is None:
         return split_by_name(folder, val_share, warn, say)
     if val_share is not None:
         raise WrongShare(f"--val-share is for a folder without a split, and {folder} has one: "
@@ -272,6 +272,15 @@ def find(
     return *parts, list(classes)
 
 
+def split_folders(folder: Path) -> tuple[Path | None, Path | None]:
+    """Its folders of training and of validation images."""
+
+    def first(*names: str) -> Path | None:
+        return next((folder / name for name in names if (folder / name).is_dir()), None)
+
+    return first("train"), first("val", "test")
+
+
 def split_by_name(
     folder: Path, val_share: float | None, warn: Say, say: Say
 ) -> tuple[Part, Part, list[str]]:
@@ -279,17 +288,22 @@ def split_by_name(
     classes = {} if val_share is None else class_folders(folder, warn)
     like_splits = [path for name, path in classes.items() if name.casefold() in SPLITS]
     holds_folders = [path for path in like_splits if not any(map(is_image, os.listdir(path)))]
-    if val_share is None or len(like_splits) > 1 or holds_folders:
+    if not classes or len(like_splits) > 1 or holds_folders:  # or no val_share
         raise FileNotFoundError(
             f"{folder} should hold train/<class>/ and val/<class>/ (or test/<class>/); if it "
             "holds <class>/ without a split, pass --val-share 0.2"
         )
     files = list_files(folder, classes, Tops(classes.values(), warn), warn, say)
-    tops = [str(top) for top in classes.values()]
-    train, val = [], []
+    by_class = [[] for _ in classes]
     for path, label in files:
-        name = path.removeprefix(tops[label])
-        (val if is_validated(name, val_share) else train).append((path, label))
+        top = [*classes.values()][label]
+        by_class[label].append((hash_of(path.removeprefix(str(top))), path))
+    validated = set()
+    for ranked in by_class:  # each class: its share, one at least, and never all
+        count = min(max(1, round(val_share * len(ranked))), len(ranked) - 1)
+        validated.update(path for _, path in sorted(ranked)[: max(0, count)])
+    train = [file for file in files if file[0] not in validated]
+    val = [file for file in files if file[0] in validated]
     if not train or not val:
         raise WrongShare(
             f"--val-share {val_share:g} splits the {len(files)} images of {folder} into "
@@ -297,18 +311,17 @@ def split_by_name(
         )
     names = ", ".join([*classes][:10] + (["..."] if len(classes) > 10 else []))
     say(f"{folder} has no split: --val-share {val_share:g} takes {len(train):,} images for "
-        f"training and {len(val):,} for validation, by a hash of each file's name\n"
+        f"training and {len(val):,} for validation, by class and a hash of each file's name\n"
         f"  {len(classes)} classes: {names}")
     parts = make_part(folder, "train", train), make_part(folder, "val", val)
     name_shared_files(*parts, warn)
     return *parts, list(classes)
 
 
-def is_validated(name: str, share: float) -> bool:
-    """Whether a hash of the name, as a number from 0 to 1, is below `share`."""
+def hash_of(name: str) -> bytes:
+    """The same for each spelling of a path: Macs and Windows have others."""
     name = unicodedata.normalize("NFC", name.replace(os.sep, "/"))
-    digest = hashlib.sha256(os.fsencode(name)).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+    return hashlib.sha256(os.fsencode(name)).digest()
 
 
 def make_part(where: Path, name: str, files: list[tuple[str, int]]) -> Part:

@@ -190,10 +190,11 @@ def at_chance(run: Run, scores: dict[str, float], kept: float) -> str:
     accuracy = scores["val_acc1"]
     chance = 100 / len(run.data.classes)
     deviation = math.sqrt(chance * (100 - chance) / len(run.data.val[1]))  # of guessing
-    learnt = run.best - chance
+    best = run.best[0]
+    learnt = best - chance
     was_better = learnt >= max(5.0, 4 * deviation)
     if was_better and accuracy <= chance + kept * learnt:
-        return f"accuracy is {accuracy:.1f} %, chance {chance:.1f} %, and it was {run.best:.1f} %"
+        return f"accuracy is {accuracy:.1f} %, chance {chance:.1f} %, and it was {best:.1f} %"
     return ""
 
 

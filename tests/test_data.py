@@ -54,6 +54,16 @@ def test_a_batch_depends_on_seed_and_step_alone_and_an_epoch_shows_each_image_on
     assert not torch.equal(first[0][1], stream(seed=6).at(0)[1])
 
 
+@pytest.mark.parametrize("batch, steps", [(36, 3), (50, 2), (95, 2), (96, 1), (1, 96)])
+def test_every_epoch_shows_each_image_and_no_batch_shows_one_twice(batch, steps):
+    uneven = stream(batch_size=batch)
+    assert uneven.steps_per_epoch == steps
+    for epoch in range(2):
+        drawn = [uneven.global_indices(epoch * steps + step) for step in range(steps)]
+        assert torch.cat(drawn).unique().tolist() == NUMBERS.tolist()
+        assert all(len(some.unique()) == batch for some in drawn)
+
+
 def test_every_validation_image_is_seen_once_over_all_ranks():
     normalize = batches.Normalize([0.0] * 3, [1.0] * 3)
     seen = []

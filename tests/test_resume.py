@@ -312,7 +312,7 @@ MISSING = re.compile(
 
 
 BOUNDS = {
-    "updates": 10**9, "quarantine": [*range(120)], "accum": 10**9, "best": math.nan,
+    "updates": 10**9, "quarantine": [*range(120)], "accum": 10**9, "best": [math.nan, 1.0],
     "policy": "fp17", "healing.trend.mean": math.nan, "healing.extra_steps": 10**12,
     "schedule.factor": torch.tensor(9.0), "schedule.updates": torch.tensor(99),
     "identity.total_steps": 10**12, "identity.model": torch.ones(2),

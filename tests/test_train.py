@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -16,7 +17,8 @@ import guards
 import report
 import train
 from data import batches
-from trainer import flags, validation
+from models import RECIPE
+from trainer import flags, record, validation
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
 
@@ -187,7 +189,7 @@ REFUSED = [
     ("--data-dir /nowhere/at/all", ["/nowhere/at/all", "not a folder"]),
     ("--num-classes 1000", ["--num-classes 1000", "10 classes"]),
     ("--batch-size 40 --accum-steps 3", ["--batch-size 40", "multiple of 3"]),
-    ("--batch-size 4000", ["4000", "400", "--batch-size"]),
+    ("--batch-size 4000", ["4000", "all 400", "it will be 64", "at most 400"]),
     ("--batch-size 0", ["--batch-size", "0 is not at least 1"]),
     ("--lr 0", ["--lr", "0 is not above 0"]),
     ("--lr nan", ["--lr", "nan"]),
@@ -287,7 +289,19 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
     monkeypatch.setattr(validation, "evaluate", lambda *_, **__: {"val_loss": next(losses)})
     monkeypatch.setattr("rescue.notice.sample_is_sound", lambda run: True)
     assert run("--model", "slat_vae-test", "--max-steps", 30, "--batch-size", 40)[0] == 0
-    assert last_state(run)["best"] == -1.0
+    assert last_state(run)["best"] == [-1.0, -1.0]
+
+
+@needs_rescue
+def test_among_equal_accuracies_the_lowest_loss_is_the_best(run, monkeypatch):
+    pairs = iter([(50, 1.1), (60, 0.9), (60, 0.7), (60, 0.8), (40, 0.1)])
+    named = lambda acc1, loss: {"val_acc1": acc1, "val_loss": loss}  # noqa: E731
+    monkeypatch.setattr(validation, "evaluate", lambda *_, **__: named(*next(pairs)))
+    monkeypatch.setattr("rescue.notice.sample_is_sound", lambda run: True)
+    assert run("--max-steps", 45)[0] == 0
+    kept = json.loads((run.folder / "model.json").read_text())["evaluated"]
+    assert (kept["step"], kept["val_loss"]) == (30, 0.7)
+    assert last_state(run)["best"] == [60, -0.7]
 
 
 LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])),
@@ -316,6 +330,47 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
     assert rate == pytest.approx(peak * (250 / 1000) ** 0.5)
     assert any("sqrt rule" in text for text in said)
     assert run("--batch-size", 250, "--max-steps", 2, "--lr", 0.003)[3][0]["lr"] == 0.003
+
+
+@pytest.mark.parametrize("images, recipe, pieces, batch", [
+    (51, 1000, 1, 16), (60, 256, 2, 16), (400, 256, 1, 64), (51, 256, 12, 12), (5, 256, 2, 4),
+    (1, 256, 1, 1), (1_100, 1000, 1, 256), (4_100, 1000, 1, 1000), (50_000, 128, 1, 128),
+])  # fmt: skip
+def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe, pieces, batch):
+    args = SimpleNamespace(batch_size=None, lr=None, accum_steps=pieces)
+    data = SimpleNamespace(train=(None, range(images)))
+    train.prepare.choose_batch(record.Run(args=args, data=data), RECIPE | {
+        "batch_size": recipe})
+    assert args.batch_size == batch
+    assert args.lr == pytest.approx(1e-3 * (batch / recipe) ** 0.5)
+    assert (f"not {recipe}, for {images:,} images" in args.lr_reason) == (batch != recipe)
+
+
+@pytest.mark.parametrize("epoch_steps, seconds, given, steps, validations, warns", [
+    (4, 0.1, {}, 300, 25, False),  # 60 pictures
+    (4, 1.2, {}, 100, 25, True),  # what two minutes allow
+    (4, 0.1, {"epochs": 10}, 40, 10, True),
+    (4, 0.1, {"epochs": 75}, 300, 25, False),
+    (4, 0.1, {"max_steps": 10}, 10, 3, False),  # as many updates as were asked for
+    (1, 0.1, {}, 300, 20, False),
+    (50, 0.1, {}, 500, 10, False),
+    (50, 0.5, {}, 240, 5, False),  # 240,000 images
+    (5000, None, {}, 50_000, 10, False),
+])  # fmt: skip
+def test_a_run_is_long_enough_in_updates_or_a_warning_names_it(
+    epoch_steps, seconds, given, steps, validations, warns
+):
+    args = SimpleNamespace(
+        model="cifarnet", max_steps=None, epochs=None, verify_every=None, warmup_updates=None,
+        batch_size=16 if epoch_steps < 50 else 1000)
+    args.__dict__.update(given)
+    stream = SimpleNamespace(steps_per_epoch=epoch_steps, start_small=lambda steps: None)
+    device = torch.device("cpu" if seconds else "cuda")
+    run = record.Run(args=args, stream=stream, device=device)
+    _, warning = train.prepare.length(run, None, seconds)
+    assert run.total_steps == steps
+    assert -(-steps // run.validate_every) == validations
+    assert bool(warning) == warns and ("--epochs 75" in warning) == warns
 
 
 @needs_rescue

@@ -75,8 +75,8 @@ TABLE = {
         ("--workers", from_0, 0, "load images with N processes, without the cache"),
         ("--cutout", from_0, 0, "cut squares out of images"),
         ("--max-bad-share", at_least_0, 0.01, "largest share of unreadable files to accept"),
-        ("--val-share", number(float, 0, above=True, below=1), None, "share of the images "
-         "for validation, in a folder of <class>/* without train/ and val/"),
+        ("--val-share", number(float, 0, above=True, below=1), None, "share of each class "
+         "for validation, in a folder of <class>/* without train/ and val/; default: 0.2"),
     ],
     "optimizer (defaults: the model's recipe)": [
         ("--lr", positive, None, "peak learning rate, not scaled; default: the recipe's, scaled to "
@@ -87,7 +87,8 @@ TABLE = {
         ("--amsgrad", bool, False, ""),
         ("--clip-grad", at_least_0, 1.0, "largest norm of the gradient; 0: off"),
         ("--drop-path", share, None, "drop residual branches of swin and vmamba"),
-        ("--batch-size", count, None, "images per update, over all ranks and micro-batches"),
+        ("--batch-size", count, None, "images per update, over all ranks and micro-batches; "
+         "default: the recipe's, or fewer for a small set"),
         ("--accum-steps", count, 1, "micro-batches per update"),
         ("--ema", share, None, "evaluate averaged weights; 0: off"),
         ("--eval-precision", ["fp32", "same"], "fp32", "same: as in training"),
@@ -148,7 +149,7 @@ def parse(
     length.add_argument(
         "--epochs",
         type=number(float, 0, above=True, below=10**5),
-        help="default: the recipe's; on a CPU as many steps as take two minutes",
+        help="default: the recipe's, at least 300 updates; on a CPU what takes two minutes",
     )
     length.add_argument("--max-steps", type=count)
     add("--betas", nargs=2, type=share, default=(0.9, 0.99))
@@ -173,12 +174,7 @@ def parse(
     args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
     args.betas = tuple(args.betas)
     recipe = models[args.model][1]
-    for name in ("weight_decay", "batch_size", "drop_path", "ema", "muon"):
+    for name in ("weight_decay", "drop_path", "ema", "muon"):
         if getattr(args, name) is None:
             setattr(args, name, recipe[name])
-    args.lr_reason = f"lr {args.lr} as asked"
-    if args.lr is None:
-        args.lr, args.lr_reason = scaled_lr(
-            recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
-        )
     return args

@@ -14,6 +14,7 @@ of the run and fills in its part of it. Two rules:
 import dataclasses
 import fnmatch
 import functools
+import math
 import os
 import random
 import time
@@ -44,8 +45,10 @@ from ranks import (
     refusing,
 )
 
-from . import resume
+from . import flags, resume
 from .record import Plain, Run
+
+ENOUGH = 300  # updates: with fewer a network hardly learns, however many epochs they are
 
 
 def setup(run: Run, train_step: Callable):
@@ -65,7 +68,7 @@ def setup(run: Run, train_step: Callable):
     timed(network)
     seconds = timed(precision, saved)
     torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
-    plan = length(run, saved, seconds)
+    plan, too_short = length(run, saved, seconds)
     timed(training)
     observed = args.inject or args.detect_anomaly
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
@@ -88,7 +91,7 @@ def setup(run: Run, train_step: Callable):
     }
     for name, decision in decided.items():
         run.log.say(f"{name:<11} {decision}")
-    for warning in (*unreadable, *run.policy.warnings):
+    for warning in (*unreadable, *run.policy.warnings, *filter(None, [too_short])):
         run.log.warn(run.step, warning)
 
 
@@ -142,18 +145,15 @@ def data(run: Run, local_rank: int) -> list[str]:
             say=print if run.rank == 0 else str,
             val_share=args.val_share,
         )
-    args.dataset = run.data.name
+    args.dataset, args.val_share = run.data.name, run.data.val_share
     outputs = len(run.data.classes)
     if args.num_classes not in (None, outputs):
         refuse(2, f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
                   "leave the flag out")
-    pieces = run.world_size * args.accum_steps
-    if args.batch_size % pieces:
-        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
-                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
     run.accum = args.accum_steps
-    run.data.place(run.device)
     recipe = MODELS[args.model][1]
+    choose_batch(run, recipe)
+    run.data.place(run.device)
     with refusing(ValueError):
         run.stream = batches.TrainBatches(
             *run.data.train,
@@ -172,6 +172,33 @@ def data(run: Run, local_rank: int) -> list[str]:
         # For the trials of a step: how many of these there are is known only after them.
         run.stream.start_small(1 if recipe["small"] else 0)
     return left_out
+
+
+def choose_batch(run: Run, recipe: dict):
+    """Set the batch size and the learning rate, and a reason for them. The recipe's batch may be
+    larger than a small set: four batches an epoch, of 16 images or more, also learn from it."""
+    args, total = run.args, len(run.data.train[1])
+    pieces = run.world_size * args.accum_steps
+    quarter = 2 ** max(4, int(math.log2(max(total, 4) / 4)))
+    suits = min(recipe["batch_size"], quarter, total)
+    suits = max(pieces, suits - suits % pieces)
+    why = ""
+    if args.batch_size is None:
+        args.batch_size = suits
+        if suits != recipe["batch_size"]:
+            why = f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
+    if args.batch_size % pieces:
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
+                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+    if args.batch_size > total:
+        refuse(2, f"--batch-size {args.batch_size} is more than all {total} training images: "
+                  f"leave the flag out (it will be {suits}), or take at most {total}")
+    rate = f"lr {args.lr} as asked"
+    if args.lr is None:
+        args.lr, rate = flags.scaled_lr(
+            recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
+        )
+    args.lr_reason = why + rate
 
 
 def network(run: Run):
@@ -249,15 +276,16 @@ def precision(run: Run, saved: dict | None) -> float | None:
     return seconds
 
 
-def length(run: Run, saved: dict | None, seconds: float | None) -> str:
-    """Set the number of steps, and what is a share of it. Returns a sentence about it.
+def length(run: Run, saved: dict | None, seconds: float | None) -> tuple[str, str]:
+    """Set the number of steps, and what is a share of it. Returns a sentence about it, and a
+    warning or "".
 
-    A GPU gets the whole recipe, a CPU as many steps as take two minutes.
+    A GPU gets the whole recipe, and at least ENOUGH updates: ten epochs of 60 images are 40. A CPU
+    gets as many steps as take two minutes.
     """
     args, recipe = run.args, MODELS[run.args.model][1]
     run.epoch_steps = run.stream.steps_per_epoch
-    if args.verify_every is None:
-        args.verify_every = run.epoch_steps
+    epochs = max(recipe["epochs"], math.ceil(ENOUGH / run.epoch_steps))
     why = "as asked"
     if args.max_steps:
         steps = args.max_steps
@@ -267,18 +295,30 @@ def length(run: Run, saved: dict | None, seconds: float | None) -> str:
         steps = saved["identity"]["total_steps"]
         why = "as the checkpoint says"
     else:
-        steps = recipe["epochs"] * run.epoch_steps
+        steps = epochs * run.epoch_steps
         why = "the whole recipe"
+        if epochs > recipe["epochs"]:
+            why = f"the recipe's {recipe['epochs']} epochs would be too few updates"
         if run.device.type == "cpu" and steps * seconds > 120:
             # In tens, so that a second run has the same number.
             steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
-            why = f"short, for a CPU; the whole recipe is --epochs {recipe['epochs']}"
+            why = f"short, for a CPU; the whole recipe is --epochs {epochs}"
     run.total_steps = steps
+    # Several epochs of few steps have one validation and one save.
+    together = min(math.ceil(20 / run.epoch_steps), steps // run.epoch_steps // 20)
+    run.validate_every = run.epoch_steps * max(1, together)
+    if args.verify_every is None:
+        args.verify_every = run.validate_every
     run.stream.start_small(round(steps * recipe["small"]))
     if args.warmup_updates is None:
         args.warmup_updates = int(steps * recipe["warmup"])
     takes = f", about {timedelta(seconds=round(steps * seconds))} here" if seconds else ""
-    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}"
+    warning = ""
+    images = steps * args.batch_size  # half an epoch of a large set teaches as much
+    if steps < ENOUGH and images < 32 * ENOUGH and not args.max_steps:
+        warning = (f"{steps} updates are few to learn from: --epochs {epochs} makes "
+                   f"{epochs * run.epoch_steps}")
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}", warning
 
 
 def training(run: Run):

@@ -187,8 +187,9 @@ class Run:
     step: int = 0  # attempted
     total_steps: int = 0
     epoch_steps: int = 1
+    validate_every: int = 1  # steps: an epoch, or several short ones
     updates: int = 0  # accepted steps, as far as the host knows
     scores: dict[str, float] = field(default_factory=dict)  # of the last validation
-    best: float | None = None
+    best: list[float] | None = None  # its score and -loss: among equal scores the lower loss wins
     speed: Speed = field(default_factory=Speed)
     healing: Healing = field(default_factory=Healing)

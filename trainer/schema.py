@@ -85,7 +85,7 @@ class State(TypedDict):
     rng: list[dict[str, Any]]
     identity: Identity
     scores: dict[str, float]
-    best: float | None
+    best: list[float] | None
 
 
 def require(value: Any, kind: Any, name: str) -> None:
@@ -146,7 +146,7 @@ def refuse_unsound(state: dict) -> None:
         "healing.trend": not trend["first"] or all(map(math.isfinite, learnt)),
         "healing.trend.lowest": trend["lowest"] > -math.inf,
         "healing.signs": all(len(steps_of) == 3 for steps_of in healing["signs"].values()),
-        "best": math.isfinite(state["best"] or 0),
+        "best": state["best"] is None or len([x for x in state["best"] if math.isfinite(x)]) == 2,
         "schedule.factor": 0 < float(schedule["factor"]) <= 1,
         "optimizers or ema": all(t.is_floating_point() for t in moments.values()),
     }

@@ -67,10 +67,10 @@ def validate(run: Run) -> str:
             world_size=run.world_size, device=run.device, workers=run.args.workers)
         run.scores = evaluate(run.model, split, graph=run.graph)
         judged_by = run.model.judged_by
-        score = run.scores["val_" + judged_by.removeprefix("-")]
-        if judged_by[0] == "-":  # the lower, the better
-            score = -score
-        is_best = math.isfinite(score) and (run.best is None or score > run.best)
+        sign = -1 if judged_by[0] == "-" else 1  # -: the lower, the better
+        value = sign * run.scores["val_" + judged_by.removeprefix("-")]
+        score = [value, -run.scores["val_loss"]]  # few images: many scores are equal
+        is_best = all(map(math.isfinite, score)) and (run.best is None or score > run.best)
         if is_best:
             run.best = score
         if run.rank == 0:
