@@ -18,6 +18,10 @@ a step turns, and every layer learns at the same speed. (cifar10-airbench's Muon
 norms of its filters likewise.) A matrix that is all zero has no norm to keep: leave it to AdamW.
 Weight decay has no effect on a constant norm.
 
+A sharded matrix (DTensor, as FSDP2 makes them) is gathered, turned on every rank alike, and each
+rank keeps its shard: three all-gathers a matrix and step. A tensor of three dimensions is one
+filter bank; stacked=True makes it a stack of matrices, one for each expert, say.
+
 Muon does not look at its gradients: the verdict comes from GradScaler or from guards.py, through
 found_inf. Copy this file alone: it needs torch.
 
@@ -44,6 +48,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 HALF = (torch.float16, torch.bfloat16)
 # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights
@@ -82,6 +87,16 @@ def memory_order(p: Tensor) -> list[int]:
     return [0, *sorted(range(1, p.ndim), key=p.stride, reverse=True)]
 
 
+def whole(t: Tensor) -> Tensor:
+    """All of a sharded tensor (DTensor): an all-gather. Any other tensor itself."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def shard(t: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor. Any other tensor itself."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
 def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
     """In place: each x = U S V^T of these (n, rows, columns) becomes U V^T, roughly. A step applies
     a*s + b*s^3 + c*s^5 to S. bf16 is enough.
@@ -105,28 +120,40 @@ def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
             x.baddbmm_(sums, before[i], beta=a)
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ValueError if an option would spoil the matrices. A number on a device is not read."""
+    for name, (low, end) in {"lr": (0, math.inf), "momentum": (0, 1), "ns_steps": (1, 100)}.items():
+        value = options[name]
+        on_device = isinstance(value, Tensor) and value.numel() == 1
+        if not on_device and (isinstance(value, Tensor) or not low <= value < end):
+            raise ValueError(f"{name} must be one number in [{low}, {end}), not {value}")
+
+
 class Muon(torch.optim.Optimizer):
     """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
 
-    lr, momentum, ns_steps: torch.optim.Muon's, with its defaults. masters: True keeps fp32 masters
-    of half matrices, None refuses half matrices, False trains them as they are.
+    lr, momentum, ns_steps: torch.optim.Muon's, with its defaults; ValueError outside of 0 <= lr,
+    0 <= momentum < 1, 1 <= ns_steps < 100. masters: True keeps fp32 masters of half matrices, None
+    refuses half matrices, False trains them as they are. stacked: p[i] is a matrix, not a row.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     skips_on_device = True
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
-                 ns_steps: int = 5, *, masters: bool | None = None):
+                 ns_steps: int = 5, *, masters: bool | None = None, stacked: bool = False):
         self.makes_masters = masters
         self.masters = {}  # half matrix -> fp32 master
-        super().__init__(params, dict(lr=lr, momentum=momentum, ns_steps=ns_steps))
+        defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, stacked=stacked)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        check_options(self.defaults | param_group)
         super().add_param_group(param_group)  # the constructor, too, adds its groups by this
         for p in param_group["params"]:
-            if hasattr(p, "device_mesh"):
-                raise ValueError("Muon does not take a sharded matrix (DTensor): leave it to AdamW")
-            if p.ndim < 2 or not p.any():
+            if param_group["stacked"] and p.ndim != 3:
+                raise ValueError(f"a {tuple(p.shape)} is no stack of matrices: stacked=False")
+            if p.ndim < 2 or not whole(p.detach()).any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
             if p.dtype in HALF and self.makes_masters is None:
                 raise ValueError("half matrices lose small updates: masters=True keeps fp32 ones")
@@ -142,11 +169,31 @@ class Muon(torch.optim.Optimizer):
         for g in self.param_groups:
             params = [p for p in g["params"] if p.grad is not None]
             if params:
-                self._update(g, sorted(params, key=rows_and_columns))
+                self._update(g, params)
+        if self.masters:
+            torch._foreach_copy_(
+                list(map(shard, self.masters)), list(map(shard, self.masters.values()))
+            )
         return loss
 
     def _update(self, g: dict[str, Any], params: list[Tensor]) -> None:
-        """params: matrices of one shape stand side by side."""
+        kept = [(self.masters.get(p, p), self._momentum(p)) for p in params]
+        full = [(whole(weight), whole(momentum)) for weight, momentum in kept]
+        rows = [(*both, whole(p.grad)) for both, p in zip(full, params, strict=True)]
+        if g["stacked"]:
+            rows = [matrix for row in rows for matrix in zip(*row, strict=True)]
+        rows.sort(key=lambda row: rows_and_columns(row[0]))
+        self._turn(g, *map(list, zip(*rows, strict=True)))
+        for sharded, changed in zip(kept, full, strict=True):
+            for t, new in zip(sharded, changed, strict=True):
+                if t is not new:  # each rank has turned all of it
+                    new = distribute_tensor(new, t.device_mesh, t.placements, src_data_rank=None)
+                    shard(t).copy_(shard(new))
+
+    def _turn(
+        self, g: dict[str, Any], params: list[Tensor], momenta: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """In place, of params and momenta. Matrices of one shape stand side by side."""
         orders = [memory_order(p) for p in params]
 
         def permuted(tensors: Iterable[Tensor]) -> list[Tensor]:  # views
@@ -155,8 +202,8 @@ class Muon(torch.optim.Optimizer):
         def join(tensors: list[Tensor]) -> Tensor:
             return torch.cat([t.flatten() for t in tensors])
 
-        weights = permuted(self.masters.get(p, p) for p in params)
-        momenta = permuted(self._momentum(p) for p in params)
+        weights = permuted(params)
+        momenta = permuted(momenta)
         shapes = Counter(map(rows_and_columns, params))
         counts = list(shapes.values())
         sizes = [p.numel() for p in params]
@@ -165,7 +212,7 @@ class Muon(torch.optim.Optimizer):
             pieces = flat.split([n * math.prod(shape) for shape, n in shapes.items()])
             return [x.view(-1, *shape) for x, shape in zip(pieces, shapes, strict=True)]
 
-        grad = join(permuted(p.grad for p in params)).float()
+        grad = join(permuted(grads)).float()
         if getattr(self, "grad_scale", None) is not None:
             grad = grad / self.grad_scale
         old_momentum = join(momenta)
@@ -191,8 +238,6 @@ class Muon(torch.optim.Optimizer):
         for tensors, flat in ((momenta, momentum), (weights, new)):
             views = [x.view(t.shape) for t, x in zip(tensors, flat.split(sizes), strict=True)]
             torch._foreach_copy_(tensors, views)
-        if self.masters:
-            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def _momentum(self, p: Tensor) -> Tensor:
         """fp32, of p's shape, 0 at the start."""
@@ -219,7 +264,8 @@ class Muon(torch.optim.Optimizer):
         for key, p in zip(keys, params, strict=True):
             if key in state_dict["state"]:
                 saved = state_dict["state"][key]["momentum_buffer"]
-                self._momentum(p).copy_(saved.view(p.shape))  # older files: (rows, columns)
+                saved = saved if saved.shape == p.shape else saved.view(p.shape)  # of older files
+                self._momentum(p).copy_(saved)
         masters = state_dict.get("masters") or self.masters  # the parameters themselves
         for (p, master), saved in zip(self.masters.items(), masters, strict=True):
             p.copy_(master.copy_(saved))

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from extras.ema import EMA
 from extras.muon import Muon, matrices
 from optim import ClippedAdamW, Schedule, param_groups, refusal, warmup_cosine
 from trainer.flags import scaled_lr
@@ -368,8 +367,6 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
 def test_what_cannot_be_sharded_and_slices_are_refused_in_one_sentence(one_rank):
     p = distribute_tensor(torch.ones(4, 4).half(), init_device_mesh("cpu", (1,)), [Shard(0)])
     for made, words in (
-        (EMA, "sharded"),
-        (Muon, "leave it to AdamW"),
         (partial(ClippedAdamW, masters=True), "keep the parameters in fp32"),
     ):
         with pytest.raises(ValueError, match=words):
