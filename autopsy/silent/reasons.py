@@ -69,8 +69,10 @@ class Reasons:
     def _of(self, seen, mine):
         """Sentences about one optimizer."""
         if not seen.fed and mine:
-            why = "it holds other tensors than the modules that were called (was it built before "
-            why += "the model was copied, moved or replaced?)"
+            why = "no backward pass has reached them"
+            if self.names.roots:
+                why = "it holds other tensors than the modules that were called (was it built "
+                why += "before the model was copied, moved or replaced?)"
             if not any(w.p.requires_grad for w in mine):
                 why = "requires_grad is False for each"
             elif seen.end:
@@ -81,13 +83,7 @@ class Reasons:
                 f"{seen.name} has made {seen.steps} steps, and none of its {len(mine)} parameters "
                 f"had a gradient in any: {why}"
             )
-        for k, since in seen.zero.items():
-            group = [w for w in mine if w.group == k and w.learnt]
-            late = seen.steps - since
-            if group and late >= max(READ, seen.steps / 10) and (since == 0 or late >= 10):
-                when = f"since step {since} of {seen.steps}" if since else "at every step"
-                yield f"the lr of {self._names(group)} was 0 {when}: they do not move"
-        fed = [w for w in mine if w.fed and not w.masters and w.group not in seen.zero]
+        fed = [w for w in mine if w.fed and not w.masters and float(w.rate)]
         still = [w for w in fed if w.stands]
         for dtype in dict.fromkeys(w.p.dtype for w in still):
             some = [w for w in still if w.p.dtype == dtype]

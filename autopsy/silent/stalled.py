@@ -67,21 +67,17 @@ class Still(Events):
         self.called = late | dict.fromkeys((*roots, optimizer), self.recorder.steps)
 
         seen.fed += bool(moved_by(optimizer))
-        self._note_groups(seen, optimizer, step)
+        self._note_groups(seen, optimizer)
         if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             self._read(optimizer, seen)
         if seen.closely:
             self._look_closely(seen, step)
 
-    def _note_groups(self, seen, optimizer, step):
+    def _note_groups(self, seen, optimizer):
         """Note what a reading at a few steps would miss."""
-        for k, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             rate = group.get("lr", 1.0)
             known = isinstance(rate, float | int)  # not on a device
-            if known and rate == 0:
-                seen.zero.setdefault(k, step)
-            else:
-                seen.zero.pop(k, None)
             seen.highest = max(seen.highest, rate if known else 0.0)
             seen.empty |= not group["params"]
 
@@ -142,11 +138,11 @@ class Still(Events):
             if root in self.names.roots:
                 self._list(root)
                 self._list_hidden(root)
-        for k, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for group in optimizer.param_groups if optimizer else ():
             for p in group["params"]:
                 w = self._weight(p)
                 w.shared |= w.optimizer not in (None, seen)
-                w.optimizer, w.group, w.rate = seen, k, group.get("lr", 1.0)
+                w.optimizer, w.rate = seen, group.get("lr", 1.0)
                 if p.grad is not None and p.is_floating_point():
                     w.sample(optimizer, group)
 

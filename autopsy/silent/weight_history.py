@@ -21,7 +21,6 @@ class Followed:
     def __init__(self, optimizer):
         self.alive, self.name = ref(optimizer), type(optimizer).__name__
         self.steps = self.fed = 0  # fed: steps in which a parameter had a gradient
-        self.zero = {}  # group: the step since which its rate is 0
         self.highest = 0.0  # rate
         self.end = ""  # of the graph of all its weights
         # The weights whose gradient has become 0 though the loss is not; since when; where
@@ -45,7 +44,6 @@ class WeightHistory:
         self.without = ""  # what its forward ran in, in place of a graph
         self.frozen = False  # on purpose
         self.end = ""  # of its graph, or of its gradient
-        self.group = 0
         self.trains = False  # has it been read in train() mode?
         self.masters = False  # it may have wider ones
         self.norms = []

@@ -20,6 +20,9 @@ class Events:
     def loaded(self, module, state, answer):
         """module.load_state_dict(state) has returned `answer`."""
 
+    def read(self, t, name):
+        """The script reads a number, or detaches a tensor."""
+
     def called(self, module, tensors):
         """An outermost module is called in training."""
 
@@ -56,6 +59,10 @@ class Events:
 
     def over(self):
         """A step is over, with or without an update."""
+
+    def causes(self):
+        """Those of its sentences that may explain a NaN: each is the advice of its report."""
+        return ()
 
     def sentences(self):
         """What to say at the end of the script."""

@@ -24,6 +24,7 @@ from ..facts import STATE, Kind
 from ..frames import Line, line_now, said
 from ..report import with_rank
 from ..tensors import extent, few
+from .events import Events
 from .recorder import ASKS, buffers_back
 from .replay import replay, verdict_on_birth
 
@@ -55,6 +56,7 @@ class Findings:
     def __init__(self, hooks, recorder, deferred, scaling, history):
         self.hooks, self.recorder, self.deferred = hooks, recorder, deferred
         self.scaling, self.history = scaling, history
+        self.silent = Events(None)  # what looks for faults without a NaN
         self.reads = Counter()  # bad numbers that the script has read
         self.infinite = {}  # of those that are inf: a report, or None
         self.knows = -1  # the last step in which it read or asked for one
@@ -178,7 +180,10 @@ class Findings:
         if report.source in self.unasked:
             names.append(self.unasked[report.source][1])
         report = self.scaling.overrule(report, raised=self.seen is Seen.RAISED)
-        if words := in_its_words(self.history.framework, report):
+        grows = report.verdict in (Verdict.CALIBRATION, Verdict.DIVERGENCE)
+        if causes := self.silent.causes() if grows else ():
+            report = replace(report, fix=Advice(causes[0]))
+        elif words := in_its_words(self.history.framework, report):
             report = replace(report, fix=Advice(report.suggestion + words))
         key = report.op or symptom, report.line
         if key not in self.reports or self.reports[key].step == self.step:  # a step's last

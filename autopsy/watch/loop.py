@@ -24,6 +24,10 @@ def watch_loop(hooks, deferred, silent):
             hooks.safely(event, owner)
         return out
 
+    def unscale(original, scaler, optimizer):
+        hooks.unseen(original, scaler, optimizer)
+        hooks.safely(silent.unscaled, optimizer)
+
     def clip(original, *args, **kwargs):
         if hooks.depth:
             return original(*args, **kwargs)
@@ -40,10 +44,10 @@ def watch_loop(hooks, deferred, silent):
     for owner, name, event in (
         (torch.optim.Optimizer, "zero_grad", silent.cleared),
         (nn.Module, "zero_grad", silent.cleared),
-        (torch.amp.GradScaler, "unscale_", silent.unscaled),
         *((kind, "step", silent.scheduled) for kind in _schedulers()),
     ):
         hooks.wrap(owner, name, partial(tell, event))
+    hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)
     hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", hooks.unseen)
     for name in CLIPS:
         for owner in (nn.utils, nn.utils.clip_grad):

@@ -171,6 +171,7 @@ class CallRecorder(TorchFunctionMode):
         self.bytes = 0
         self.turns = {}  # optimizer: the number of calls at its last step
         self.steps_of = {}  # optimizer: how many steps
+        self.gradient_reads = 0  # how often the script has read or set one by hand
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -178,10 +179,11 @@ class CallRecorder(TorchFunctionMode):
         if not self.hooks.mine():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in READS or (name in ASKS and args[0] is args[-1]):
+        if name in READS or name == "detach" or (name in ASKS and args[0] is args[-1]):
             self.hooks.safely(self.listener.read, args[0], name)
         if name in ("__get__", "__set__"):
             name += func.__self__.__name__
+        self.gradient_reads += name in ("__get__grad", "__set__grad")
         if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
         if name == "__set__data":

@@ -30,6 +30,11 @@ class Scaling:
         if scaler.is_enabled():
             self.scaler, self._states = scaler, scaler._per_optimizer_states
 
+    @property
+    def multiplies_now(self):
+        """Whether a loss was multiplied since the scaler's last update()."""
+        return bool(self.scaler) and self.scaler._per_optimizer_states is self._states
+
     def before_step(self, optimizer, divides):
         """Return what the scaler found in the gradients. `divides`: the optimizer unscales them."""
         if not self.scaler:

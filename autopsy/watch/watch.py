@@ -49,7 +49,7 @@ class Watch:
             self.hooks, self.recorder, self.deferred, self.scaling, self.history
         )
         self.checks = Checks(self.findings, self.names)
-        self.silent = silent_faults(self)
+        self.silent = self.findings.silent = silent_faults(self)
         self.losses = []  # of the backward passes since the last step
         self.writers = WeakSet()  # modules that write into what they are given
         self.outermost = None  # the outermost call under way
@@ -111,8 +111,10 @@ class Watch:
     # Outside of modules
 
     def read(self, t, name):
-        """The script reads a number."""
-        self.findings.read(t, name)
+        """The script reads a number, or detaches a tensor."""
+        if name != "detach":
+            self.findings.read(t, name)
+        self.silent.read(t, name)
 
     def wrote(self, name, written):
         """The script writes by hand: an update, an average, a copy. `written`: of each weight (it,
@@ -128,7 +130,11 @@ class Watch:
         if self.recorder.slope > self.recorder.latest:  # it ends the step, and comes after this
             for p, write in writes:
                 self.deferred.note(write.values, partial(self.checks.check_write, p, [write]))
-            self.transfer()
+            params = {p for root in list(self.names.roots) for p in root.parameters()} | {*weights}
+            norms = self.deferred.norms(p.grad for p in params if p.grad is not None)
+            norm = sum(value * value for value in self.transfer(norms)) ** 0.5
+            if norm <= LIMIT:
+                self.history.largest = max(self.history.largest, norm)
             self._count(None)
         for p, write in writes:
             self.deferred.wrote(p, write, self.checks.check_write)

@@ -1,0 +1,109 @@
+"""
+Schedules: does a learning rate scheduler move with the updates, and why is a rate 0?
+
+A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
+never steps leaves a warm-up at its start.
+"""
+
+from collections import Counter
+from statistics import median_low
+from weakref import ref
+
+import torch
+
+from ..frames import line_now
+from ..tensors import few
+from ..watch.events import Events
+from ..watch.names import living
+
+FIRST = 3  # steps; then the schedulers are built
+LONG = 50  # steps in which a scheduler should step once
+LATE = 10  # steps, and a tenth of all, with a rate of 0
+
+
+class Scheduled:
+    """What moves the rates of one optimizer."""
+
+    def __init__(self, optimizer):
+        self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
+        self.zero = {}  # group: the step since which its rate is 0
+        self.built = ()  # classes of schedulers
+        self.since = Counter()  # (class, line, updates it is made for): steps since an update
+        self.turns = {}  # the same: steps for each update
+
+    def updated(self):
+        """A step of the optimizer, or one that the loss scaler skipped."""
+        for key, n in self.since.items():
+            self.turns.setdefault(key, []).append(n)
+        self.since.clear()
+
+    def often(self):
+        """(updates that it is made for, what is wrong) of a scheduler that steps several times for
+        most updates; else None."""
+        for (kind, line, length), turns in self.turns.items():
+            usual = median_low(turns)
+            if usual > 1 and len(turns) > self.steps / 2:
+                return length, f"{kind} steps {usual} times an update, at {line}: once is enough"
+        return None
+
+    def why_zero(self):
+        """Why a rate is 0."""
+        if often := self.often():
+            return often[1]
+        for kind, line, _ in (*self.turns, *self.since):
+            return f"so {kind} sets it, at {line}: is its schedule shorter than the run?"
+        never = f"{self.built[0]} never steps" if self.built else ""
+        return never or "the script sets it, and no scheduler of torch moves it"
+
+
+class Schedules(Events):
+    """The rates of all optimizers."""
+
+    def __init__(self, watch):
+        self.names, self.optimizers = watch.names, {}
+
+    def _of(self, optimizer):
+        found = self.optimizers.get(id(optimizer))
+        if not found or found.alive() is not optimizer:
+            found = self.optimizers[id(optimizer)] = Scheduled(optimizer)
+        return found
+
+    def scheduled(self, scheduler):
+        known = vars(scheduler)
+        length = known.get("T_max") or known.get("total_iters") or 0
+        self._of(scheduler.optimizer).since[type(scheduler).__name__, line_now(), length] += 1
+
+    def skipped(self, optimizer):
+        self._of(optimizer).updated()
+
+    def stepped(self, optimizer):
+        seen = self._of(optimizer)
+        seen.updated()
+        for k, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            known = isinstance(rate, float | int)  # not on a device
+            if known and rate == 0 and any(p.grad is not None for p in group["params"]):
+                seen.zero.setdefault(k, seen.steps)
+            elif not known or rate:
+                seen.zero.pop(k, None)
+        seen.steps += 1
+        if seen.steps == FIRST:
+            every = living(torch.optim.lr_scheduler.LRScheduler)
+            seen.built = [type(x).__name__ for x in every if x.optimizer is optimizer]
+
+    def sentences(self):
+        return dict.fromkeys(text for s in self.optimizers.values() for text in self._about(s))
+
+    def _about(self, seen):
+        for k, since in seen.zero.items():
+            late = seen.steps - since
+            if late >= max(FIRST, seen.steps / 10) and (since == 0 or late >= LATE):
+                when = f"since step {since} of {seen.steps}" if since else "at every step"
+                params = seen.alive().param_groups[k]["params"] if seen.alive() else ()
+                names = few([*map(self.names.of, params[:4]), *params[4:]], 4) or f"group {k}"
+                yield f"the lr of {names} was 0 {when}: they do not move ({seen.why_zero()})"
+        often = seen.often()
+        if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
+            yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
+        if seen.built and not (seen.turns or seen.since or seen.zero) and seen.steps >= LONG:
+            yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"

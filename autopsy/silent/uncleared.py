@@ -1,0 +1,96 @@
+"""
+Uncleared: do the gradients of many steps add up, because nobody clears them?
+
+After some steps the norm of each gradient is noted, and again after each backward pass. A gradient
+that has the same norm when the next pass begins was not cleared in between, in whatever way. One
+for which that holds before every pass up to the next step still has all that steps have used.
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..frames import line_now
+from ..tensors import few
+from ..watch.deferred import moved_by
+from ..watch.events import Events
+
+EARLY = 8  # steps; then 8, 16, 32, ...
+OFTEN = 3  # steps at least
+SHARE = 0.75  # of the steps
+
+
+class Gradients:
+    """The gradients that an optimizer has used."""
+
+    def __init__(self, optimizer):
+        self.name, self.line, self.steps = type(optimizer).__name__, "", 0
+        self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
+        self.windows = []  # (parameters, which were not cleared) between two steps
+
+
+class Uncleared(Events):
+    """The gradients of all optimizers, from step to step."""
+
+    def __init__(self, watch):
+        self.names, self.deferred = watch.names, watch.deferred
+        self.optimizers = WeakKeyDictionary()
+        self.all = []
+        self.inside = None  # the optimizer whose step is under way, with all that it calls
+
+    def _open(self):
+        return [seen for seen in self.all if seen.params and self.inside is None]
+
+    def backward(self, losses):
+        for seen in self._open():
+            kept = (seen.norms == self._norms(seen.params)) & (seen.norms > 0)
+            seen.kept = kept if seen.kept is None else seen.kept & kept
+
+    def passed(self):
+        for seen in self._open():
+            seen.norms = self._norms(seen.params)
+
+    def _norms(self, params):
+        """Of their gradients; 0 of those that have none."""
+        norms = iter(self.deferred.norms(p.grad for p in params if p.grad is not None))
+        zero = torch.zeros((), device=params[0].device)
+        return torch.stack([zero if p.grad is None else next(norms).to(zero) for p in params])
+
+    def before_step(self, optimizer, losses, norm, moved):
+        if self.inside is None:
+            self.inside = optimizer
+            seen = self.optimizers.get(optimizer)
+            if seen and seen.kept is not None:
+                seen.windows.append((seen.params, seen.kept))
+            if seen:
+                seen.params, seen.kept = (), None
+
+    def stepped(self, optimizer):
+        if self.inside is not optimizer:
+            return
+        self.inside = None
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = Gradients(optimizer)
+            self.all.append(self.optimizers[optimizer])
+        seen, params = self.optimizers[optimizer], moved_by(optimizer)
+        if params and (seen.steps < EARLY or seen.steps.bit_count() < 2):
+            seen.params, seen.norms, seen.line = params, self._norms(params), line_now()
+        seen.steps += 1
+
+    def sentences(self):
+        for seen in self.all:
+            kept = {}
+            for params, which in seen.windows:
+                for p, uncleared in zip(params, which.tolist(), strict=True):
+                    kept[p] = kept.get(p, 0) + uncleared
+            most = max(OFTEN, SHARE * len(seen.windows))
+            params = [p for p, n in kept.items() if n >= most]
+            if params:
+                names = few([*map(self.names.of, params[:4]), *params[4:]], 4)
+                yield (
+                    f"the gradients of {seen.steps} steps add up: nobody clears those of {names} "
+                    f"before the next backward pass: call zero_grad() of {seen.name}, whose step "
+                    f"is at {seen.line}"
+                )
+
+    causes = sentences

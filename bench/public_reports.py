@@ -1,0 +1,338 @@
+"""Public reports of runs that are finite and wrong: what does `python autopsy SCRIPT.py` say?
+
+Each row has the address of a report, a small script of ours with the same fault, and a twin of it
+without: one passage is another. The words that autopsy should say were written before its first
+run; of the twin it must say nothing. OTHERS are healthy loops in an order that looks odd.
+
+    python bench/public_reports.py [NAME...]      with names: prints their output, writes no file
+"""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.finite_faults import PRELUDE, run
+from bench.record import arguments, header
+
+
+class Row(NamedTuple):
+    address: str
+    kind: str
+    words: str  # that should be said: a regular expression
+    script: str
+    wrong: str  # a passage of the script
+    right: str  # the same in the healthy twin
+
+    @property
+    def twin(self):
+        assert self.script.count(self.wrong) == 1, self.address
+        return self.script.replace(self.wrong, self.right)
+
+
+REPORTS = {
+    "micro-batches cleared": Row(
+        "github.com/bytetriper/RAE/issues/67", "order",
+        r"3 of 4 backward passes .* script.py:\d+ in <module> clears",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
+for i in range(200):
+    if i % 1 == 0:
+        opt.zero_grad(set_to_none=True)
+    x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
+    if i % 4 == 3:
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0); opt.step()
+""", "i % 1 == 0", "i % 4 == 0"),
+    "micro-batches cleared through the network": Row(
+        "github.com/tatsu-lab/alpaca_farm/issues/57", "order",
+        r"1 of 2 backward passes .* in train clears",
+        """
+def train(net, opt):
+    for i in range(120):
+        x, y = data(i); (F.mse_loss(net(x), y) / 2).backward()
+        if i % 2: opt.step(); opt.zero_grad()
+        net.zero_grad()
+net = mlp(); train(net, torch.optim.Adam(net.parameters(), 1e-3))
+""", "        net.zero_grad()\n", ""),
+    "clipped before unscale_": Row(
+        "github.com/milesial/Pytorch-UNet/issues/468", "order",
+        r"65536 times too large when they were clipped to 1 at script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.RMSprop(net.parameters(), 1e-4); s = torch.amp.GradScaler("cpu")
+for i in range(60):
+    x, y = data(i); opt.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.float16): out = net(x)
+    s.scale(F.mse_loss(out.float(), y)).backward()
+    pass
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0); s.step(opt); s.update()
+""", "    pass\n", "    s.unscale_(opt)\n"),
+    "values clipped before unscale_": Row(
+        "github.com/k2-fsa/icefall/pull/2081", "order",
+        r"1024 times too large when they were clipped to 0.5",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
+s = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for i in range(60):
+    x, y = data(i); opt.zero_grad()
+    with torch.autocast("cpu", torch.float16): out = net(x)
+    s.scale(F.mse_loss(out.float(), y)).backward()
+    nn.utils.clip_grad_value_(net.parameters(), clip_value=0.5)
+    s.step(opt); s.update()
+""", "clip_value=0.5", "clip_value=0.5 * s.get_scale()"),
+    "no zero_grad": Row(
+        "github.com/yastrebksv/TennisCourtDetector/issues/7", "order",
+        r"the gradients of 90 steps add up: .* script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); loss = F.mse_loss(net(x), y)
+    loss.backward(); opt.step()
+""", "loss.backward()", "opt.zero_grad(); loss.backward()"),
+    "zero_grad once an epoch": Row(
+        "github.com/meta-pytorch/torchforge/pull/71", "order",
+        r"gradients of 120 steps add up",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-4)
+for epoch in range(4):
+    opt.zero_grad()
+    for i in range(30):
+        x, y = data(i); loss = F.mse_loss(net(x), y)
+        loss.backward(); opt.step()
+""", "loss.backward()", "[setattr(p, 'grad', None) for p in net.parameters()]; loss.backward()"),
+    "zero_grad of the network only": Row(
+        "github.com/tenstorrent/tt-blacksmith/pull/711", "order",
+        r"nobody clears those of scale.weight, scale.bias before",
+        """
+net, scale = mlp(), nn.Linear(3, 3)
+opt = torch.optim.Adam([*net.parameters(), *scale.parameters()], 1e-3)
+for i in range(90):
+    x, y = data(i); net.zero_grad()
+    F.mse_loss(scale(net(x)), y).backward(); opt.step()
+""", "net.zero_grad()", "opt.zero_grad()"),
+    "a schedule for updates that moves with micro-batches": Row(
+        "github.com/sgl-project/SpecForge/issues/364", "order",
+        r"lr of .* was 0 since step \d+ .*LambdaLR steps 4 times an update, at script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
+rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: max(0.0, 1 - k / 60))
+for i in range(240):
+    x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
+    if i % 4 == 3: opt.step(); opt.zero_grad()
+    if i % 1 == 0: rate.step()
+""", "i % 1 == 0", "i % 4 == 3"),
+    "a cosine that moves with micro-batches": Row(
+        "github.com/starVLA/starVLA/pull/210", "order",
+        r"made for 100 updates, and CosineAnnealingLR steps 2 times an update",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
+rate = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=100)
+for i in range(200):
+    x, y = data(i); (F.mse_loss(net(x), y) / 2).backward()
+    if i % 2: opt.step(); opt.zero_grad()
+    rate.step()
+""", "T_max=100", "T_max=200"),
+    "optimizers step again after the loss scaler": Row(
+        "github.com/IAHispano/Applio/pull/860", "order",
+        r"SGD makes two steps .* at script.py:\d+ in <module> and at script.py:\d+ in <module>, 80",
+        """
+G, D = nn.Linear(4, 8), mlp(1); s = torch.amp.GradScaler("cpu", init_scale=64.0)
+g, d = torch.optim.SGD(G.parameters(), 1e-4), torch.optim.Adam(D.parameters(), 1e-4)
+for i in range(80):
+    x = data(i)[0]; fake = G(torch.randn(16, 4)); d.zero_grad()
+    s.scale((F.softplus(-D(x)) + F.softplus(D(fake.detach()))).mean()).backward(); s.step(d)
+    g.zero_grad(); s.scale(F.softplus(-D(fake)).mean()).backward(); s.step(g); s.update()
+    g.step()
+""", "    g.step()\n", ""),
+    "a value head that is read with item()": Row(
+        "github.com/jsboige/CoursIA/pull/15256", "path",
+        r"no gradient has reached .*value.* read as a number at script.py:\d+ in rollout",
+        """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body, self.pi = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.value = nn.Linear(16, 1)
+    def forward(self, x): h = self.body(x).tanh(); return self.pi(h), self.value(h)
+def rollout(net, i):
+    logp, values = [], []
+    for x in data(i, 5)[0]:
+        logits, v = net(x); logp.append(logits.log_softmax(-1)[0]); values.append(v.item())
+    return torch.stack(logp), torch.tensor(values)
+net = Agent(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    logp, values = rollout(net, i); returns = torch.linspace(1, 0, 5)
+    loss = F.mse_loss(values, returns) - (logp * (returns - values.detach())).mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "values.append(v.item())\n    return torch.stack(logp), torch.tensor(values)",
+        "values.append(v[0])\n    return torch.stack(logp), torch.stack(values)"),
+    "a head that is read through NumPy": Row(
+        "github.com/jsboige/CoursIA/pull/15256", "path",
+        r"no gradient has reached head.weight, head.bias.* script.py:\d+",
+        """
+body, head, aux = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+opt = torch.optim.Adam([*body.parameters(), *head.parameters(), *aux.parameters()], 1e-3)
+for i in range(60):
+    x, y = data(i); h = body(x).relu()
+    out = torch.tensor(head(h).detach().numpy())
+    loss = F.mse_loss(out, y) + F.mse_loss(aux(h), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "torch.tensor(head(h).detach().numpy())", "head(h)"),
+    "freeze() is undone by train()": Row(
+        "github.com/pgniewko/gt-pyg/issues/112", "state",
+        r"running statistics move .*encoder.* eval\(\)",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, 3)
+    def forward(self, x): return self.head(self.encoder(x))
+net = Net(); net.encoder.requires_grad_(False); net.encoder.eval()
+opt = torch.optim.Adam(net.head.parameters(), 1e-2)
+for epoch in range(3):
+    net.train()
+    loop(net, opt, 20)
+""", "net.train()\n", "net.train(); net.encoder.eval()\n"),
+    "a frozen backbone of a projection": Row(
+        "github.com/lightly-ai/lightly/issues/1438", "state",
+        r"running statistics move",
+        """
+back, head = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten()), nn.Linear(24, 3)
+for p in back.parameters(): p.requires_grad = False
+net = nn.Sequential(back, head); opt = torch.optim.SGD(head.parameters(), 1e-2)
+loop(net, opt, 60, batch=lambda i: (data(i)[0][:, None], data(i)[1]))
+""", "net = nn.Sequential(back, head)", "net = nn.Sequential(back.eval(), head)"),
+}
+
+OTHERS = {
+    "a GAN whose step is one function": """
+G, D = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)), mlp(1)
+g, d = torch.optim.Adam(G.parameters(), 2e-3), torch.optim.Adam(D.parameters(), 2e-3)
+def step(opt, loss): opt.zero_grad(); loss.backward(); opt.step()
+for i in range(90):
+    x = data(i)[0] + 2; fake = G(torch.randn(16, 4))
+    step(d, (F.softplus(-D(x)) + F.softplus(D(fake.detach()))).mean())
+    step(g, F.softplus(-D(fake)).mean())
+""",
+    "sharpness-aware": """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
+def back(i): x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward()
+for i in range(90):
+    back(i)
+    with torch.no_grad():
+        e = [0.05 * p.grad / p.grad.norm().clamp(min=1e-6) for p in net.parameters()]
+        for p, d in zip(net.parameters(), e): p.add_(d)
+    back(i)
+    with torch.no_grad():
+        for p, d in zip(net.parameters(), e): p.sub_(d)
+    opt.step()
+""",
+    "adversarial, the last pass is used": """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
+for i in range(60):
+    x, y = data(i); d = torch.zeros_like(x, requires_grad=True)
+    for k in range(3):
+        opt.zero_grad(); F.mse_loss(net(x + d), y).backward()
+        d = (d + 0.01 * d.grad.sign()).detach().requires_grad_()
+    opt.step()
+""",
+    "gradient surgery": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); each = []
+    for k in range(3):
+        opt.zero_grad(); F.mse_loss(net(x)[:, k], y[:, k]).backward()
+        each.append([p.grad.clone() for p in net.parameters()])
+    for p, *g in zip(net.parameters(), *each): p.grad = sum(g) / 3
+    opt.step()
+""",
+    "actor and critic": """
+actor, critic = mlp(2), nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+a, c = torch.optim.Adam(actor.parameters(), 1e-3), torch.optim.Adam(critic.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i)
+    q = critic(torch.cat([x, actor(x).detach()], 1)); loss = F.mse_loss(q, y[:, :1])
+    c.zero_grad(); loss.backward(); c.step()
+    a.zero_grad(); (-critic(torch.cat([x, actor(x)], 1)).mean()).backward(); a.step()
+""",
+    "LBFGS, and two steps with a gradient by hand": """
+net = mlp(); opt = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4)
+for i in range(20):
+    x, y = data(i)
+    def closure(): opt.zero_grad(); loss = F.mse_loss(net(x), y); loss.backward(); return loss
+    opt.step(closure)
+opt = torch.optim.SGD(net.parameters(), 1e-3)
+for i in range(20):
+    x, y = data(i); gs = torch.autograd.grad(F.mse_loss(net(x), y), [*net.parameters()])
+    for p, g in zip(net.parameters(), gs): p.grad = g
+    opt.step(); opt.step()
+""",
+    "a loss per head, accumulated, with a loss scaler": """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2); s = torch.amp.GradScaler("cpu")
+rate = torch.optim.lr_scheduler.SequentialLR(opt, [
+    torch.optim.lr_scheduler.LinearLR(opt, 0.1, 1.0, 10),
+    torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50)], [10])
+for i in range(120):
+    x, y = data(i)
+    with torch.autocast("cpu", torch.float16): out = net(x).float()
+    for k in range(3): s.scale(F.mse_loss(out[:, k], y[:, k])).backward(retain_graph=k < 2)
+    if i % 2:
+        s.unscale_(opt); nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        s.step(opt); s.update(); opt.zero_grad(); rate.step()
+""",
+    "an average and a plateau": """
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+slow = copy.deepcopy(net).requires_grad_(False); opt = torch.optim.Adam(net.parameters(), 1e-3)
+rate = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=5)
+for i in range(90):
+    x, y = data(i); opt.zero_grad(); loss = F.mse_loss(net(x), y)
+    with torch.no_grad(): more = F.mse_loss(slow(x), net(x))
+    (loss + 0 * more).backward(); opt.step()
+    with torch.no_grad():
+        for a, p in zip(slow.parameters(), net.parameters()): a.lerp_(p, 0.05)
+    if i % 10 == 9: rate.step(loss.item())
+""",
+    "a step within the backward pass": """
+net = mlp(); opts = {p: torch.optim.SGD([p], 1e-2) for p in net.parameters()}
+def fused(p): opts[p].step(); opts[p].zero_grad()
+for p in net.parameters(): p.register_post_accumulate_grad_hook(fused)
+for i in range(60): x, y = data(i); F.mse_loss(net(x), y).backward()
+""",
+}
+
+
+def outcome(name):
+    """(is it right, what was said of the fault, and of the twin)"""
+    if name in OTHERS:
+        code, said = run(PRELUDE + OTHERS[name])
+        return code == 0 and not said, "", said
+    row = REPORTS[name]
+    (code, said), (code_twin, said_twin) = run(PRELUDE + row.script), run(PRELUDE + row.twin)
+    right = code == 0 and bool(re.search(row.words, said)) and code_twin == 0 and not said_twin
+    return right, said, said_twin
+
+
+def main():
+    parser = arguments(__doc__, "cpu")
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
+    names = args.names or [*REPORTS, *OTHERS]
+    rows = {}
+    with ThreadPoolExecutor(2) as pool:
+        for name, (right, said, twin) in zip(names, pool.map(outcome, names), strict=True):
+            about = REPORTS[name]._asdict() if name in REPORTS else {"script": OTHERS[name]}
+            rows[name] = {"right": right, "said": said, "said of the twin": twin} | about
+            print(f"{'right' if right else 'WRONG'}  {name}\n    {said}\n    {twin}")
+    counts = {"named, and the twin is not accused": sum(r["right"] for r in rows.values())}
+    counts["of"] = len(rows)
+    if not (args.names or args.smoke):
+        path = args.results / "public_reports-cpu.json"
+        whole = header("public_reports", args) | counts | {"rows": rows}
+        path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Runs that are finite and wrong: public reports, their twins, and ranks with other weights."""
+import pytest
+from helpers import ROOT, run_ranks
+
+from bench.public_reports import OTHERS, REPORTS, outcome
+
+
+@pytest.mark.parametrize("name", [*REPORTS, *OTHERS])
+def test_the_fault_is_named_and_a_healthy_loop_is_not_accused(name):
+    right, said, of_the_twin = outcome(name)
+    assert right, f"{said}\n---\n{of_the_twin}"
+
+
+RANKS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+fault, rank = sys.argv[1], dist.get_rank()
+torch.manual_seed(rank if fault in ("seed", "local", "wrapped") else 0)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+model = nn.parallel.DistributedDataParallel(net) if fault in ("wrapped", "loaded") else net
+if fault == "loaded" and rank: nn.init.normal_(net[2].weight)  # after DDP has broadcast
+opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+torch.manual_seed(rank)
+for step in range(20):
+    x = torch.randn(32, 8)
+    opt.zero_grad(); (model(x) - x[:, :1]).pow(2).mean().backward()
+    for p in net.parameters() if model is net and fault != "local" else ():
+        dist.all_reduce(p.grad); p.grad /= 2
+    opt.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("fault", "words"), [
+    ("seed", "rank 1 holds other weights than rank 0 after step 0, though their gradients are"),
+    ("loaded", "2.weight by"), ("", ""), ("wrapped", ""), ("local", ""),
+])
+def test_ranks_with_other_weights_and_the_same_gradients_are_named(tmp_path, fault, words):
+    (tmp_path / "script.py").write_text(RANKS)
+    done = run_ranks([ROOT / "autopsy", "script.py", fault], tmp_path)
+    said = "".join(one.stderr for one in done)
+    assert (words in said) if words else "holds other weights" not in said
