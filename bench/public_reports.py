@@ -169,7 +169,7 @@ for i in range(60):
         "values.append(v[0])\n    return torch.stack(logp), torch.stack(values)"),
     "a head that is read through NumPy": Row(
         "github.com/jsboige/CoursIA/pull/15256", "path",
-        r"no gradient has reached head.weight, head.bias.* script.py:\d+",
+        r"no gradient has reached head.bias, head.weight.* script.py:\d+",
         """
 body, head, aux = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 3)
 opt = torch.optim.Adam([*body.parameters(), *head.parameters(), *aux.parameters()], 1e-3)
@@ -310,7 +310,8 @@ def outcome(name):
         return code == 0 and not said, "", said
     row = REPORTS[name]
     (code, said), (code_twin, said_twin) = run(PRELUDE + row.script), run(PRELUDE + row.twin)
-    right = code == 0 and bool(re.search(row.words, said)) and code_twin == 0 and not said_twin
+    right = code == 0 and bool(re.search(row.words, said))
+    right &= code_twin == 0 and "autopsy:" not in said_twin  # torch may warn
     return right, said, said_twin
 
 
