@@ -11,7 +11,8 @@ flipped bit without a word. Here every file is
              old file. A reader sees the old file or the new one. A full disk leaves the old file.
              A link that lies at the name is replaced, and never written through.
   checked    A torch file is a zip archive and holds the CRC-32 of each record. torch.load does not
-             compare it; `load` does. (The CRC finds damage. Against malice: weights_only=True.)
+             compare it; `load` does. (The CRC finds damage. Against malice: weights_only=True, and
+             bounds: a small file becomes no large state. Errors hold no control characters.)
              `compare` reads back what was saved: a run calls it before it says "done".
   finite     A state with a non-finite number (NaN, inf, a magnitude above LIMIT) is neither written
              nor "repaired": `save` returns the names of the tensors. `non_finite` says which masks
@@ -90,12 +91,20 @@ PLAIN = (
 STOPS = (
     "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGBREAK",
 )  # fmt: skip
+# Of dicts, lists and tuples in a file: the generators of 1,000 ranks are 640,000.
+MOST_ENTRIES = 2**22
 # Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class CheckpointError(RuntimeError):
-    """A file cannot be read or written, or a state must not be written. Names file and cause."""
+    """A file cannot be read or written, or a state must not be written. Names file and cause, in
+    one line: the names in a file are a stranger's, and a terminal would obey their control
+    characters."""
+
+    def __init__(self, sentence: str):
+        shown = (c if c.isprintable() else ascii(c)[1:-1] for c in sentence[:1000])
+        super().__init__("".join(shown))
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -254,6 +263,18 @@ def _fsync(path: Path):  # a file or a folder (on Windows: a file)
         os.close(descriptor)
 
 
+def _entries_left(tree, left):
+    """`left`, less the entries of nested containers. Below 0 it stops: a list of ten times the same
+    list, and so on, takes 200 bytes, and no loop over it ends."""
+    if isinstance(tree, (dict, list, tuple)):
+        left -= len(tree)
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            if left < 0:
+                break
+            left = _entries_left(child, left)
+    return left
+
+
 def load(path: str | Path) -> Any:
     """Load a saved file, on the CPU. It runs no code in the file.
 
@@ -265,11 +286,16 @@ def load(path: str | Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
             # torch takes a record with the bit of a folder for one, and leaves its tensor
-            # uninitialised. It compresses none: a small file is no large one.
+            # uninitialised. It compresses none, and no two lie at one place: a small file is no
+            # large one.
             odd = any(record.external_attr or record.compress_type for record in records)
-            if odd or archive.testzip():  # the first record that does not match its CRC-32
+            overlap = sum(record.file_size for record in records) > os.path.getsize(path)
+            # testzip() names the first record that does not match its CRC-32
+            if odd or overlap or archive.testzip():
                 raise zipfile.BadZipFile
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if _entries_left(state, MOST_ENTRIES) < 0:
+            raise ValueError
         for _, t in named_tensors(state):  # as snapshot() makes them
             if not _is_dense(t) or t.numel() * t.itemsize > t.untyped_storage().nbytes():
                 raise ValueError

@@ -134,8 +134,10 @@ def hides_progress() -> bool:
 
 def refuse(code: int, sentence: object) -> NoReturn:
     """Leave with one sentence on this rank's standard error instead of a traceback."""
+    # A stranger's file may have given it control characters, which a terminal obeys.
+    shown = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(sentence))
     with contextlib.suppress(OSError):  # its disk is full
-        print(f"train.py: {sentence}", file=sys.stderr)
+        print("train.py:", "".join(shown), file=sys.stderr)
     raise SystemExit(code)
 
 

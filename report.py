@@ -51,6 +51,7 @@ from typing import Any
 
 # Open through no link, and do not wait for who reads a pipe. (Windows has neither.)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+LONGEST = 2**28  # bytes of metrics.jsonl: a million logged steps are 0.2 GB
 lost = []  # not empty: standard output cannot be written any more
 
 
@@ -123,8 +124,10 @@ def strict_json(value: Any) -> str:
 
 
 def print_line(text: str, write: Callable[[str], Any] = print) -> bool:
-    """Print and flush. Returns False if nobody reads any more, or the disk is full; then later
+    """Print and flush, with control characters written out: names from files may hold some, and a
+    terminal obeys them. Returns False if nobody reads any more, or the disk is full; then later
     lines go nowhere."""
+    text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     if sys.stdout is None:  # >&-
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         lost.append(text)
@@ -153,12 +156,16 @@ def print_last(summary: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; none if there is no such file."""
+    """The whole lines of metrics.jsonl; none if there is no such file. OSError: it is too long to
+    be one."""
     lines = []
+    if path.is_file() and path.stat().st_size > LONGEST:
+        raise OSError(f"{path} has over {LONGEST >> 20} MB: it is not the log of a run")
     for text in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step", 0), int):
+            step = line.get("step", 0) if isinstance(line, dict) else None
+            if isinstance(step, int) and abs(step) < 2**53:
                 lines.append(line)
     return lines
 
@@ -234,7 +241,7 @@ def draw_curves(path: Path) -> Path | None:
 
 def number(value: Any) -> float:
     """NaN for what is none."""
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return float(value)
     return math.nan
 
@@ -242,5 +249,8 @@ def number(value: Any) -> float:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python report.py RUN_FOLDER")
-    drawn = draw_curves(Path(sys.argv[1]) / "metrics.jsonl")
+    try:
+        drawn = draw_curves(Path(sys.argv[1]) / "metrics.jsonl")
+    except OSError as error:
+        sys.exit(f"report.py: {error}")
     print(drawn or "matplotlib is not installed: pip install matplotlib")

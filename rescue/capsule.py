@@ -18,8 +18,10 @@ from torch import Tensor
 import amp_policy
 import autopsy
 import checkpoint
+from data import LARGEST
 from fp32 import keep_fp32
 from models import MODELS, build, set_drop_path, wrap
+from report import print_line
 from rescue import inject
 from trainer import resume, schema
 from trainer.record import Run
@@ -78,11 +80,18 @@ def replay(path: Path, rerun: Callable) -> int:
         about = state["identity"]
         if about["model"] not in MODELS:
             raise ValueError(f"the model {about['model']} is not here")
-        for images, labels in content.record["batches"]:
-            if images.dim() != 4 or len(images) != len(labels):
-                raise ValueError("its batches are not images with labels")
-        channels, side = images.shape[1:3]
-    net = build(about["model"], content.class_names, side, channels)
+        names = content.class_names
+        if not 0 < len(names) < 10**5 or content.num_classes not in (None, len(names)):
+            raise ValueError(f"it has {len(names)} names for {content.num_classes} classes")
+        record = content.record
+        size = record["batches"][0][0].shape[1:]
+        channels, side, _ = size
+        for (images, labels), indices in zip(record["batches"], record["indices"], strict=True):
+            if images.shape != (len(labels), *size) or len(indices) not in (0, len(labels)):
+                raise ValueError("its batches are not images with labels and indices")
+        if not (images.is_floating_point() and 0 < side <= LARGEST and 0 < channels <= LARGEST):
+            raise ValueError(f"images of {tuple(size)} are none")
+    net = build(about["model"], names, side, channels)
     set_drop_path(net, about["drop_path"])
     keep_fp32(net, state["pinned"])
     keep_fp32(net, state["keep_output"], keep_output=True)
@@ -103,5 +112,6 @@ def replay(path: Path, rerun: Callable) -> int:
         rerun(run, kept), kept, net, state=dict(enumerate(state["optimizers"])),
         num_classes=content.num_classes, precision=policy.name, advice="flags",
     )
-    print(f"{report}\nrecorded verdict: {content.verdict}, replayed on the CPU: {report.verdict}")
+    print_line(f"{report}\nrecorded verdict: {content.verdict[:80]}, replayed on the CPU: "
+               f"{report.verdict}")
     return int(report.verdict != content.verdict)

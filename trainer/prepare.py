@@ -142,7 +142,7 @@ def data(run: Run, local_rank: int) -> list[str]:
             args.max_bad_share,
             None if args.workers else ".cache",
             warn=left_out.append,
-            say=print if run.rank == 0 else str,
+            say=report.print_line if run.rank == 0 else str,
             val_share=args.val_share,
         )
     args.dataset, args.val_share = run.data.name, run.data.val_share

@@ -212,7 +212,8 @@ def load_whole_state(run: Run, state: dict) -> str:
         run.guard.load_state_dict(state["guard"])
         if pending := state["guard"]["pending"]:
             _, row, names = pending
-            if len(row) != len(run.guard.names) + 32 or not {"loss", "grad_norm"} <= {*names}:
+            known = {"loss", "grad_norm"} <= {*names} and all(map(str.isidentifier, names))
+            if len(row) != len(run.guard.names) + 32 or not known:
                 raise ValueError("its pending verdict cannot be read")
         run.step = state["step"]
         if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):

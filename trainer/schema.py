@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_policy import POLICIES
-from checkpoint import CheckpointError, load_run, named_tensors
+from checkpoint import LIMIT, CheckpointError, load_run, named_tensors
 
 from .record import Healing
 
@@ -32,6 +32,8 @@ FIXED = (  # of a run
     "val_share", "model", "dataset", "num_classes", "images", "pixels", "labels", "muon",
     "no_decay", "amsgrad",
 )  # fmt: skip
+MOST = 10**7  # steps
+MOST_ENTRIES = 10**5  # of a list, or of a dict
 MOMENTS = {  # of a parameter, by an option of its optimizer
     "betas": ("step", "exp_avg", "exp_avg_sq"),
     "amsgrad": ("max_exp_avg_sq",),
@@ -103,6 +105,8 @@ def require(value: Any, kind: Any, name: str) -> None:
     fits = type(value) is wanted or (wanted is float and type(value) is int)
     if not fits or (wanted is int and value < -1):
         raise ValueError(f"{name} is {str(value)[:40]!r}")
+    if wanted in (dict, list) and len(value) > MOST_ENTRIES:
+        raise ValueError(f"{name} has {len(value)} entries")
     if is_record:
         for key, part in get_type_hints(kind).items():
             if key not in value:
@@ -133,20 +137,30 @@ def refuse_unsound(state: dict) -> None:
     learnt = [*trend["first"], trend["start"], trend["usual"], trend["mean"]]
     moments = dict(named_tensors([state["optimizers"], state["ema"]]))
     steps = range(state["step"] + 1)
+    left_out = {*state["quarantine"]}
     sound = {
-        "identity": not [*named_tensors(about)],
+        "step": state["step"] < MOST,
+        "identity": len(about) < 100 and not [*named_tensors(about)],
         "identity.precision": about["precision"] in POLICIES,
-        "identity.total_steps": 0 < about["total_steps"] < 10**7,
+        "identity.total_steps": 0 < about["total_steps"] < MOST,
         "policy": state["policy"] in POLICIES,
         "accum": 0 < state["accum"] <= about["batch_size"],
         "guard": all(state["guard"][key] >= 0 for key in ("steps", "skipped", "skipped_in_a_row")),
-        "quarantine": {*state["quarantine"]} < {*range(about["images"])},  # one image stays
+        "quarantine": len(left_out) < about["images"]  # one image stays
+                      and all(0 <= i < about["images"] for i in left_out),
         "updates": state["updates"] in steps and int(schedule["updates"]) in steps,
-        "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"]),
+        "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"])
+                               and healing["extra_steps"] < MOST,
+        "healing.cures": len(healing["cures"]) <= 4 * len(steps),
+        "healing.hunt_until": healing["hunt_until"] <= state["step"] + 50,
+        "healing.examined_until": healing["examined_until"] <= state["step"],
+        "healing.trend.suspicions": len(trend["suspicions"]) <= 10,
         "healing.trend": not trend["first"] or all(map(math.isfinite, learnt)),
+        "healing.trend.first": len(trend["first"]) <= 10,
         "healing.trend.lowest": trend["lowest"] > -math.inf,
         "healing.signs": all(len(steps_of) == 3 for steps_of in healing["signs"].values()),
-        "best": state["best"] is None or len([x for x in state["best"] if math.isfinite(x)]) == 2,
+        "scores": len(state["scores"]) < 32 and all(map(str.isidentifier, state["scores"])),
+        "best": state["best"] is None or [abs(x) <= LIMIT for x in state["best"]] == [True, True],
         "schedule.factor": 0 < float(schedule["factor"]) <= 1,
         "optimizers or ema": all(t.is_floating_point() for t in moments.values()),
     }
@@ -194,7 +208,7 @@ def describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str
     CheckpointError for another run: one of FIXED differs.
     """
     changed = {
-        key: f"{key}: {saved.get(key)} -> {current.get(key)}"
+        key: f"{key[:40]}: {str(saved.get(key))[:80]} -> {current.get(key)}"
         for key in saved | current
         if saved.get(key) != current.get(key)
     }
