@@ -81,6 +81,8 @@ def train_step(run, images, labels, inspect=None, eager=False):
     #    times the limit.
     if run.schedule:
         sums["lr"] = run.schedule.lr
+    if run.world_size > 1:
+        guard.carry(f"loss of rank {run.rank}", sums["loss"])
     found_inf = guard.step(run.optimizers, scaler, clip=run.clip, **sums, scale=scaler.scale_tensor)
     # 4. Rejected: BatchNorm's statistics went back too. Accepted: schedule and average move. The
     #    schedule counts accepted updates only, the loss scale learns from both.

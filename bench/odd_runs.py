@@ -1,5 +1,5 @@
 """
-Odd runs: 62 that look lost and are healthy, and 46 that are lost with finite numbers.
+Odd runs: 69 that look lost and are healthy, and 60 that are lost with finite numbers.
 
     python bench/odd_runs.py                       all of them, a few minutes on two cores
     python bench/odd_runs.py "one class" "rate 0"  these
@@ -10,6 +10,7 @@ last line hold a sentence. Most rows train a small network with a frozen norm, a
 two rates, on images of 8 x 8 pixels that it learns within a few epochs.
 """
 
+import copy
 import sys
 import tempfile
 from collections import OrderedDict
@@ -288,6 +289,105 @@ def reverse(g):
     return -g
 
 
+# --- What is written wrongly, or evaluated wrongly
+
+def old_copy(run):
+    """The network of the first validation is evaluated each time."""
+    copies = []
+    forward = type(run.net).forward
+
+    def evaluated(*args):
+        if run.net.training:
+            return forward(run.net, *args)
+        if not copies:
+            copies.append(copy.deepcopy(run.net))
+            del copies[0].forward
+        return copies[0].eval()(*args)
+
+    run.net.forward = evaluated
+
+
+def other_scores(change):
+    """In evaluation the metrics are these."""
+    def act(run):
+        forward = type(run.model).forward
+
+        def scored(x, y):
+            loss, metrics = forward(run.model, x, y)
+            return loss, metrics if run.model.training else metrics | change(metrics)
+
+        run.model.forward = scored
+
+    return act
+
+
+def written(which, change):
+    """change(contents, those of the first time) is what is written to this file."""
+    def act(run):
+        start, seen = run.checkpoints._start, []
+
+        def wrong(path, state, *links):
+            if path.name == which:
+                seen.append(copy.deepcopy(dict(state)))
+                state = change(dict(state), seen[0])
+            return start(path, state, *links)
+
+        run.checkpoints._start = wrong
+
+    return at(0, act)
+
+
+def head_reversed(state, first):
+    weights = state.get("model", state)
+    weights = weights | {"head.weight": weights["head.weight"] * -3}
+    return state | {"model": weights} if "model" in state else weights
+
+
+def no_moments(state, first):
+    return state | {"optimizers": first["optimizers"]}
+
+
+def validation_exchanged(run):
+    images, labels = run.data.val
+    run.data.val = images.flip(0), labels.flip(0)
+
+
+def put_back(run, step, batch):
+    if step == 0:
+        run.was = run.net.middle.weight.detach().clone()
+    elif step % 5 == 0:
+        run.net.middle.weight.data.copy_(run.was)
+
+
+def by_a_share(share):
+    """Of each update of the body this share stays."""
+    def strike(run, step, batch):
+        now = run.net.body.weight.data
+        if step > 1:
+            now.copy_(run.was + share * (now - run.was))
+        run.was = now.clone()
+
+    return strike
+
+
+def mixed(run, x, y):
+    """Mixup with the neighbour, as an augmentation of the images alone."""
+    return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+
+def smoothed(run):
+    run.model.label_smoothing = 0.4
+
+
+def swa(run, step, batch):
+    """A mean of the weights of the last steps takes their place near the end, as SWA does."""
+    if step == 50:
+        run.was = [p.detach().clone() for p in run.net.parameters()]
+    if step == 58:
+        for p, was in zip(run.net.parameters(), run.was, strict=True):
+            p.data.lerp_(was, 0.5)
+
+
 CHANGES = (noisy, imbalanced, one_class, same_in_class, colours, sorted_by_class, outliers,
            random_labels, very_noisy, two_classes, low_contrast, half_black, small_validation,
            inverted_validation, drawn)
@@ -329,6 +429,13 @@ HEALTHY = {  # name: (flags, what is done to the data, strike, flags of a leg th
     "rate 0 at the start": ("", None, at(0, lambda run: schedule_0(run, slice(10)))),
     "body frozen by rate 0": ("--model frozen_by_rate --muon",),
     **{net.__name__.replace("_", " "): (f"--model {net.__name__} --muon", ) for net in NETS},
+    "label smoothing 0.4": ("", None, at(0, smoothed)),
+    "mixup": ("", None, batch_from(1, mixed)),
+    "weights averaged near the end": ("", None, swa),
+    "three epochs": ("--max-steps 33",),
+    "averaged weights, resumed": ("--ema 0.9", None, None, "--max-steps 90"),
+    "O1, started again": ("", None, None, "--precision O1"),
+    "a bias that a norm takes away": ("--no-decay body.bias",),
 }  # fmt: skip
 LOST = {
     "rate 1e-30": ("--lr 1e-30",),
@@ -380,6 +487,24 @@ LOST = {
     "weights drawn anew at step 57": ("", None, at(57, anew)),
     "labels shuffled from step 30": ("", None, batch_from(30, lambda run, x, y: (x, y.roll(1)))),
     "updates below bf16": ("--lr 2e-5", None, every(to_bf16)),
+    "a layer put back now and then": ("--muon", None, put_back),
+    "a layer put back, with muon": ("", None, put_back),
+    "a layer moved by a millionth": ("", None, by_a_share(1e-6)),
+    "a layer moved by a thousandth": ("", None, by_a_share(1e-3)),
+    "an old copy is validated": ("", None, at(0, old_copy)),
+    "an accuracy of 99 %": ("", noisy, at(0, other_scores(
+        lambda metrics: {"acc1": torch.full_like(metrics["acc1"], 99.0)}))),
+    "a tenth of the loss": ("", noisy, at(0, other_scores(
+        lambda metrics: {"loss": metrics["loss"] / 10}))),
+    "validation exchanged": ("", None, at(30, validation_exchanged)),
+    "last.pt: head x -3": ("", None, written("last.pt", head_reversed)),
+    "last.pt: the first weights": ("", None, written(
+        "last.pt", lambda state, first: state | {"model": first["model"]})),
+    "last.pt: the first moments": ("", None, written("last.pt", no_moments)),
+    "last.pt: the first average": ("--ema 0.9", None, written(
+        "last.pt", lambda state, first: state | {"ema": first["ema"]})),
+    "best.pt: head x -3": ("", None, written("best.pt", head_reversed)),
+    "best.pt: the first weights": ("", None, written("best.pt", lambda state, first: first)),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 
 import ranks
 from checkpoint import CheckpointError
-from rescue import capsule, heal, inject, notice, probes, verify
+from rescue import capsule, evidence, heal, inject, notice, probes, verify
 from trainer.record import Finding, Plain
 
 CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
@@ -84,7 +84,10 @@ class Rescue(Plain):
         findings = []
         if verify.differs(carried):
             findings.append(Finding("mismatch", step, verdict))
-        if reason := notice.judge_loss(run, stats["loss"], stats["grad_norm"]):
+        if warning := notice.parted_rank(run, carried):
+            run.log.warn(step, warning)
+        loss = notice.mean_loss(run, carried, stats["loss"])
+        if reason := notice.judge_loss(run, loss, stats["grad_norm"]):
             findings.append(Finding("lost", step, verdict, reason))
         return findings
 
@@ -126,4 +129,4 @@ class Rescue(Plain):
         return not notice.is_suspicious(run) and notice.sample_is_sound(run)
 
     def objections(self, run):
-        return notice.evidence_of_loss(run)
+        return evidence.evidence_of_loss(run)

@@ -17,8 +17,9 @@ anything) to `lowest` (the best moving mean). Certain signs send the run back, o
 A spike that recovers does nothing. While a suspicion is open, last_good does not move, and no run
 ends "done".
 
-A task may be too hard, and you may freeze a backbone on purpose. A sign that fits these too stops
-nothing: the last line lists it in `warnings` (`doubts`). This file is wiring: train.py calls it.
+One rank of several that trains on noise leaves the gradient finite, and wrong. So the ranks' losses
+travel with the guard's flags. A warning names a rank whose loss parts from the others' for long.
+This file is wiring: train.py calls it; evidence.py judges a run at its end.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ import math
 import statistics
 
 import torch
-from torch import Tensor
 
 import guards
 import optim
-from rescue import probes, verify
+from rescue import movement, probes, verify
 from trainer import validation
-from trainer.record import Run
+from trainer.record import Run, loss_names
 
 FIRST = 10  # losses from which the start is known
 HIGH = "the loss has been far above its past"
@@ -41,8 +41,7 @@ UNLEARNT = "the model has lost what it learnt: the loss has been near its start"
 DEAD = "the gradient norm has been below 1e-12"
 # Steps in a row. A rate ten times too high brings a loss back to its start, and it recovers.
 PATIENCE = {HIGH: 20, UNLEARNT: 50, DEAD: 20}
-# Between two looks. A bias of 0 moves by 1e-29 at a rate of 1e-30: that is no movement.
-LEAST_MOVE = 1e-9
+PARTED = 30  # steps in a row
 
 
 def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
@@ -74,6 +73,35 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
         if steps >= PATIENCE[reason]:
             return (f"{reason} for {steps} steps: loss {loss:.4g}, {trend.start:.4g} at the start "
                     f"and {trend.lowest:.4g} at best; gradient norm {grad_norm:.3g}")
+    return ""
+
+
+def mean_loss(run: Run, carried: dict[str, float], loss: float) -> float:
+    """The mean loss of all ranks, the same on each; of one process its own."""
+    losses = [carried[name] for name in loss_names(run.world_size)]
+    return statistics.mean(losses) if losses else loss
+
+
+def parted_rank(run: Run, carried: dict[str, float]) -> str:
+    """Take in the ranks' losses of an accepted step. Says once if one rank has parted from the
+    others; or "".
+
+    Ranks draw from one permutation, so which of them has the highest loss is chance: of two, the
+    same 30 times in a row once in a billion.
+    """
+    losses = [carried[name] for name in loss_names(run.world_size)] or [0.0]
+    known = run.healing.trend.extremes
+    # Of two ranks the lower one may be the one that trains on a single image: both are told.
+    for kind, loss in [("highest", max(losses)), ("lowest", min(losses))][: len(losses) - 1]:
+        rank, steps = known.get(kind, (-1, 0))
+        if losses.count(loss) > 1 or losses.index(loss) != rank:
+            rank, steps = losses.index(loss), 0
+        known[kind] = [rank, steps + 1]
+        if steps + 1 == PARTED:
+            rest = sorted(losses[:rank] + losses[rank + 1:])
+            return (f"rank {rank} had the {kind} loss in each of {PARTED} steps, {loss:.4g} in the "
+                    f"last one, and the others {rest[0]:.4g} to {rest[-1]:.4g}: it trains on other "
+                    "images or labels, or computes wrongly")
     return ""
 
 
@@ -110,46 +138,8 @@ def inspect_step(run: Run, step: int, sampler: probes.Probes | None
     for sentence in sentences:
         run.log.warn(step, sentence)
     masters = optim.master_params(run.optimizers)
-    note_signs_of_life(run, step, masters)
+    movement.note_movement(run, step, masters)
     return probes.TensorFigures(named, masters, run.scaler.scale_tensor)
-
-
-def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
-    """The parameters that should learn (they need a gradient, or an optimizer holds them), and the
-    learning rate of each that an optimizer holds."""
-    rates = {}
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            rates |= dict.fromkeys(group["params"], float(group["lr"]))
-    named = {name: p for name, p in run.net.named_parameters()
-             if p.numel() and (p.requires_grad or p in rates)}  # fmt: skip
-    return named, rates
-
-
-@torch.no_grad()
-def note_signs_of_life(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
-    """Note when each tensor last had moved, had a gradient, had a learning rate."""
-    healing = run.healing
-    named, rates = learning(run)
-    samples = []
-    gradients = []
-    for p in named.values():
-        weight = masters.get(p, p).reshape(-1)
-        samples.append(weight[:: max(1, len(weight) // 100)].float())
-        gradient = weight.new_zeros(()) if p.grad is None else p.grad
-        gradients.append(gradient.any().float())
-    before = healing.sample
-    numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()
-    sample, graded = numbers.tensor_split([-len(named)])
-    # It goes into the checkpoint, which takes no bad number.
-    healing.sample = sample.nan_to_num(0, 0, 0).clamp(-1e18, 1e18)
-    if before is None or len(before) != len(sample):
-        before = healing.sample
-    changes = (healing.sample - before).abs().split([len(some) for some in samples])
-    for (name, p), change, has_gradient in zip(named.items(), changes, graded, strict=True):
-        found = (change.max() > LEAST_MOVE, has_gradient, rates.get(p))
-        signs = healing.signs.setdefault(name, [0, 0, 0])
-        signs[:] = [step if yes else last for yes, last in zip(found, signs, strict=True)]
 
 
 def note_figures(run: Run, step: int, figures: dict[str, dict[str, float]]) -> None:
@@ -207,113 +197,3 @@ def sample_is_sound(run: Run) -> bool:
         batch = validation.sample(run, validation.SAMPLE)
         scores = validation.evaluate(run.model, [batch], alone=True)
     return not (unsound(run, scores) or at_chance(run, scores, kept=0.8))
-
-
-def evidence_of_loss(run: Run) -> list[str]:
-    """Say why this run did not end well: sentences, [] if it did. Doubts go to the warnings."""
-    reasons = [has_not_learnt(run), ended_high(run)]
-    if run.guard.skipped > 0.5 * run.guard.steps:
-        reasons.append(f"{run.guard.skipped} of {run.guard.steps} steps were rejected")
-    reasons = [reason for reason in reasons if reason]
-    if not reasons and run.updates >= PATIENCE[DEAD]:
-        for sentence in doubts(run):
-            run.log.warn(run.step, sentence)
-    return reasons
-
-
-def has_not_learnt(run: Run) -> str:
-    """Tensors whose gradient was always 0, so that their moments are, and weights that did not
-    move, while there was something left to learn."""
-    trend = run.healing.trend
-    if run.updates < PATIENCE[DEAD] or trend.mean <= 1e-3 * trend.start:
-        return ""
-    for name, p in run.net.named_parameters():
-        states = [optimizer.state.get(p, {}) for optimizer in run.optimizers]
-        moments = [t for state in states for t in state.values() if t.dim()]
-        if moments and not any(t.any() for t in moments):
-            return f"the gradient of {name} was always 0: it has never learnt"
-    named, _ = learning(run)
-    signs = run.healing.signs
-    is_on = any(rated for _, _, rated in signs.values())
-    # A rate of 0 beside others is how some freeze a part.
-    still = [name for name in named if name in signs and not signs[name][0]
-             and (signs[name][2] or not is_on)]  # fmt: skip
-    elements = sum(named[name].numel() for name in still)
-    most = max(len(still) / len(named), elements / sum(p.numel() for p in named.values()))
-    if most >= 0.5 and trend.lowest > 0.8 * trend.start:
-        return (f"{shortened(still)} did not move: the learning rate is as good as 0, or every "
-                "update is rounded away or undone")
-    return ""
-
-
-def shortened(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def doubts(run: Run) -> list[str]:
-    """Signs of a lost run that a hard task or a frozen part shows too: sentences."""
-    trend = run.healing.trend
-    scores = run.scores
-    val_loss = scores["val_loss"]
-    said = lifeless(run)
-    knows = False
-    if "val_acc1" in scores and len(run.data.classes) > 1:
-        labels = run.data.val[1]
-        share = 100 * int(labels.bincount().max()) / len(labels)
-        deviation = (share * (100 - share) / len(labels)) ** 0.5
-        knows = scores["val_acc1"] > share + 2 * deviation
-        if not knows:
-            said.append(f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
-                        f"would have {share:.1f} %")
-    # A short run that knows something has not fallen far.
-    if trend.mean > (1.0 if knows else 0.95) * trend.start > 0:
-        said.append(f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
-                    f"{trend.mean:.4g} at the end")
-    elif trend.mean > (trend.start + trend.lowest) / 2:
-        said.append(f"the training loss is {trend.mean:.4g} at the end, and was {trend.lowest:.4g}")
-    if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
-        said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
-                    f"{trend.mean:.4g} in training")
-    if forgotten := at_chance(run, scores, kept=0.5):
-        said.append(f"the model has lost what it learnt: {forgotten}")
-    return said
-
-
-def lifeless(run: Run) -> list[str]:
-    """Tensors without movement, gradient or learning rate at the last three looks or more. (The
-    label that a diffusion model drops is used now and then.)"""
-    trend = run.healing.trend
-    if trend.mean <= 1e-3 * trend.start:  # nothing is left to learn
-        return []
-    named, rates = learning(run)
-    causes = {}
-    for name, p in named.items():
-        moved, graded, rated = run.healing.signs.get(name, [run.step] * 3)
-        for since, what in ((rated, "had a learning rate of 0"), (graded, "had no gradient"),
-                            (moved, "did not move")):  # fmt: skip
-            if p not in rates:
-                what = "was in no optimizer"
-            if run.step - since > 2.5 * between_looks(run):
-                causes.setdefault((what, since), []).append(name)
-                break
-    return [f"{shortened(names)} {what} " + (f"after step {since}" if since else "at any look")
-            for (what, since), names in causes.items()]
-
-
-def ended_high(run: Run) -> str:
-    """Says if the loss is high in the last steps and validation agrees: a spike is no sign."""
-    trend = run.healing.trend
-    val_loss = run.scores["val_loss"]
-    if not trend.first:
-        return ""
-    untrained = trend.first[0]
-    if "divergence" in run.healing.cures and val_loss > 1.5 * untrained:
-        return (f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
-                f"step had {untrained:.4g}")
-    suspected = any(steps >= 3 for steps in trend.suspicions.values())
-    learnt = trend.start - trend.lowest
-    if suspected and val_loss > trend.start - 0.2 * learnt:
-        return (f"the model has lost what it learnt: the last validation has a loss of "
-                f"{val_loss:.4g}, training had {trend.start:.4g} at the start and "
-                f"{trend.lowest:.4g} at best")
-    return ""

@@ -46,7 +46,7 @@ from ranks import (
 )
 
 from . import flags, resume
-from .record import Plain, Run
+from .record import Plain, Run, loss_names
 
 ENOUGH = 300  # updates: with fewer a network hardly learns, however many epochs they are
 
@@ -345,7 +345,7 @@ def training(run: Run):
         run.net,
         num_classes=None if run.data.regression else len(run.data.classes),
         ignore_index=None,  # in a data set of classes every picture has one
-        carries=run.rescue.carries,
+        carries=(*run.rescue.carries, *loss_names(run.world_size)),
     )
     if args.ema:
         run.ema = ema.EMA(optim.master_params(run.optimizers).values(), args.ema)

@@ -50,6 +50,11 @@ class Finding(NamedTuple):
     reason: str = ""
 
 
+def loss_names(world_size: int) -> tuple[str, ...]:
+    """Names for the guard, by which each rank's loss travels to all; () in one process."""
+    return tuple(f"loss of rank {rank}" for rank in range(world_size)) if world_size > 1 else ()
+
+
 class Plain:
     """What a run does about trouble without the folder rescue/: it skips bad steps, and it ends."""
 
@@ -120,6 +125,10 @@ class Trend:
     lowest: float = math.inf  # the lowest moving mean
     chance_since: int = 0  # the step from which on all validations were at chance; 0: none
     suspicions: dict[str, int] = field(default_factory=dict)  # open ones: steps in a row
+    # "highest", "lowest": the rank with that loss, and for how many steps in a row
+    extremes: dict[str, list[int]] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)  # of the last validation
+    same_since: int = 0  # the step from which on all validations had these scores
 
 
 @dataclass
@@ -132,9 +141,13 @@ class Healing:
     examined_until: int = 0  # the last step that ran before the last cure
     extra_steps: int = 0  # that a turn back has added to the run
     trend: Trend = field(default_factory=Trend)
+    other_set: int = 0  # the step at which it went on with other validation images
     # Of each tensor the last look at which it had moved, had a gradient, had a learning rate
     signs: dict[str, list[int]] = field(default_factory=dict)
     sample: torch.Tensor | None = None  # some elements of each, as they were at the last look
+    start: torch.Tensor | None = None  # and at the first
+    looked: int = 0  # the step of the last look
+    walked: dict[str, float] = field(default_factory=dict)  # of each: the sum of squared updates
     repeatable: dict[str, bool] = field(default_factory=dict)  # by image size and precision
 
 

@@ -31,7 +31,7 @@ from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 
 from . import schema, validation
-from .record import Healing, Run, Trend
+from .record import Healing, Run, Trend, loss_names
 
 # Arguments by which a run that is resumed is known again.
 IDENTIFYING = (
@@ -46,6 +46,7 @@ def identity(run: Run) -> dict:
     own = {
         **{name: getattr(run.args, name) for name in IDENTIFYING},
         **fingerprint(*run.data.train),
+        **validation.describe_set(run),
         "dataset": run.data.name,
         "num_classes": len(run.data.classes),
         "precision": run.policy.name,
@@ -126,15 +127,17 @@ def save(run: Run, good: bool) -> list[str]:
 
 
 def read_back(run: Run) -> None:
-    """What "done" says of the disk: last.pt is this step and best.pt this network, both finite and
-    as they were saved, and model.json describes them. CheckpointError on every rank otherwise."""
+    """What "done" says of the disk: last.pt is this step and holds what this run holds, best.pt
+    scores again what it was kept for, both are finite and as they were saved, and model.json
+    describes them. CheckpointError on every rank otherwise."""
     reason = ""
     files = run.checkpoints
     about = run.folder / "model.json"
     if run.rank == 0:
         try:
             files.wait()  # raises where the last save failed
-            step = schema.load(files.last)["step"]
+            last = schema.load(files.last)
+            step = last["step"]
             best = checkpoint.load(files.best)
             shapes = {name: t.shape for name, t in checkpoint.named_tensors(best)}
             with schema.reading(about):
@@ -144,6 +147,8 @@ def read_back(run: Run) -> None:
             wanted = json.loads(json.dumps(validation.describe(run)))
             if step != run.step:
                 reason = f"{files.last} is of step {step}, not of {run.step}"
+            elif other := first_difference(run, last):
+                reason = f"{files.last} holds another {other} than this run"
             elif shapes != {name: t.shape for name, t in run.net.state_dict().items()}:
                 reason = f"{files.best} does not hold the weights of this network"
             elif bad := checkpoint.non_finite(best):
@@ -152,8 +157,32 @@ def read_back(run: Run) -> None:
                 reason = f"{about} does not describe best.pt"
         except (checkpoint.CheckpointError, OSError) as error:
             reason = str(error)
+    if not agreed(reason) and run.best:
+        score, loss = validation.score_again(run, checkpoint.load(files.best))
+        # One image may fall on either side, and a loss with noise differs with the batches.
+        near = abs(score - run.best[0]) <= 0.05 * abs(score) + 100 / len(run.data.val[1])
+        if not near or abs(loss - run.best[1]) > 0.05 * abs(loss) + 1e-6:
+            reason = (f"{files.best} scores {score:.6g} with a loss of {-loss:.6g}, and was kept "
+                      f"for {run.best[0]:.6g} with {-run.best[1]:.6g}")
     if reason := agreed(reason):
         raise checkpoint.CheckpointError(f"not done: {reason}")
+
+
+def first_difference(run: Run, saved: dict) -> str:
+    """The name of the first tensor of a state that is not what the run holds; ""."""
+    mine = whole_state(run, rng=[])
+    # O3 has rounded what it took over of another level.
+    half = not run.policy.masters and run.policy.param_dtype
+    trees = [{kind: state[kind] for kind in ("model", "optimizers", "schedule", "ema")
+              if saved[kind] is not None} for state in (mine, saved)]
+    held, written = (dict(checkpoint.named_tensors(tree)) for tree in trees)
+    for name in held.keys() | written.keys():
+        pair = [tree[name].cpu() for tree in (held, written) if name in tree]
+        if half and pair[0].is_floating_point():
+            pair = [t.to(half) for t in pair]
+        if len(pair) < 2 or not pair[0].equal(pair[1]):
+            return name
+    return "" if saved["updates"] == run.updates else "updates"
 
 
 def whole_state(run: Run, rng: list[dict]) -> dict:
@@ -209,16 +238,26 @@ def load_whole_state(run: Run, state: dict) -> str:
             adopt(run, state["policy"])
         restore(run, state)
         run.scaler.load_state_dict(state["scaler"])
-        run.guard.load_state_dict(state["guard"])
         if pending := state["guard"]["pending"]:
             _, row, names = pending
+            losses = loss_names(run.world_size)
+            fixed = len(run.guard.names) - len(losses)
             known = {"loss", "grad_norm"} <= {*names} and all(map(str.isidentifier, names))
-            if len(row) != len(run.guard.names) + 32 or not known:
+            if len(row) < fixed + 32 or len(names) > 31 or not known:
                 raise ValueError("its pending verdict cannot be read")
+            # It may be of another number of ranks: each is said to have had rank 0's loss.
+            loss = row[names.index("loss") - 31]
+            pending[1] = row[:fixed] + [loss] * len(losses) + row[-32:]
+        run.guard.load_state_dict(state["guard"])
         run.step = state["step"]
         if "val_loss" in state["scores"] and all(map(math.isfinite, state["scores"].values())):
             run.scores = state["scores"]  # else it is validated again
         run.best = state["best"]
+        before = state["identity"]
+        if any(before.get(key, now) != now for key, now in validation.describe_set(run).items()):
+            run.best = None  # a score of other images
+            run.scores = {}
+            run.healing.other_set = run.step
         if run.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][run.rank], run.device)
     return "; ".join([f", resumed from {state['path']} after step {run.step}", *changes])

@@ -152,15 +152,15 @@ def refuse_unsound(state: dict) -> None:
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"])
                                and healing["extra_steps"] < MOST,
         "healing.cures": len(healing["cures"]) <= 4 * len(steps),
-        "healing.hunt_until": healing["hunt_until"] <= state["step"] + 50,
-        "healing.examined_until": healing["examined_until"] <= state["step"],
-        "healing.trend.suspicions": len(trend["suspicions"]) <= 10,
+        "healing": max(healing["hunt_until"] - 50, healing["examined_until"]) <= state["step"],
         "healing.trend": not trend["first"] or all(map(math.isfinite, learnt)),
         "healing.trend.first": len(trend["first"]) <= 10,
+        "healing.trend.extremes": all(len(pair) == 2 for pair in trend["extremes"].values()),
         "healing.trend.lowest": trend["lowest"] > -math.inf,
         "healing.signs": all(len(steps_of) == 3 for steps_of in healing["signs"].values()),
         "scores": len(state["scores"]) < 32 and all(map(str.isidentifier, state["scores"])),
         "best": state["best"] is None or [abs(x) <= LIMIT for x in state["best"]] == [True, True],
+        "ema": "ema" not in about or bool(about["ema"]) == (state["ema"] is not None),
         "schedule.factor": 0 < float(schedule["factor"]) <= 1,
         "optimizers or ema": all(t.is_floating_point() for t in moments.values()),
     }

@@ -29,10 +29,11 @@ from torchvision.utils import save_image
 import checkpoint
 import optim
 from amp_policy import HALF
-from data import batches
+from data import batches, fingerprint
 from extras.graphs import StepGraph
 from fp32 import disagreement, fp32_eval
-from ranks import out_of_memory, share_buffers, together
+from models.classifier import Classifier
+from ranks import agreed, out_of_memory, share_buffers, together
 
 from .record import Run
 
@@ -62,14 +63,12 @@ def validate(run: Run) -> str:
     """
     share_buffers(run.net)
     with evaluated_weights(run):
-        split = batches.val_batches(
-            *run.data.val, run.stream.normalize, batch_size=500, rank=run.rank,
-            world_size=run.world_size, device=run.device, workers=run.args.workers)
-        run.scores = evaluate(run.model, split, graph=run.graph)
-        judged_by = run.model.judged_by
-        sign = -1 if judged_by[0] == "-" else 1  # -: the lower, the better
-        value = sign * run.scores["val_" + judged_by.removeprefix("-")]
-        score = [value, -run.scores["val_loss"]]  # few images: many scores are equal
+        run.scores = evaluate_all(run)
+        scores = {**run.scores}
+        if scores != run.healing.trend.scores:
+            run.healing.trend.scores = scores
+            run.healing.trend.same_since = run.step
+        score = judged(run, scores)
         is_best = all(map(math.isfinite, score)) and (run.best is None or score > run.best)
         if is_best:
             run.best = score
@@ -85,6 +84,35 @@ def validate(run: Run) -> str:
         return ""
     gap = both_ways(run)
     return f"{run.policy.name} and fp32 evaluation differ: {gap}" if gap.parted else ""
+
+
+def evaluate_all(run: Run) -> dict[str, float]:
+    """The scores of all validation images, on all ranks."""
+    split = batches.val_batches(
+        *run.data.val, run.stream.normalize, batch_size=500, rank=run.rank,
+        world_size=run.world_size, device=run.device, workers=run.args.workers)
+    return evaluate(run.model, split, graph=run.graph)
+
+
+def judged(run: Run, scores: dict[str, float]) -> list[float]:
+    """What picks the best weights, the higher, the better. Of equal scores the lower loss wins: of
+    few images many are equal."""
+    judged_by = run.model.judged_by
+    sign = -1 if judged_by[0] == "-" else 1  # -: the lower, the better
+    return [sign * scores["val_" + judged_by.removeprefix("-")], -scores["val_loss"]]
+
+
+def score_again(run: Run, weights: dict[str, Tensor]) -> list[float]:
+    """What the weights in best.pt score. If they are the network's, the last validation says it."""
+    with evaluated_weights(run):
+        now = run.net.state_dict()
+        if agreed(all(weights[name].equal(t.to(weights[name])) for name, t in now.items())):
+            return judged(run, run.scores)
+        before = {name: t.clone() for name, t in now.items()}
+        run.net.load_state_dict(weights)
+        scores = evaluate_all(run)
+        run.net.load_state_dict(before)
+    return judged(run, scores)
 
 
 def describe(run: Run) -> dict:
@@ -161,6 +189,52 @@ def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
         return in_halves(function, x, y, graph)
     halves = zip(x.chunk(2), y.chunk(2), strict=True)
     return [result for half in halves for result in in_halves(function, *half, graph)]
+
+
+def describe_set(run: Run) -> dict[str, int | str]:
+    """By which the validation set is known again."""
+    return {f"val_{key}": value for key, value in fingerprint(*run.data.val).items()}
+
+
+def contradictions(run: Run) -> list[str]:
+    """Why the last validation cannot be believed: sentences, of rank 0. The outputs of a classifier
+    for a sample are counted here, without evaluate()."""
+    trend = run.healing.trend
+    said = []
+    if run.rank:
+        return said
+    learns = run.scores["val_loss"] > 1e-3 * trend.start > 0  # else nothing may be left to learn
+    if learns and trend.same_since and run.step - trend.same_since >= 0.2 * run.total_steps:
+        said.append(f"since step {trend.same_since} each validation has had the same scores to the "
+                    "last digit: it does not see the weights")
+    now = describe_set(run)
+    if run.healing.other_set or any(now[key] != run.identity[key] for key in now):
+        said.append("the validation images are not those of the start")
+    if not isinstance(run.model, Classifier):
+        return said
+    accuracy, loss = run.scores["val_acc1"], run.scores["val_loss"]
+
+    def outputs(images: Tensor, labels: Tensor) -> Tensor:  # (B, 2): is it right, loss
+        logits = run.net(images).float()
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return torch.stack([(logits.argmax(1) == labels).float(), losses], 1)
+
+    run.model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluated_weights(run):
+        counted = torch.cat(in_halves(outputs, *sample(run, SAMPLE))).cpu().double()
+    run.model.train()
+    n, total = len(counted), len(run.data.val[1])
+    own, own_loss = counted.mean(0).tolist()
+    expected = (n * own + 1) / (n + 2)  # neither 0 nor 1
+    deviation = math.sqrt(expected * (1 - expected) / n * (1 - n / total))
+    differs = abs(100 * own - accuracy) > 600 * deviation + 150 / n  # six, and one image
+    differs |= n == total and abs(own_loss - loss) > 0.02 * own_loss + 1e-3
+    # What is wrong has at most half of the probability: a loss of ln 2 or more.
+    if differs or (1 - accuracy / 100) * math.log(2) > 1.01 * loss + 1e-3:
+        said.append(f"{n} validation images, counted again, have an accuracy of {100 * own:.4g} % "
+                    f"and a loss of {own_loss:.4g}: the validation says {accuracy:.4g} % and "
+                    f"{loss:.4g} of all")
+    return said
 
 
 def both_ways(run: Run) -> Any:

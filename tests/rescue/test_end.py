@@ -1,19 +1,22 @@
 """"done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
 
 import copy
+import dataclasses
+import json
 import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import events
+from helpers import events, run_ranks, script
 from torch import nn
 
 import checkpoint
 import train
 from data import Dataset, batches
 from rescue import notice
+from trainer import record
 
 
 def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
@@ -66,6 +69,65 @@ def test_done_is_read_back_from_the_disk(run, monkeypatch, tmp_path):
     wrong = {name: words for name, words in said.items() if not words.startswith("not done: ")
              or name.split()[0].replace("folder", "last.pt") not in words}
     assert not wrong and len(said) == len(DAMAGES)
+
+
+def edited(which, change):
+    """Each file `which` is written with other contents, from the second on."""
+    start, seen = checkpoint.Checkpoints._start, []
+
+    def wrong(self, path, state, *links):
+        if path.name == which:
+            state = dict(state)
+            seen.append(copy.deepcopy(state))
+            if seen[1:]:
+                change(state, seen[0])
+        return start(self, path, state, *links)
+
+    return wrong
+
+
+def upside_down(state, first):
+    weights = state["model"] = dict(state.get("model", state))
+    name = next(name for name in weights if name.startswith("head"))
+    weights[name] = weights[name] * -3
+    if "step" not in state:
+        state.clear()
+        state.update(weights)
+
+
+def no_moments(state, first):
+    state["optimizers"] = copy.deepcopy(state["optimizers"])
+    state["optimizers"][0]["state"][0]["exp_avg"].zero_()
+
+
+WRITTEN = {
+    "last.pt: head x -3": ("last.pt", upside_down),
+    "last.pt: the first weights":
+        ("last.pt", lambda state, first: state.update(model=first["model"])),
+    "last.pt: an old average": ("last.pt", lambda state, first: state.update(ema=first["ema"])),
+    "last.pt: no average": ("last.pt", lambda state, first: state.update(ema=None)),
+    "last.pt: moments of 0": ("last.pt", no_moments),
+    "last.pt: an old schedule":
+        ("last.pt", lambda state, first: state.update(schedule=first["schedule"])),
+    "last.pt: a wrong count": ("last.pt", lambda state, first: state.update(updates=3)),
+    "best.pt: head x -3": ("best.pt", upside_down),
+    "best.pt: the first weights": ("best.pt", lambda state, first: state.update(first)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_done_means_the_network_of_this_run(struck, monkeypatch, name):
+    which, change = WRITTEN[name]
+    monkeypatch.setattr(checkpoint.Checkpoints, "_start", edited(which, change))
+    code, last, _, _ = struck(lambda *_: None, "--max-steps", 20, "--ema", 0.9)
+    assert (code, last["status"]) == (1, "failed") and which in last["reason"], last["reason"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "O2", "O3"])
+def test_a_finished_run_that_is_started_again_at_another_precision_is_done(struck, run, precision):
+    assert struck(lambda *_: None, "--max-steps", 20)[0] == 0
+    again = ("--max-steps", 20, "--resume", "auto", "--precision", precision, "--adam-eps", 1e-6)
+    assert run("--model", "struck", *again)[0] == 0
 
 
 def test_a_run_that_goes_on_elsewhere_or_without_its_best_weights_writes_them(run):
@@ -193,6 +255,133 @@ def test_gradient_ascent_never_ends_done_and_last_good_is_not_the_lost_weights(s
     assert (code, last["status"]) == (3, "diverged")
     good = checkpoint.load(run.folder / "last_good.pt")
     assert good["step"] >= 10 and good["scores"]["val_acc1"] > 70
+
+
+# --- What a run warns of
+
+
+def put_back(net, step, batch):
+    if step == 1:
+        net.was = net.body[1].weight.detach().clone()
+    if step % 5 == 0:
+        net.body[1].weight.data.copy_(net.was)
+
+
+def by_a_millionth(net, step, batch):
+    """This layer alone: what the optimizer has done to it is undone, but for a millionth."""
+    now = net.body[1].weight.data
+    if step > 1:
+        now.copy_(net.was + 1e-6 * (now - net.was))
+    net.was = now.clone()
+
+
+def old_copy(net, step, batch):
+    if step == 1:
+        other = copy.deepcopy(net)
+        net.register_forward_hook(
+            lambda net, args, out: out if net.training else other.eval()(*args))
+
+
+WARNED = {
+    "put back": (put_back, "body.1.weight hardly left"),
+    "moved by a millionth": (by_a_millionth, "body.1.weight did not move"),
+    "an old copy is validated": (old_copy, "the same scores to the last digit"),
+    "nothing": (lambda *_: None, ""),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_may_be_meant_is_a_warning(struck, name):
+    strike, reason = WARNED[name]
+    code, last, _, _ = struck(strike, "--max-steps", 60)
+    assert code == 0 and (reason in " ".join(last["warnings"]) if reason else not last["warnings"])
+
+
+LIES = {
+    "always 99 %": lambda scores: scores | {"val_acc1": 99.0},
+    "a fifth more": lambda scores: scores | {"val_acc1": scores["val_acc1"] + 20},
+    "a fifth less": lambda scores: scores | {"val_acc1": scores["val_acc1"] - 20},
+    "a small loss": lambda scores: scores | {"val_loss": 0.1 * scores["val_loss"]},
+    "the truth": dict,
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_validation_is_not_believed(struck, monkeypatch, name):
+    evaluate = train.validation.evaluate
+    monkeypatch.setattr(train.validation, "evaluate",
+                        lambda *args, **more: LIES[name](evaluate(*args, **more)))
+    _, last, _, _ = struck(shuffle_half, "--max-steps", 60)
+    said = [text for text in last["warnings"] if "counted again" in text]
+    assert bool(said) == (name != "the truth"), last
+
+
+def shuffle_half(net, step, batch):
+    """It learns about half."""
+    images, labels = batch
+    return images * (labels % 2).view(-1, 1, 1, 1), labels
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_another_validation_set_is_a_warning_and_its_scores_are_not_compared(
+        struck, run, monkeypatch, resumed):
+    load = train.prepare.load
+
+    def other(*args, **more):
+        data = load(*args, **more)
+        return dataclasses.replace(data, val=tuple(x.flip(0) for x in data.val))
+
+    def strike(net, step, batch):
+        if step == 15 and not resumed:
+            monkeypatch.setattr(train.validation, "fingerprint", lambda *_: {"images": 3})
+
+    code, last, _, _ = struck(strike, "--max-steps", 20)
+    if resumed:
+        monkeypatch.setattr(train.prepare, "load", other)
+        code, last, _, _ = run("--model", "struck", "--max-steps", 40, "--resume", "auto")
+        assert last["val_acc1"] > 90
+    assert code == 0 and any("not those of the start" in text for text in last["warnings"])
+
+
+def said_of_ranks(losses):
+    run = train.Run(world_size=len(losses[0]))
+    names = record.loss_names(len(losses[0]))
+    return [sentence for row in losses
+            if (sentence := notice.parted_rank(run, dict(zip(names, row, strict=True))))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_whose_loss_parts_from_the_others_is_named_and_chance_is_not(ranks):
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(20_000, ranks, generator=generator).double()
+    assert not said_of_ranks(losses.tolist())
+    assert not said_of_ranks([[0.0] * ranks] * 100)
+    losses[100:, 1] += 1
+    assert "rank 1 had the highest loss" in said_of_ranks(losses.tolist())[0]
+
+
+NOISE = """
+import torch, train
+from data import batches
+at = batches.TrainBatches.at
+def noise(self, step):
+    x, y = at(self, step)
+    return (torch.randn_like(x) if os.environ["RANK"] == sys.argv[1] else x), y
+batches.TrainBatches.at = noise
+code = train.main(sys.argv[2:])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize("rank", ["1", "none"])
+def test_a_rank_that_trains_on_noise_is_a_warning_with_its_number(tmp_path, image_folder, rank):
+    words = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 150 --device cpu "
+             f"--precision fp32 --data-dir {image_folder} --out-dir {tmp_path / 'run'}").split()
+    ended = run_ranks([script(tmp_path, "import os\n" + NOISE), rank, *words], tmp_path)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    warnings = json.loads(ended[0][1].splitlines()[-1])["warnings"]
+    assert any("rank 1 had the highest loss" in text for text in warnings) == (rank == "1")
 
 
 # --- What must be left alone

@@ -37,8 +37,8 @@ def run_twice(run, images, labels):
 
 FIGURES = "probes.py: rows = torch.stack(table).tolist() if table else []"
 SIGNS = (
-    'notice.py: rates |= dict.fromkeys(group["params"], float(group["lr"]))',
-    "notice.py: numbers = torch.cat([*samples, torch.stack(gradients)]).cpu()",
+    'movement.py: rates |= dict.fromkeys(group["params"], float(group["lr"]))',
+    "movement.py: numbers = torch.cat([*samples, flags]).cpu()",
 )
 PATHS = {  # as in test_fake_cuda
     "a look": (look, {FIGURES, *SIGNS}, (Guard, "see_state")),
