@@ -18,11 +18,13 @@ flipped bit without a word. Here every file is
              nor "repaired": `save` returns the names of the tensors. `non_finite` says which masks
              of -inf are lawful. A file with such numbers is refused by `load_run`.
   exact      Adam's moments lose their small values in half precision: v below 2**-25 becomes 0 in
-             fp16. Such optimizer state is refused. So is every object that
-             torch.load(weights_only=True) would not read back.
+             fp16. Such optimizer state is refused. So is every object that is no tensor, dict,
+             list, tuple or plain value (PLAIN). OrderedDict and Counter stay what they are,
+             any other mapping comes back as a dict; tied tensors are written once, and come
+             back tied.
   cheap      The training loop waits for the finite check and a copy to host memory. A thread does
              the rest. A save waits while the same file is still written: no save is dropped, and
-             memory holds one copy a file.
+             host memory holds two copies a file: the tensors, and the bytes of the file.
   one run's  `lock` refuses a folder in which another process writes, for as long as that lives.
 
 A folder holds `last.pt` (resume from this one), `last-1.pt` (the one before), `last_good.pt` (the
@@ -61,6 +63,7 @@ import stat
 import warnings
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,11 +85,13 @@ HALF = (torch.float16, torch.bfloat16)
 OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|\bstate\.\d+\.|exp_avg|momentum_buffer")
 NEVER_A_MASK = re.compile(OPTIMIZER_STATE.pattern + r"|\b(weight|bias|running_mean|running_var)$")
 State = Mapping[str, Any]  # of a run: names, and what is known by them
-# What torch.load(weights_only=True) reads back, besides tensors, dicts, lists and tuples.
+# What is saved besides tensors, dicts, lists and tuples: torch.load(weights_only=True) reads it
+# back, in every torch from 2.9 on.
 PLAIN = (
     str, int, float, bool, complex, bytes, type(None),
     torch.Size, torch.device, torch.dtype, torch.layout,
 )  # fmt: skip
+KEPT_MAPPINGS = (OrderedDict, Counter)
 # What users, terminals and batch systems send to end a process that may still save.
 STOPS = (
     "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGBREAK",
@@ -163,6 +168,7 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
     in its order, and everything else before it returns. CheckpointError names what cannot be saved.
     """
     devices = set()
+    copies = {}  # memory: (the first tensor that lies there, its copy); tied ones share it
 
     def copy(node: Any, name: str) -> Any:  # name: ".optimizer.state.0.exp_avg"
         if isinstance(node, Tensor):
@@ -178,22 +184,34 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
                 raise CheckpointError(
                     f"not saved: optimizer state {name[1:]} is {node.dtype}, it must be fp32"
                 )
-            node = node.detach()
-            if not node.is_cuda:
-                return node.to("cpu", copy=True)  # a copy also sheds the rest of a view's storage
-            devices.add(node.device)
-            host = torch.empty_like(node, device="cpu", pin_memory=True)
-            return host.copy_(node, non_blocking=True)
+            dense = torch.ops.aten.is_non_overlapping_and_dense(node) and not node.is_conj()
+            seen_as = () if dense else (node.shape, node.stride(), node.is_conj(), node.is_neg())
+            place = node.device, node.data_ptr(), node.numel(), node.dtype, seen_as
+            if not node.numel() or place not in copies:
+                copies[place] = node, on_host(node.detach(), name)  # a node that died would share
+            host = copies[place][1]
+            return host.as_strided(node.shape, node.stride()) if dense else host
         if isinstance(node, Mapping):  # keys are checked too
-            return {copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}")
-                    for key, child in node.items()}
+            items = {copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}")
+                     for key, child in node.items()}
+            return type(node)(items) if type(node) in KEPT_MAPPINGS else items
         if type(node) in (list, tuple):
             return type(node)(copy(child, f"{name}.{i}") for i, child in enumerate(node))
         if type(node) in PLAIN:  # exact types: a numpy.float64 is a float too
             return node
         raise CheckpointError(
-            f"not saved: {name[1:]} is {type(node)}, which torch.load(weights_only=True) refuses"
+            f"not saved: {name[1:]} is {type(node)}, no tensor, dict, list, tuple or plain value"
         )
+
+    def on_host(t: Tensor, name: str) -> Tensor:
+        try:
+            if not t.is_cuda:
+                return t.to("cpu", copy=True)  # a copy also sheds the rest of a view's storage
+            devices.add(t.device)
+            host = torch.empty_like(t, device="cpu", pin_memory=True)
+            return host.copy_(t, non_blocking=True)
+        except NotImplementedError as error:  # int4, float4, ...
+            raise CheckpointError(f"not saved: torch cannot copy {name[1:]}, {t.dtype}") from error
 
     host = copy(state, "")
     return host, [torch.cuda.current_stream(device).record_event() for device in devices]

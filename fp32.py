@@ -49,7 +49,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.stateless import _reparametrize_module  # what functional_call is made of
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -93,13 +95,14 @@ def keep_fp32(
             raise ValueError(f"cannot pin {module}: its forward has already been replaced")
         module.forward = functools.partial(_island_forward, module)  # copy and pickle rebind it
         module.fp32_island = keep_output  # asked for with hasattr; dynamo (2.9) misreads vars()
-        for buffer in module.buffers():  # for good: statistics updated in a copy would be lost
-            if buffer.dtype in HALF:
+        beside = {f"{name}_{end}" for name in _normed(module) for end in "uv"}  # of spectral_norm
+        for name, buffer in module.named_buffers():  # for good: a copy would lose statistics
+            if buffer.dtype in HALF and name not in beside:
                 buffer.data = buffer.data.float()
     return list(chosen.values())
 
 
-def _matches(module: nn.Module, name: str, pattern: str | type) -> bool:
+def _matches(module, name, pattern):
     if isinstance(pattern, type):
         return isinstance(module, pattern)
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
@@ -115,7 +118,7 @@ def pinned(net: nn.Module, keep_output: bool = False) -> list[str]:
     return [name for m, name in islands.items() if m.fp32_island or not keep_output]
 
 
-def _bare(net: nn.Module) -> nn.Module:
+def _bare(net):
     while isinstance(net, nn.parallel.DistributedDataParallel) or "_orig_mod" in net._modules:
         net = next(net.children())
     return net
@@ -135,6 +138,13 @@ def _cast(tree: Any, old: tuple, new: torch.dtype) -> Any:
     return tree_map(cast, tree)
 
 
+def _normed(module):
+    """Weights that a hook of weight_norm or spectral_norm computes before each forward."""
+    hooks = module._forward_pre_hooks.values()
+    names = [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+    return {name: getattr(module, name) for name in names}
+
+
 def _island_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     device = next((t.device.type for t in (*leaves, *self.parameters())), "cpu")
@@ -147,7 +157,8 @@ def _island_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         back = torch.get_autocast_dtype(device)
     copies = {
         name: p.float()
-        for name, p in self.named_parameters(remove_duplicate=False) if p.dtype in HALF
+        for name, p in (*self.named_parameters(remove_duplicate=False), *_normed(self).items())
+        if p.dtype in HALF
     }
     args, kwargs = _cast((args, kwargs), HALF, F32)
     with torch.autocast(device, enabled=False), _reparametrize_module(self, copies):
@@ -193,7 +204,7 @@ def fp32_eval(net: nn.Module, masters: Mapping | None = None) -> Iterator[None]:
 class _OnlyFp32(TorchFunctionMode):
     """Raise if torch is called under autocast, or if a module of `net` returns half precision."""
 
-    def __init__(self, net: nn.Module, device: str) -> None:
+    def __init__(self, net: nn.Module, device: str):
         super().__init__()
         self.names = _names(net)
         self.device = device
@@ -224,7 +235,7 @@ TF32_SWITCHES = (
 
 
 @contextlib.contextmanager
-def _tf32_off() -> Iterator[None]:
+def _tf32_off():
     """Turn TF32 off inside; then restore every switch, whichever interface had set it."""
     newer = [switch.fp32_precision for switch in TF32_SWITCHES]
     try:
@@ -247,7 +258,7 @@ def _tf32_off() -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def _eager() -> Any:
+def _eager():
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import would take seconds
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -327,7 +338,7 @@ def disagreement(
     return replace(verdict, layer=_fork(trail, trail32)) if verdict.parted else verdict
 
 
-def _rows(out: Any, labels: Any, loss: Any) -> Any:
+def _rows(out, labels, loss):
     """Losses, one for each row or one in all, and what shows whether a prediction changed."""
     if loss is not None:
         out = {"loss": loss(out, labels), "logits": out}
@@ -344,7 +355,7 @@ def _rows(out: Any, labels: Any, loss: Any) -> Any:
     return rows, out.get("acc1", rows.new_zeros(1))
 
 
-def _fork(trail: list, trail32: list) -> str:
+def _fork(trail, trail32):
     """The first module whose outputs differ; "" if none do."""
     for (name, half), (_, full) in zip(trail, trail32, strict=True):
         known = full.isfinite()
@@ -355,12 +366,12 @@ def _fork(trail: list, trail32: list) -> str:
     return ""
 
 
-def _watched(net: nn.Module, run: Any, context: Any) -> Any:
+def _watched(net, run, context):
     """What `run` returns, and for each output its module's name, up to 64k numbers and the sum."""
     trail = []
     names = _names(net)
 
-    def note(module: nn.Module, args: tuple, out: Any) -> None:
+    def note(module, args, out):
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and module in names:
                 flat = t.flatten()

@@ -59,6 +59,7 @@ Paste::
 from __future__ import annotations
 
 import math
+import traceback
 import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -161,7 +162,7 @@ class Schedule:
         self.updates += found_inf == 0
         self._write()
 
-    def slow_down(self, factor: float):
+    def slow_down(self, factor):
         """Multiply all rates from now on."""
         self.factor *= factor
         self._write()
@@ -182,7 +183,7 @@ class Schedule:
         self._write()
 
 
-def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
+def refusal(dtype, eps, beta2):
     """Why AdamW must not keep its state in dtype with this eps and beta2; "" if it may."""
     if torch.tensor(eps).to(dtype) == 0:
         return f"eps={eps:g} is exactly 0 in {dtype}: AdamW divides 0 by 0 where a gradient is 0"
@@ -198,17 +199,17 @@ def refusal(dtype: torch.dtype, eps: float, beta2: float) -> str:
     return ""
 
 
-def local(t: Tensor) -> Tensor:
+def local(t):
     """This rank's shard of a DTensor; any other tensor itself."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def layout(t: Tensor) -> tuple:
+def layout(t):
     """What two tensors must share to be read side by side, by memory."""
     return t.dtype, t.stride(), getattr(t, "placements", None)
 
 
-def total_norm(grads: Iterable[Tensor]) -> Tensor:
+def total_norm(grads):
     """2-norm of all tensors, 0-dim, summed in fp32; of shards too: the same number on each rank."""
     groups = {}
     for grad in grads:
@@ -243,6 +244,10 @@ class ClippedAdamW(AdamW):
     skips_on_device = True
 
     def __init__(self, *args, clip: float | None = 1.0, masters: bool | None = None, **kwargs):
+        makers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        if any(isinstance(o, Optimizer) and getattr(o, "world_size", 1) > 1 for o in makers):
+            raise ValueError("in ZeroRedundancyOptimizer norm and verdict would be of one rank's "
+                             "share: give it torch.optim.AdamW, and call guard.step(it, clip=...)")
         super().__init__(*args, **{"fused": True} | kwargs)
         self.clip = clip
         self.half_state = masters is False
@@ -257,8 +262,7 @@ class ClippedAdamW(AdamW):
         # Skipped steps, and those in a row. The copy on the host may be late; nothing waits for it.
         self._skipped = torch.zeros(2, device=p.device)
         self._skipped_on_host = torch.zeros(2, device="cpu", pin_memory=p.is_cuda)
-        self._warned = 0
-        self._warned_of_no_gradient = False
+        self._warned = 0  # of: 0.5 no gradient, 1 a skipped step, 2 ten in a row
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
@@ -280,7 +284,7 @@ class ClippedAdamW(AdamW):
             raise ValueError(why)
 
     @torch.no_grad()
-    def step(self, closure=None, *, grad_scale: Tensor | None = None) -> StepResult | Any:
+    def step(self, closure=None, *, grad_scale: Tensor | None = None):
         """Remove the loss scale, clip and update, or reject. The device decides, without a sync.
 
         grad_scale: what the loss was multiplied by, 0-dim fp32 on the device. None: the attribute
@@ -297,8 +301,10 @@ class ClippedAdamW(AdamW):
         alone = found_inf is None
         work = [row for row in map(self._work, self.param_groups) if row[1]]
         if not work:  # torch's optimizers pass, too
-            if alone and not self.state:
-                self._warn_of_no_gradient()
+            if alone and not self.state and not self._warned:
+                self._warned = 0.5
+                warnings.warn("step() changes nothing: no parameter of this optimizer has had a "
+                              "gradient so far (was backward() called?)", stacklevel=4)
             norm = self._skipped.new_zeros(())
             found_inf = norm if alone else norm + found_inf  # GradScaler's is the number 0 here
             return StepResult(norm, found_inf) if closure is None else loss
@@ -352,12 +358,6 @@ class ClippedAdamW(AdamW):
         columns = [[s[name] for s in states if name in s] for name in (*MOMENTS, "step")]
         return g, targets, grads, *columns
 
-    def _warn_of_no_gradient(self):
-        if not self._warned_of_no_gradient:
-            warnings.warn("step() changes nothing: no parameter of this optimizer has had a "
-                          "gradient so far (was backward() called?)", stacklevel=5)
-        self._warned_of_no_gradient = True
-
     def _warn(self, found_inf):
         """Without a guard, warn of the first skipped step, and of ten in a row."""
         self._skipped += found_inf
@@ -381,7 +381,7 @@ class ClippedAdamW(AdamW):
         return super().state_dict() | {"masters": list(self.masters.values())}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         """Copy a state_dict(), or that of torch.optim.AdamW; then masters start from the
         parameters. Load the weights first. As in torch, the checkpoint's groups count.
         """

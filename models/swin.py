@@ -298,8 +298,11 @@ class SwinBlock(nn.Module):
 
 
 class Swin(nn.Module):
-    """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B,
-    num_classes).
+    """Normalised images (B, 3, image_size, image_size) to logits
+    (B, num_classes).
+
+    The weights are fp32, or what Policy.prepare has made of them. The images are fp32 too, or half
+    under autocast.
 
     Args:
         image_size, patch_size: pixels a side.

@@ -156,8 +156,11 @@ def sincos(grid: int, dim: int) -> Tensor:
 
 
 class ViT(nn.Module):
-    """Normalised images (B, 3, image_size, image_size), any float dtype, to logits (B,
-    num_classes).
+    """Normalised images (B, 3, image_size, image_size) to logits
+    (B, num_classes).
+
+    The weights are fp32, or what Policy.prepare has made of them. The images are fp32 too, or half
+    under autocast.
 
     Args:
         num_classes: width of the head.

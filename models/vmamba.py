@@ -370,7 +370,10 @@ class Downsample(nn.Module):
 
 
 class VMamba(nn.Module):
-    """Normalised images (B, 3, H, W), any float dtype, to logits (B, num_classes).
+    """Normalised images (B, 3, H, W) to logits (B, num_classes).
+
+    The weights are fp32, or what Policy.prepare has made of them. The images are fp32 too, or half
+    under autocast.
 
     Args:
         patch_size: side of a token in pixels. Each further stage halves the grid.

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
@@ -418,6 +419,7 @@ def sharded():
     ("model", sharded, r"DTensor.*torch\.distributed\.checkpoint"),
     ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
     ("model", lambda: torch.ones(2, device="meta"), "on meta"),
+    ("guard", lambda: bytearray(b"x"), "bytearray.* no tensor, dict"),
 
     ("guard", lambda: signal.SIGTERM, "Signals"), ("guard", lambda: {1, 2}, "set"),
     ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),
@@ -430,6 +432,29 @@ def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(
     with pytest.raises(CheckpointError, match=why) as caught:
         Checkpoints(folder).save({name: [{"w": make()}]}, 3)
     assert "\n" not in str(caught.value) and contents(folder) == before
+
+
+def test_a_dtype_that_torch_cannot_copy_is_named(folder):
+    number = torch.zeros(4, dtype=torch.uint8).view(torch.int4)
+    with pytest.raises(CheckpointError, match=r"cannot copy q\.w, torch\.int4"):
+        Checkpoints(folder).save({"q": {"w": number}}, 3)
+
+
+def test_tied_tensors_are_written_once_and_come_back_tied_and_mappings_keep_their_type(tmp_path):
+    big, z = torch.randn(300, 200), torch.randn(4, dtype=torch.complex64)
+    state = {"embed": big, "head": big.detach(), "turned": big.t(), "row": big[2], "e": big[:0],
+             "gaps": big[:, ::2], "z": z, "conj": z.conj(), "imag": z.conj().imag,
+             "o": OrderedDict(b=1, a=big), "c": Counter("aab")}
+    save(tmp_path / "x.pt", state)
+    assert os.path.getsize(tmp_path / "x.pt") < 1.6 * big.nbytes  # once, and the gaps' half
+    back = load(tmp_path / "x.pt")
+    assert torch.equal(back.pop("conj"), state.pop("conj"))
+    assert same({**back, "o": dict(back["o"])}, {**state, "o": dict(state["o"])})
+    tied = {back[name].data_ptr() for name in ("embed", "head", "turned")}
+    assert tied == {back["o"]["a"].data_ptr()} and back["row"].data_ptr() not in tied
+    assert type(back["o"]) is OrderedDict and type(back["c"]) is Counter
+    back["head"][0, 0] = 7.0
+    assert back["embed"][0, 0] == back["turned"][0, 0] == 7.0
 
 
 @pytest.mark.parametrize("place", ["model.weight", "model.half", "optimizer.state.0.exp_avg"])

@@ -138,6 +138,29 @@ def test_a_module_pinned_later_with_half_parameters_has_fp32_inside_and_gradient
     assert same(grads[0], grads[1]) and same(grads[0], grads[2])
 
 
+@pytest.mark.parametrize("pinned", [["0"], [""]], ids=["the module", "its owner"])
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_half_island_keeps_the_norm_that_a_hook_computes(norm, pinned):
+    """It lies in no list of parameters, and spectral_norm multiplies buffers outside of forward."""
+    nets = []
+    for _ in range(2):  # torch cannot copy it
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            norm(nn.Linear(8, 8)),
+            nn.BatchNorm1d(8),
+        )
+        nets.append(net.bfloat16())
+    net, plain = nets
+    x = torch.randn(64, 8).bfloat16()
+
+    keep_fp32(net, pinned)
+    for _ in range(3):
+        out = net(x)
+        out.float().square().mean().backward()
+        torch.testing.assert_close(out, plain(x), rtol=0.1, atol=0.1)
+    assert out.dtype is BF16 and all(p.grad is not None for p in net.parameters())
+
+
 def test_a_module_pinned_after_compile_counts_without_a_graph_break():
     net = nn.Sequential(nn.Linear(8, 8), Hot().half())  # read through fp32 copies
     nn.init.constant_(net[0].weight, 1 / 3)

@@ -316,10 +316,19 @@ def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, co
 @pytest.mark.parametrize("scaled", [None, torch.amp.GradScaler, LossScaler])
 def test_of_two_optimizers_the_one_with_gradients_moves_and_none_when_bad(make, scaled, recwarn):
     nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    guard, optimizers = Guard(nets, lag=False), [make(net) for net in nets]
+    optimizers = [make(net) for net in nets]
+    guard = Guard(nets, lag=False)
     scaler = scaled and scaled("cpu")
-    for factor, turns in ((1.0, ()), (1.0, (0,)), (math.nan, (1,)), (1.0, (1,)), (1.0, ()),
-                          (math.inf, (0, 1)), (1.0, (0, 1))):
+    steps = [
+        (1.0, ()),  # nobody has a gradient
+        (1.0, (0,)),
+        (math.nan, (1,)),
+        (1.0, (1,)),
+        (1.0, ()),
+        (math.inf, (0, 1)),
+        (1.0, (0, 1)),
+    ]
+    for factor, turns in steps:
         before = [snapshot(net) for net in nets]
         for i in turns:
             loss = nets[i](torch.ones(2, 4)).square().mean() * factor
@@ -424,6 +433,7 @@ def test_a_grad_scaler_of_another_network_is_not_named(take, recwarn):
     for net in nets:
         net.optimizer = torch.optim.SGD(net.parameters(), 0.01)
         net.loss = lambda net=net: net(torch.ones(2, 4)).sum()
+
     scaler, guard = torch.amp.GradScaler("cpu"), Guard(nets[0], lag=False)
     for _ in range(9):
         take(*nets, scaler, guard)

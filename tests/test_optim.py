@@ -462,6 +462,53 @@ def test_shards_train_beside_torchs_are_skipped_together_and_go_through_its_chec
         assert code == 0 and out.endswith("agreed\n"), err
 
 
+SHARED = """
+import os, torch, torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from guards import Guard
+from optim import ClippedAdamW
+
+dist.init_process_group("gloo")
+runs = []
+for share in (False, True):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    if share:
+        for make in (ClippedAdamW, lambda *args, **kwargs: ClippedAdamW(*args, **kwargs)):
+            try:
+                ZeroRedundancyOptimizer(net.parameters(), optimizer_class=make, lr=1e-2)
+            except ValueError as error:
+                assert "one rank's share" in str(error)
+            else:
+                raise AssertionError("not refused")
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    guard = Guard(net, lag=False)
+    for step in range(5):
+        before = [p.clone() for p in net.parameters()]
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        if step == 3 and dist.get_rank() == 1:
+            net[0].weight.grad[0, 0] = torch.nan
+        assert guard.step(optimizer, clip=0.1) == (step == 3)
+        moved = [not torch.equal(p, old) for p, old in zip(net.parameters(), before)]
+        assert moved == [step != 3] * 6
+        optimizer.zero_grad()
+    runs.append([*net.parameters()])
+assert all(torch.equal(p, q) for p, q in zip(*runs))
+print("agreed", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_share_of_the_parameters_is_refused_and_the_way_that_is_named_works(tmp_path):
+    for code, out, err in run_ranks([script(tmp_path, SHARED)], tmp_path):
+        assert code == 0 and out.endswith("agreed\n"), err
+
+
 @pytest.mark.parametrize("make", [
     lambda net: ClippedAdamW(net.parameters(), 1e-2), lambda net: Muon([net.weight, net.other])])
 def test_a_state_whose_parameters_have_names_is_loaded_whole(make):

@@ -1,0 +1,219 @@
+"""What torch's own tests ask of an optimizer and of a GradScaler, asked of the files to copy.
+
+Inputs and error inputs are those of torch.testing._internal.common_optimizers, which ships with
+torch. And each recipe runs with our optimizers in place of its own.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import types
+import unittest
+import warnings
+
+import pytest
+import torch
+from helpers import ROOT, same, snapshot
+from test_readme import blocks
+from torch import nn
+
+from amp_policy import LossScaler
+from extras.muon import Muon
+from guards import Guard
+from optim import ClippedAdamW
+
+if "expecttest" not in sys.modules:  # torch's module imports it, and what we need of it does not
+    stub = types.ModuleType("expecttest")
+    stub.TestCase = unittest.TestCase
+    sys.modules["expecttest"] = stub
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
+
+# That import forbids to switch TF32 in this process.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+OURS = {"AdamW": lambda *args, **kwargs: ClippedAdamW(*args, clip=None, **kwargs), "Muon": Muon}
+THEIRS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in OURS}
+DOES_NOT_APPLY = {
+    ("AdamW", "foreach"): "it is fused, whatever they say",
+    ("Muon", "weight_decay"): "without effect on a constant norm",
+    ("Muon", "ns_coefficients"): "fixed", ("Muon", "adjust_lr_fn"): "an angle, not a rate",
+    ("Muon", "only supports 2D"): "filters are matrices", ("Muon", "complex"): "not checked",
+    ("Muon", "1-element"): "not checked",
+}  # fmt: skip
+
+
+def applies(name, kwargs, text=""):
+    return not any(n == name and (word in kwargs or word in text) for n, word in DOES_NOT_APPLY)
+
+
+def inputs():
+    for name, info in THEIRS.items():
+        for one in info.optim_inputs_func("cpu"):
+            if applies(name, one.kwargs):
+                yield pytest.param(name, one.kwargs, id=f"{name} {one.desc}")
+
+
+def errors():
+    for name, info in THEIRS.items():
+        for one in info.optim_error_inputs_func("cpu", torch.float32):
+            given = one.optimizer_error_input
+            if applies(name, given.kwargs, one.error_regex):
+                yield pytest.param(name, one, id=f"{name} {given.desc}")
+
+
+@pytest.mark.parametrize("name, kwargs", [*inputs()])
+def test_torchs_inputs_train_and_go_through_a_checkpoint(name, kwargs):
+    torch.manual_seed(0)
+    runs = []
+    for make in (OURS[name], OURS[name], THEIRS[name].optim_cls):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(10, 5))
+        runs.append([weight, make([weight], **kwargs), []])
+    for step in range(8):
+        if step == 4:  # one of ours goes on from a checkpoint
+            weight, optimizer, _ = runs[1]
+            again = OURS[name]([weight], **kwargs)
+            again.load_state_dict(optimizer.state_dict())
+            runs[1][1] = again
+        for weight, optimizer, losses in runs:
+            optimizer.zero_grad()
+            loss = (weight.mv(torch.ones(5)) - 1).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    (ours, _, losses), (resumed, _, _), (theirs, _, _) = runs
+    if kwargs.get("maximize"):
+        losses.reverse()
+    assert same(ours, resumed) and losses[-1] < losses[0]
+    if name == "AdamW":
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, one", [*errors()])
+def test_torchs_error_inputs_are_refused_as_torch_refuses_them(name, one):
+    given = one.optimizer_error_input
+    params = given.params if given.params is not None else [nn.Parameter(torch.ones(2, 2))]
+    warns = issubclass(one.error_type, Warning)
+    expected = (pytest.warns if warns else pytest.raises)(one.error_type, match=one.error_regex)
+    with expected:
+        optimizer = OURS[name](params, **given.kwargs)
+        if one.error_on is not OptimizerErrorEnum.CONSTRUCTION_ERROR:
+            optimizer.step()
+
+
+# --- GradScaler
+
+OPTIMIZERS = {
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+    "ClippedAdamW": lambda net: ClippedAdamW(net.parameters(), clip=None),
+    "Muon": lambda net: Muon([p for p in net.parameters() if p.ndim > 1]),
+}
+
+
+def by_hand(optimizer, scaler, guard):
+    scaler.step(optimizer)
+
+
+def unscaled_first(optimizer, scaler, guard):
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def guarded(optimizer, scaler, guard):
+    guard.step(optimizer, scaler)
+
+
+def unscaled_and_guarded(optimizer, scaler, guard):
+    scaler.unscale_(optimizer)
+    guard.step(optimizer, scaler)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, LossScaler])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_guard_and_each_order_of_calls_do_what_the_scaler_does_alone(
+    kind, scaler_class, enabled
+):
+    """Growth, backoff, accumulation, a skipped step, a round trip of the state, disabled."""
+    ends = []
+    ways = [by_hand, guarded]
+    if enabled:
+        ways += [unscaled_first, unscaled_and_guarded]
+    for way in ways:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer, guard = OPTIMIZERS[kind](net), Guard(net, lag=False)
+        options = {"init_scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+                   "growth_interval": 2, "enabled": enabled}  # fmt: skip
+        scaler, scales = scaler_class("cpu", **options), []
+        for step in range(8):
+            for micro in range(2):
+                loss = net(torch.full((2, 4), 0.5 + step)).square().mean()
+                bad = enabled and (step in (3, 4)) and micro
+                scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+            way(optimizer, scaler, guard)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 5:
+                state = scaler.state_dict()
+                scaler = scaler_class("cpu", **options)
+                scaler.load_state_dict(state)
+            scales.append(scaler.get_scale())
+        ends.append((scales, snapshot(net, optimizer)))
+    for scales, end in ends:
+        wanted = [128.0, 256.0, 256.0, 128.0, 64.0, 64.0, 128.0, 128.0]
+        assert scales == (wanted if enabled else [1.0] * 8)
+        assert same(end, ends[0][1])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_accelerate_sees_a_skipped_step_in_fp16_as_the_page_says(kind):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    net = nn.Linear(4, 4)
+    own = OPTIMIZERS[kind](net)
+    own._step_supports_amp_scaling = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(own, scaler=scaler)
+    for step in range(4):
+        before = snapshot(net)
+        factor = float("inf") if step in (0, 2) else 1.0
+        scaler.scale(net(torch.ones(2, 4)).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == same(before, snapshot(net)) == (step in (0, 2))
+
+
+# --- Recipes
+
+RECIPES = [block for block in blocks((ROOT / "docs" / "recipes.md").read_text())
+           if re.search(r"torch\.optim\.\w+\(\w+\.parameters|^ *Trainer\(", block, re.M)]
+INSTEAD = {
+    "ClippedAdamW": "__import__('optim').ClippedAdamW({})",
+    "Muon": "__import__('extras.muon').muon.Muon([p for p in {} if p.ndim > 1])",
+}
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+@pytest.mark.parametrize("number", range(len(RECIPES)))
+def test_each_recipe_runs_with_our_optimizers(number, kind, tmp_path, monkeypatch):
+    block = RECIPES[number]
+    for package in set(re.findall(r"^(?:from|import) (\w+)", block, re.M)):
+        pytest.importorskip(package)
+    block = re.sub(r"torch\.optim\.\w+\(([\w.]+\.parameters\(\))[^)\n]*\)",
+                   lambda found: INSTEAD[kind].format(found[1]), block)
+    own = INSTEAD[kind].format("net.parameters()")
+    block = block.replace("[callback])", f"[callback], optimizers=({own}, None))")
+    assert block != RECIPES[number]
+    monkeypatch.chdir(tmp_path)
+    printed, names = io.StringIO(), {"__name__": "recipe"}
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(block, "recipe.py", "exec"), names)
+    nets = [thing for thing in names.values() if isinstance(thing, nn.Module)]
+    assert nets and all(t.isfinite().all() for net in nets for t in net.state_dict().values())
+    assert "skipped" in printed.getvalue() or "a bad sample" not in block
