@@ -17,6 +17,7 @@ import guards
 import report
 import train
 from data import batches
+from extras.ema import EMA
 from models import RECIPE
 from trainer import flags, record, validation
 
@@ -371,6 +372,21 @@ def test_a_run_is_long_enough_in_updates_or_a_warning_names_it(
     assert run.total_steps == steps
     assert -(-steps // run.validate_every) == validations
     assert bool(warning) == warns and ("--epochs 75" in warning) == warns
+
+
+@pytest.mark.parametrize("sign", [1, -3])
+def test_an_average_that_runs_away_from_its_weights_is_a_warning(run, monkeypatch, sign):
+    update = EMA.update
+
+    def turned(self, params, found_inf):
+        params = [p.detach() for p in params]
+        update(self, [a + sign * (p - a) for a, p in zip(self.average, params, strict=True)], 0.0)
+
+    monkeypatch.setattr(EMA, "update", turned)
+    _, last, _, lines = run("--ema", 0.9, "--max-steps", 20)
+    said = [text for text in last["warnings"] if "no longer follows" in text]
+    distance = events(lines, "average")[-1]["distance"]
+    assert bool(said) == (distance > 1) == (sign < 0)
 
 
 @needs_rescue

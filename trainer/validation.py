@@ -62,6 +62,8 @@ def validate(run: Run) -> str:
     makes, and writes.
     """
     share_buffers(run.net)
+    if run.ema:
+        look_at_average(run)
     with evaluated_weights(run):
         run.scores = evaluate_all(run)
         scores = {**run.scores}
@@ -113,6 +115,15 @@ def score_again(run: Run, weights: dict[str, Tensor]) -> list[float]:
         scores = evaluate_all(run)
         run.net.load_state_dict(before)
     return judged(run, scores)
+
+
+def look_at_average(run: Run):
+    """Log how far the averaged weights are from those that train."""
+    distance = float(run.ema.distance(optim.master_params(run.optimizers).values()))
+    run.log.write(event="average", step=run.step, distance=distance)
+    if not distance <= 1:
+        run.log.warn(run.step, f"the average is {distance:.3g} times the weights' norm away from "
+                               "them: it no longer follows them")
 
 
 def describe(run: Run) -> dict:
