@@ -3,7 +3,7 @@
 Autopsy: name the operation that made the first bad number, and say which of a few things was wrong.
 
 A bad loss names nobody. A forward hook names the module that *received* the inf: between two
-Linears, `log(h * 0 - 1)` makes the second Linear look guilty. Autograd's anomaly mode passes over
+Linears, `log(h * 0 - 1)` makes a hook name the second Linear. Autograd's anomaly mode passes over
 inf. And `sqrt` at 0 has a finite loss: only its backward is infinite. So the step is run again,
 and the result of every aten operation is read, forward and backward:
 
@@ -15,15 +15,15 @@ Paste::
     with Locator(net) as where:
         loss = net(torch.randn(8, 4)).sub(99).log().mean()
         loss.backward()
-    print(where.blame([loss]))
+    print(where.origin_of([loss]))
 
-1. An operation with good inputs and a bad result is a birth. Every bad result inherits the births
-   of its inputs. The guilty birth is the first among the ancestors of the loss (if the loss is
-   finite: of the gradients). So what is swallowed on the way is never blamed: a mask of -inf that
-   softmax turns to 0, log(0) behind a `where`, a NaN target that is left out. A -inf that enters a
-   sum or a matrix product is no mask: then its maker is guilty. "Bad" is NaN, inf, or beyond
-   1.8e19, whose square is inf in fp32.
-2. The verdict follows from where the guilty result comes from:
+1. The origin is the first operation whose inputs are finite and whose result is not. A later
+   non-finite result has the origins of its inputs. The report names the earliest origin on which
+   the loss depends (if the loss is finite: a gradient). So a value that is discarded on the way is
+   never named: a mask of -inf before softmax, log(0) behind torch.where, a NaN target that is left
+   out. A -inf that enters a sum or a matrix product is not a mask: then the operation that made it
+   is the origin. "Bad" means NaN, inf, or a magnitude above 1.8e19, whose square is inf in fp32.
+2. The verdict says where the bad number comes from:
 
     weights            from a parameter, buffer or hidden state that was bad before the step
     data               from a bad value in the batch, a label out of range, labels that are all
@@ -36,8 +36,8 @@ Paste::
     error              the step raised an exception, and no bad number is the cause
     optimizer          good gradients, and bad weights after the step (only the watch says so)
 
-3. The guilty operation is repeated on the same inputs in fp32 and fp64, and cures are tried: for
-   precision the guilty module in fp32, its parents, fp32 at that line, bf16; for divergence an eps.
+3. The operation is repeated on the same inputs in fp32 and fp64, and cures are tried: for precision
+   its module in fp32, the module's parents, fp32 at that line, bf16; for divergence an eps.
 
 In a loop of your own, the step is recorded and examined (docs/recipes.md):
 
@@ -45,8 +45,9 @@ In a loop of your own, the step is recorded and examined (docs/recipes.md):
     record.keep(images, labels)               each micro-batch, by reference, as the loader gave it
     report = examine(run_step, record, net)   after a rejected step; the weights are still those
 
-`python autopsy YOUR_SCRIPT.py` needs no change of the script. This folder changes no weights. Copy
-the folder, or the one file that `bash run.sh pack` makes of it (autopsy.pyz). It needs only torch.
+`python autopsy YOUR_SCRIPT.py` needs no change of the script. Whatever a repeated step changes
+(buffers, random numbers, gradients) is put back, and no file here changes weights. Copy the folder,
+or the one file that `bash run.sh pack` makes of it (autopsy.pyz). It needs only torch.
 
 The files. Each answers one question, and imports only files above it. The examination, which a loop
 of your own may import:
@@ -55,7 +56,7 @@ of your own may import:
     facts         the types of what is found            advice      what to write instead
     report        what is said                          operations  what is known of an operation
     labels        which label is out of range?          samples     which samples of the batch?
-    step          a step's state, kept and put back     locator     who made the bad number?
+    step          a step's state, kept and put back     locator     which operation made it?
     module_stack  in which module is the step?          rerun       the recorded step once more
     modes         other ways to run a step              cures       what helps?
     verdict       which of the nine is it?

@@ -448,9 +448,9 @@ def _of_batch(report):
 
 
 def _of_operation(report):
-    if report.entered and report.verdict is not Verdict.DATA:
+    if report.consumed_by and report.verdict is not Verdict.DATA:
         return Advice(ENTERED)
-    weak = report.weak
+    weak = report.fragile_op
     blames_it = report.verdict in (Verdict.DIVERGENCE, Verdict.PRECISION)
     if not blames_it or not weak or report.source:
         return None
@@ -462,7 +462,7 @@ def _of_operation(report):
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
         return Advice(TINY.format(f"{lowest[-1]:.3g}"))
-    if report.failed:
+    if report.no_cure_helped:
         return None
     cure = cure_of(report)
     tried = [trial for trial in report.tried if trial.what == cure.code]
@@ -474,7 +474,7 @@ def _of_operation(report):
 
 def cure_of(report):
     """The entry of WEAK on the operation, with the limits of this dtype."""
-    weak = WEAK[report.weak]
+    weak = WEAK[report.fragile_op]
     return weak._replace(why=_limits(report, weak.why), code=_limits(report, weak.code))
 
 
@@ -492,7 +492,7 @@ def _of_verdict(report):
         return Advice(in_code, Topic.RATE)
     if report.verdict is not Verdict.DIVERGENCE:
         return Advice(in_flags if report.advice == "flags" else in_code)
-    if report.grown:
+    if report.inputs_are_huge:
         return _of_growth(report, in_flags if report.advice == "flags" else in_code)
     if not report.op:
         return Advice(NOT_SEEN)
@@ -500,7 +500,7 @@ def _of_verdict(report):
         return Advice(UNWRITTEN)
     if any(lowest == -inf for lowest, _ in report.spans):
         return Advice(MASKED)
-    wide = report.widened[1:]
+    wide = report.in_wider_types[1:]
     in_float64 = wide and wide[0].span.is_bad and isfinite(float(wide[0].span.bad_end))
     return Advice(TOO_LARGE if in_float64 else NO_VALUE)
 

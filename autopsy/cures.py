@@ -4,8 +4,7 @@ Cures: what helps?
 Each cure is a way to run the recorded step; those that fit the verdict are tried in turn, up to the
 first with which the step is finite. Finite is not cured: InfoNCE with its exp clamped is finite,
 and its gradient has the cosine 0.19 to the true one. So what changes values (an eps, a clamp) is
-compared with the step in float64, where that is finite. Only what was tried is said to help. It
-doubts no verdict, and leaves the weights as they were.
+compared with the step in float64, where that is finite. Only what was tried is said to help.
 """
 
 import re
@@ -41,10 +40,10 @@ class Change(NamedTuple):
 
 def first_cure(rerun, report):
     """The report with the cures that were tried, up to the first that was finite and the same step:
-    the guilty module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
+    the module in fp32, its parents, an eps or fp32 at that line, bf16, fp32."""
     exact = None
     # At a true 0 / 0 float64 has a value by its rounding alone: no measure.
-    measured = report.weak.startswith(("exp", "log")) or report.finite_in
+    measured = report.fragile_op.startswith(("exp", "log")) or report.finite_in
     measured = measured and not on_ranks()  # see below
     for change in _cures(rerun, report):
         trial = _trial(rerun, change, report)
@@ -77,13 +76,13 @@ def _trial(rerun, change, report):
 
 def _cures(rerun, report):
     """The changes to try, one after the other."""
-    line, weak = report.line, report.weak
+    line, weak = report.line, report.fragile_op
     precision = report.verdict is Verdict.PRECISION
     if precision:
         yield from _islands(rerun, report)
     change = WEAK[weak].change if weak else None
     # 0 / 0, log of 0: half precision has rounded an eps to 0
-    was_nan = len(report.widened) == 2 and isnan(report.widened[0].span.low)
+    was_nan = len(report.in_wider_types) == 2 and isnan(report.in_wider_types[0].span.low)
     rounded = weak.startswith("log") or (weak == "div" and was_nan)
     if change and (rounded or not precision) and not report.fix:
         cure = Cure(Where.EPS, weak)
@@ -190,7 +189,7 @@ STABLE = {  # of an exp that is too large: the same step, written otherwise
 
 
 def _islands(rerun, report):
-    """The guilty module in fp32, all that are like it, then its parents; the result goes back to
+    """The module in fp32, all that are like it, then its parents; the result goes back to
     half, or does not."""
     modules, flags = dict(rerun.net.named_modules()), report.advice == "flags"
     # a loss around the network is not part of it
@@ -242,11 +241,11 @@ def _lines(rerun, line, weak=""):
     meant, lines = [], [line]
     if not weak:
         rerun.watch(fp32=True)
-        meant = rerun.locator.origins  # bad in fp32 too: meant so
+        meant = rerun.locator.lines_of_origins  # bad in fp32 too: meant so
     while len(lines) < 4:
         with Locator(rerun.net) as where:
             symptom = rerun(AtLines(lines, weak))
-        origins = where.origins.items() if symptom or not weak else ()
+        origins = where.lines_of_origins.items() if symptom or not weak else ()
         more = [at for at, kind in origins if at not in (*meant, *lines) and weak in ("", kind)]
         # no line of a library: nobody can mend that
         more = [at for at in more if not at.is_of_library]

@@ -2,7 +2,7 @@
 Frames: which line of the script is it?
 
 The innermost line that is neither torch's nor ours; if a library owns it, also the line of the
-script that called the library. It reads stacks and knows no tensor.
+script that called the library.
 """
 
 import os

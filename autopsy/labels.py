@@ -1,8 +1,7 @@
 """
 Labels: which label or index is out of range, and which labels does a loss leave out?
 
-It looks at integers and raises nothing. operations.py says which arguments of an operation are
-indices.
+operations.py says which arguments of an operation are indices.
 """
 
 import re
@@ -10,11 +9,11 @@ import re
 from .tensors import inner_tensors
 
 
-def out_of_range(what, index, low, high, lawful):
+def out_of_range(what, index, low, high, ignored=()):
     """("label 3 is not in 0..2", ...), and where these are."""
     wrong = (index < low) | (index > high)
-    for ignored in lawful:
-        wrong &= index != ignored
+    for value in ignored:
+        wrong &= index != value
     values = index[wrong].unique().tolist()
     return tuple(f"{what} {v} is not in {max(low, 0)}..{high}" for v in values), wrong
 
@@ -23,7 +22,7 @@ class Labels:
     """What the losses of a step ignore."""
 
     def __init__(self):
-        self.lawful = {-100}  # every ignore_index seen
+        self.ignored = {-100}  # every ignore_index seen
         self.all_are = None  # the ignore_index of a loss that ignores every label here
 
     def begin(self):
@@ -31,7 +30,7 @@ class Labels:
         self.all_are = None
 
     def see(self, index, ignore_index):
-        self.lawful.add(ignore_index)
+        self.ignored.add(ignore_index)
         if (index == ignore_index).all():
             self.all_are = ignore_index
 

@@ -1,8 +1,8 @@
 """
-Locator: who made the first bad number?
+Locator: which operation made the first bad number?
 
-It reads the result of every operation, remembers what made each storage bad, and names the earliest
-birth among the ancestors of a tensor. It gives no verdict and changes no number.
+It reads the result of every operation, remembers the origin of each bad storage, and names the
+earliest origin among all that a tensor was computed from.
 """
 
 import re
@@ -42,13 +42,15 @@ from .tensors import (
     type_of,
 )
 
-LAWFUL = sys.maxsize - 1  # number of a mask: only large negative values, written on purpose
-NOBODY = (sys.maxsize, None)  # no cause: nothing that this step did
+# An origin is (a number in time, a Report). Of a mask, large negative values written on purpose:
+INTENDED_MASK = sys.maxsize - 1
+NO_ORIGIN = (sys.maxsize, None)  # nothing that this step did
 UNINITIALISED = Source(Kind.UNINITIALISED)
 
 
 class Locator(Operations):
-    """Reads the result of every aten operation while it is entered; blame(tensors) names the birth.
+    """Reads the result of every aten operation while it is entered; origin_of(tensors) names the
+    operation that made them bad.
 
     `net` may be None: then modules are named as they are met. `batch`: the micro-batch, so that
     samples can be named. What it remembers of a tensor it forgets with the tensor's storage, so it
@@ -68,13 +70,13 @@ class Locator(Operations):
         self.half = None  # the first half type that an operation has computed in
         self.step = 0  # of what is named; set it where many steps are watched
         self.numbers = []  # among the arguments of the operation under way
-        self.origins = {}  # "file:line in function" of all that made a bad number, and Report.weak
+        self.lines_of_origins = {}  # where a bad number was made: the operation, if it is fragile
         self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
         # Of a storage, while it lives: its Source, if it was ready-made
         self.known = WeakKeyDictionary()
-        # and what made it bad: a number in time, and the birth.
-        self.causes = WeakKeyDictionary()
+        # and its origin, if it is bad.
+        self.origins = WeakKeyDictionary()
         for source, t in named:  # ready-made, and of no module
             self.known[storage_of(t)] = source
         self.take(batch)
@@ -100,9 +102,9 @@ class Locator(Operations):
             if not (span := extent(t)).is_mask:
                 source = self.known.get(storage_of(t))
                 yield source, span.bad_end, bad_columns(t), self.samples.of(t)
-        for _, origin in self.causes.values():
+        for _, origin in self.origins.values():
             if origin and origin.source:
-                yield origin.source, origin.made, "", origin.samples
+                yield origin.source, origin.result_value, "", origin.samples
 
     def _name(self, net, prefix=""):
         """What is ready-made, and under which name: weights, buffers, attributes."""
@@ -152,14 +154,14 @@ class Locator(Operations):
         kept = [a.clone() if id(a) in written else a for a in args]
         if rule.overwrites:
             inputs = [t for t in inputs if id(t) not in written]
-        spans = spans_of(inputs) if written else []  # now: it overwrites its evidence
+        spans = spans_of(inputs) if written else []  # now: they are overwritten
         if rule.index:
             self._check_index(rule.index(*args), func, inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
             spans = spans or spans_of(inputs)
-            origin = self.origin(func, spans)
+            origin = self.describe(func, spans)
             if given.get("api_name"):  # of torch.linalg, whose check it is
                 origin = replace(origin, op=f"torch.{given['api_name'].removeprefix('torch.')}")
             self.failed = self.failed or self._earliest(spans, func)[1] or origin
@@ -184,9 +186,9 @@ class Locator(Operations):
                 del self.known[storage]  # written now
             if (span := extent(t)).is_bad:
                 spans = spans or spans_of(inputs)
-                self.causes[storage] = self._bad((func, kept, kwargs), spans, t, span)
-            elif storage in self.causes and not is_part(t):
-                del self.causes[storage]  # wholly overwritten
+                self.origins[storage] = self._bad((func, kept, kwargs), spans, t, span)
+            elif storage in self.origins and not is_part(t):
+                del self.origins[storage]  # wholly overwritten
             elif rule.empty:
                 self.known[storage] = UNINITIALISED
         return out
@@ -196,7 +198,7 @@ class Locator(Operations):
         it. But a good number that does not fit into the other type is spoilt here."""
         copied = storage_of(t)
         spoilt = out.dtype != t.dtype and not extent(t).is_bad
-        if copied not in self.known or copied in self.causes or spoilt:
+        if copied not in self.known or copied in self.origins or spoilt:
             return False
         self.known[storage_of(out)] = self.known[copied]
         return True
@@ -207,19 +209,20 @@ class Locator(Operations):
         rule = rule_of(func)
         wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
         number, origin = self._earliest(spans, func)
-        if number < LAWFUL:
+        if number < INTENDED_MASK:
             return number, self._in_fewer_samples(origin, t, span)
         addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
         added = rule.sums and any(s.is_bad for _, s in addends)
         spoilt = not span.is_mask and not rule.takes_masks
         zeroed = str(func).startswith("aten.mul") and origin and (-inf, 0) in origin.spans
         if origin and (added or (origin.source and spoilt and not zeroed)):
-            # a mask that is added up is none, nor a -inf of the batch that makes NaN or inf
-            return next(self._clock), replace(origin, entered=str(func))
-        if span.is_mask and (wanted or number == LAWFUL):
+            # A -inf that is summed is not a mask. Neither is a -inf of the batch that turns into
+            # NaN or inf.
+            return next(self._clock), replace(origin, consumed_by=str(func))
+        if span.is_mask and (wanted or number == INTENDED_MASK):
             passed_on = rule.copies and spans[0][1].is_bad
-            return LAWFUL, origin or (None if passed_on else self.origin(func, spans, t))
-        origin = self.origin(func, spans, t)
+            return INTENDED_MASK, origin or (None if passed_on else self.describe(func, spans, t))
+        origin = self.describe(func, spans, t)
         # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
         fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
         constant = origin.source and origin.source.kind is Kind.CONSTANT
@@ -236,45 +239,45 @@ class Locator(Operations):
             origin = replace(origin, samples=())
         learns = origin.phase == "backward" or any(x.requires_grad for x, _ in spans)
         if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
-            self.origins[origin.line] = origin.weak
-        return next(self._clock), replace(origin, widened=in_wider_types(*operation))
+            self.lines_of_origins[origin.line] = origin.fragile_op
+        return next(self._clock), replace(origin, in_wider_types=in_wider_types(*operation))
 
     def _in_fewer_samples(self, origin, t, span):
-        """Born elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
+        """Made elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
         rows count: a step in time, say, may show some of them only."""
-        spreads = origin.samples and not (origin.made == "-inf" and not span.is_mask)
+        spreads = origin.samples and not (origin.result_value == "-inf" and not span.is_mask)
         samples, size = self.samples.of(t), self.samples.size
         if not spreads and 0 < len(samples) < (len(origin.samples) or size):
             return replace(origin, samples=samples, batch_size=size)
         return origin
 
-    def blame(self, tensors: Iterable[Tensor]) -> Report | None:
-        """The earliest birth among the ancestors of these tensors."""
+    def origin_of(self, tensors: Iterable[Tensor]) -> Report | None:
+        """The earliest origin among all that these tensors were computed from."""
         number, origin = self._earliest(spans_of(tensors))
-        return origin if number < LAWFUL else None
+        return origin if number < INTENDED_MASK else None
 
     def _earliest(self, spans, func=None):
-        """The first cause among these tensors, which `func` uses: (its number, its birth)."""
-        bad = (self._cause(t, span, func, spans) for t, span in spans if span.is_bad)
-        return min(bad, default=NOBODY, key=lambda cause: cause[0])
+        """The earliest origin among these tensors, which `func` uses."""
+        bad = (self._origin_of_input(t, span, func, spans) for t, span in spans if span.is_bad)
+        return min(bad, default=NO_ORIGIN, key=lambda origin: origin[0])
 
-    def _cause(self, t, span, func, spans):
+    def _origin_of_input(self, t, span, func, spans):
         """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
-        if (storage := storage_of(t)) in self.causes:
-            return self.causes[storage]
+        if (storage := storage_of(t)) in self.origins:
+            return self.origins[storage]
         source = self.known.get(storage)
         never = source and (source.kind is Kind.PARAMETER or STATISTIC.search(source.name))
         mask = span.is_mask and not never
         if mask and (not source or source.kind in STATE):
-            return LAWFUL, None
+            return INTENDED_MASK, None
         if not source or not func:
-            return NOBODY
+            return NO_ORIGIN
         self.samples.cut(t)
-        origin = replace(self.origin(func, spans, t), source=source)
-        number = LAWFUL if mask else next(self._clock)
-        return self.causes.setdefault(storage, (number, origin))
+        origin = replace(self.describe(func, spans, t), source=source)
+        number = INTENDED_MASK if mask else next(self._clock)
+        return self.origins.setdefault(storage, (number, origin))
 
-    def origin(self, func, spans, out=None):
+    def describe(self, func, spans, out=None):
         """All that is known at this operation: it made a bad number, or is the first to use one."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
@@ -318,7 +321,7 @@ class Locator(Operations):
             origin = replace(origin, fix=Advice(UNDERFLOW.format(least)))
         return replace(
             origin,
-            made=extent(out).bad_end,
+            result_value=extent(out).bad_end,
             dtype=out.dtype,
             source=None if all(span.is_mask for span in bad) else Source(Kind.CONSTANT),
             samples=self.samples.of(out, nan),
@@ -341,6 +344,6 @@ class Locator(Operations):
             names, wrong = out_of_range(what, index, low, high, ignore)
             if names:
                 self.samples.cut(index)
-                origin = self.origin(func, spans_of(inputs))
+                origin = self.describe(func, spans_of(inputs))
                 self.failed = replace(origin, names=names, samples=self.samples.of(index, wrong))
                 raise IndexError(names[0])

@@ -1,8 +1,8 @@
 """
-Places: in which module is the step?
+Module stack: in which module is the step?
 
 The module under way, which call of it this is, and to which module a node of autograd belongs: to
-the one that was under way when the node got its sequence number. It reads no tensor.
+the one that was under way when the node got its sequence number.
 """
 
 from bisect import bisect_right

@@ -2,7 +2,7 @@
 Operations: what is known of an aten operation.
 
 Which arguments it writes, where the batch goes in its results, which indices it takes, and what it
-computes in wider types. It holds facts and judges nothing.
+computes in wider types.
 """
 
 import re

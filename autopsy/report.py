@@ -1,9 +1,9 @@
 """
 Report: what autopsy prints.
 
-It holds the data of a report and turns it into lines: first the guilty line of the script, then
-what to do, then the evidence. A screen shows at most 12 rows; Report.full has all of them. It runs
-nothing and reads no tensor. Its advice comes from advice.py.
+It holds the data of a report and turns it into lines: first the line of the script, then what to
+do, then the details. A screen shows at most 12 rows; Report.full has all of them. The advice comes
+from advice.py.
 """
 
 import re
@@ -20,7 +20,7 @@ from .tensors import HALF, few, is_real
 
 COLUMNS, ROWS = 80, 12  # of a screen
 PREFIX = len("autopsy: ")  # what the command writes before a report
-FIRST = ("  try: ", "  guilty: ", "  (seen ")  # before any evidence
+FIRST = ("  try: ", "  guilty: ", "  (seen ")  # before any detail
 SUMS = "attention|mm|mv|dot|linear|conv|sum|mean"  # operations that add up products or numbers
 ORDINARY = ("", "fp32", "float32")  # precisions that need no mention
 
@@ -30,7 +30,7 @@ class Report:
     """What was wrong, and which operation made the first bad number. str() fits a screen; `full`
     has everything.
 
-    Locator.blame() returns one without a verdict: the operation alone.
+    Locator.origin_of() returns one without a verdict: the operation alone.
     """
 
     verdict: Verdict = Verdict.NONE
@@ -41,21 +41,21 @@ class Report:
     advice: str = "code"  # or "flags": those of this repository's train.py
     symptom: str = ""  # "loss is nan", "gradient of head.weight is inf", "IndexError: ...", ...
     error: type[Exception] | None = None  # that the step raised
-    op: str = ""  # "aten.log.default"; "" = no operation is guilty
+    op: str = ""  # "aten.log.default"; "" = no operation made it
     called: str = ""  # the function of torch that the script called: "cross_entropy"
     module: str = ""  # the innermost module whose forward it belongs to; "" = the model's own
     nth_call: int = 0  # of the module in this step; 0 = not known, or outside of any module
     phase: str = "forward"  # or "backward", "optimizer"
     node: str = ""  # backward: autograd's name for the function
     line: Line = NOWHERE
-    made: str = ""  # what the result holds; "" = the operation raised
+    result_value: str = ""  # what the result holds; "" = the operation raised
     dtype: torch.dtype | None = None  # of the result
     inputs: tuple[str, ...] = ()
     bad_inputs: tuple[Source, ...] = ()  # where these were bad before
     spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
     source: Source | None = None  # what was bad before the operation used it
-    widened: tuple[Repeat, ...] = ()  # the operation in float32; if that is bad, in float64
-    entered: str = ""  # the sum or product which the -inf that was made here went into
+    in_wider_types: tuple[Repeat, ...] = ()  # the operation in float32; if that is bad, in float64
+    consumed_by: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     micro_batches: int = 1  # how many the step has
     samples: tuple[int, ...] = ()  # positions in the micro-batch
@@ -69,14 +69,14 @@ class Report:
     fix: Advice | None = None  # what to do, where it is known without looking at the operation
 
     @property
-    def origin(self) -> Verdict:
+    def verdict_of_source(self) -> Verdict:
         """The verdict, if the source alone decides it."""
         if not self.source or self.source.kind is Kind.UNINITIALISED:
             return Verdict.NONE
         return Verdict.WEIGHTS if self.source.kind in STATE else Verdict.DATA
 
     @property
-    def failed(self) -> bool:
+    def no_cure_helped(self) -> bool:
         """Whether cures were tried and none helped."""
         return any(t.outcome is Outcome.STILL_BAD for t in self.tried) and not self.cure
 
@@ -88,7 +88,7 @@ class Report:
     @property
     def finite_in(self) -> torch.dtype | None:
         """The first wider type in which the operation is finite."""
-        return next((again.dtype for again in self.widened if not again.span.is_bad), None)
+        return next((again.dtype for again in self.in_wider_types if not again.span.is_bad), None)
 
     @property
     def largest(self) -> float:
@@ -96,23 +96,23 @@ class Report:
         return max((abs(v) for span in self.spans for v in span if is_real(v)), default=0.0)
 
     @property
-    def grown(self) -> bool:
+    def inputs_are_huge(self) -> bool:
         """Finite inputs so large that their result overflows; of sums it is inf - inf, too."""
-        large = self.largest > (1e3 if self.failed else 1e6)
-        overflows = self.made != "nan" or (self.largest > 1e6 and re.search(SUMS, self.op))
+        large = self.largest > (1e3 if self.no_cure_helped else 1e6)
+        overflows = self.result_value != "nan" or (self.largest > 1e6 and re.search(SUMS, self.op))
         return bool(overflows) and large and not self.source
 
     @property
-    def weak(self) -> str:
+    def fragile_op(self) -> str:
         """The key of WEAK for a node "LogBackward0" or an operation "aten.log_", or ""."""
         plain = {key.replace("_", ""): key for key in WEAK}
         for name in (self.node, *self.op.split(".")[1:2]):
             other = r"backward(_data)?\d*$|_backward|_forward|_like|_|native|linalg|^new"
             name = re.sub(other, "", name.lower())
-            harmless = name in ("mul", "mean") and self.made != "nan"
+            harmless = name in ("mul", "mean") and self.result_value != "nan"
             if ".parametrizations." in f".{self.module}" and name in ("div", "reciprocal"):
                 return "weight_norm_interface"
-            if name in plain and not harmless and not (name == "pow" and self.grown):
+            if name in plain and not harmless and not (name == "pow" and self.inputs_are_huge):
                 return plain[name]
         return ""
 
@@ -121,7 +121,7 @@ class Report:
         return advice_on(self).text
 
     @property
-    def place(self) -> str:
+    def script_line(self) -> str:
         """The script's line: where the number was made, if that is known; else where it is used."""
         made_at = self.source.line if self.source else NOWHERE
         return (made_at or self.line).script
@@ -130,7 +130,7 @@ class Report:
         """Lines about the operation. A line for the file alone begins with a space."""
         if self.op:
             node = f" of {self.node}" if self.node else ""
-            line = f", {self.line}" if self.line != self.place else ""
+            line = f", {self.line}" if self.line != self.script_line else ""
             module = self.module or ("the model itself" if self.nth_call else "")
             nth = f", call {self.nth_call} of this step" if self.nth_call > 1 else ""
             place = f"in {module}{nth}" if module else "outside of any module"
@@ -139,28 +139,28 @@ class Report:
             first = f"first to use {self.source}" if named else "first bad op"
             verbs = {None: "made", Kind.CONSTANT: "made", Kind.WRITTEN: "writes"}
             verb = verbs.get(kind, "is given")
-            made = f"{verb} {self.made}" if self.made else "raised"
+            made = f"{verb} {self.result_value}" if self.result_value else "raised"
             inner = re.match(r"aten\._|.*_(forward|ex|backward)\b", self.op)
             of = f" of {self.called}" if inner and self.called else ""
             yield f"{first}: {self.op}{of} {place} ({self.phase}{node}{line}) {made}"
-        if self.entered:
-            yield f"its -inf entered {self.entered}, where it is no mask"
+        if self.consumed_by:
+            yield f"its -inf entered {self.consumed_by}, where it is no mask"
 
-    def evidence(self) -> Iterator[str]:
+    def details(self) -> Iterator[str]:
         """The inputs of the operation, and its result on them in wider types."""
         if self.inputs:
             yield "its inputs: " + few(self.inputs, 4, "; ")
-        if self.widened:
+        if self.in_wider_types:
             precision = self.verdict is Verdict.PRECISION
             rounded = precision and not self.finite_in
             why = " (an operand had been rounded before, to half precision)" if rounded else ""
             if precision:  # the verdict has said it already
                 known = self.finite_in is torch.float32
             else:
-                ends = {again.span.bad_end for again in self.widened}
-                known = len(self.widened) == 2 and len(ends) == 1
+                ends = {again.span.bad_end for again in self.in_wider_types}
+                known = len(self.in_wider_types) == 2 and len(ends) == 1
             deeper = "  " if known and not why else ""
-            results = ", ".join(map(str, self.widened))
+            results = ", ".join(map(str, self.in_wider_types))
             yield f"{deeper}repeated on the same inputs: {results}{why}"
 
     def where(self) -> Iterator[str]:
@@ -175,9 +175,9 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The most useful line first; a line for the file alone begins with a space."""
-        place = f"{self.place}: " if self.place else ""
+        place = f"{self.script_line}: " if self.script_line else ""
         if not self.verdict:
-            for line in (*self.operation(), *self.evidence()):
+            for line in (*self.operation(), *self.details()):
                 yield place + line
                 place = ""
             return
@@ -196,7 +196,7 @@ class Report:
             where = {Verdict.WEIGHTS: "already bad: ", Verdict.DATA: "in the batch: "}
             yield where.get(self.verdict, "") + few(self.names, 5)
         yield from self.where()
-        yield from self.evidence()
+        yield from self.details()
         for trial in self.tried:
             deeper = "" if trial.was_made else "  "
             yield f"{deeper}tried: {in_words(trial)}"
@@ -234,7 +234,7 @@ def with_rank(text: str, rank: int, world: int) -> str:
 
 def on_screen(text: str, rows: int = ROWS) -> str:
     """Shorten the full text of reports to a screen: keep each headline and what to do, then as much
-    evidence as there is room for. It cuts no line."""
+    details as fit. It cuts no line."""
     lines, headline, order = text.splitlines(), 0, []
     for k, line in enumerate(lines):
         headline = headline if line.startswith(" ") else k

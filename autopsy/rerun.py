@@ -2,7 +2,7 @@
 Rerun: the recorded step once more.
 
 As it was, in fp32, or with every operation watched. Each run begins from the same buffers and
-random numbers, and says what was bad first. It concludes nothing: verdict.py does.
+random numbers, and says what was bad first. verdict.py concludes from it.
 """
 
 import traceback
@@ -29,7 +29,7 @@ class Rerun:
         if not record.batches:
             raise ValueError("the record holds no micro-batch: call record.keep(...)")
         self.run_step, self.record, self.net, self.about = run_step, record, net, about
-        self.factor, self.last = 1.0, 0
+        self.loss_factor, self.last_micro_batch = 1.0, 0
         self.written = []  # buffers that were clean before the micro-batch
         self.trace = None  # of an error, until watch() has read it
 
@@ -47,7 +47,7 @@ class Rerun:
                 for k, batch in enumerate(self.record.batches):
                     self.loss, self.gradients = None, {}
                     if isinstance(context, Locator):
-                        self.last = k
+                        self.last_micro_batch = k
                         context.take(batch, len(self.record.indices[k]))
                     out = self.run_step(batch, fp32)
                     if not isinstance(out, tuple):
@@ -92,7 +92,7 @@ class Rerun:
         module = next(filter(None, modules), "")
         line = line_of(frames_in(traceback.format_tb(self.trace)))
         raised = Report(op=type(self.error).__name__, module=module, line=line)
-        return where.blame(filter(torch.is_tensor, variables)) or raised
+        return where.origin_of(filter(torch.is_tensor, variables)) or raised
 
     def _factor(self, root):
         """The factor of the loss before its backward. If the step raised, or returned a bad loss:
@@ -103,9 +103,9 @@ class Rerun:
         return max(1.0, root / loss) if loss else 1.0  # 1 for NaN
 
     def watch(self, fp32=False):
-        """Run it with every operation watched: what is bad, and who made it."""
-        # Within a watched operation torch would import it, and that import keeps the frames that
-        # are under way for ever, with all that the step has computed.
+        """Run it with every operation watched: what is bad, and which operation made it."""
+        # Importing _dynamo inside a watched operation would keep the current frames, and all
+        # tensors of the step, alive.
         from torch import _dynamo  # noqa: F401
 
         where = Locator(self.net, named=self.record.named)
@@ -121,12 +121,12 @@ class Rerun:
             self._forget_frames()
         elif symptom:
             results = [self.loss, *self.gradients.values(), *self.written]
-            origin = where.blame([self.loss]) or where.blame(results)
-        self.factor = self._factor(where.functions.root)
+            origin = where.origin_of([self.loss]) or where.origin_of(results)
+        self.loss_factor = self._factor(where.functions.root)
         about = {
             "symptom": symptom,
             "error": type(self.error) if self.error else None,
-            "micro_batch": self.last,
+            "micro_batch": self.last_micro_batch,
             "micro_batches": len(self.record.batches),
             **self.about,
         }

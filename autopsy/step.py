@@ -1,8 +1,7 @@
 """
 Step: what one step needs to be run again, and how that is put back.
 
-Random states, buffers, and what modules carry outside of buffers. It reads no weight and changes
-none.
+Random states, buffers, and what modules carry outside of buffers.
 """
 
 import random

@@ -2,7 +2,7 @@
 Tensors: what does a tensor hold?
 
 Its numbers whatever its layout, its lowest and highest, whether these are bad, and the tensors
-within a batch of any shape. It reads tensors and changes none.
+within a batch of any shape.
 """
 
 import re

@@ -103,9 +103,9 @@ def _judge(rerun, report, state):
     if exact and half:  # a forward may enter autocast by itself
         exact = False
         report = replace(report, precision=str(half).removeprefix("torch."))
-    if report.origin:
+    if report.verdict_of_source:
         return _ready_made(rerun, report, state)
-    if report.op and not report.made:  # the step raised, and not because of a bad number
+    if report.op and not report.result_value:  # the step raised, and not because of a bad number
         return _raised(rerun, report, exact)
     return _well_known(rerun, report) or _by_precision(rerun, report, exact)
 
@@ -113,7 +113,7 @@ def _judge(rerun, report, state):
 def _ready_made(rerun, report, state):
     """Decide on a number that was bad before any operation used it: data or weights."""
     about = report.source
-    weights = report.origin is Verdict.WEIGHTS
+    weights = report.verdict_of_source is Verdict.WEIGHTS
     names = []
     if weights:
         table = None
@@ -123,7 +123,7 @@ def _ready_made(rerun, report, state):
         others = _bad_state(rerun, state)
         names += [f"{source}{what}" for source, what in others if source != about]
     elif about.kind is not Kind.WRITTEN:
-        names = [f"{about} holds {report.made}"]
+        names = [f"{about} holds {report.result_value}"]
     holders = rerun.locator.holders(rerun.record.batches[report.micro_batch])
     holders = ((source or about, *what) for source, *what in holders)
     for source, made, columns, samples in dict.fromkeys(holders):
@@ -131,7 +131,7 @@ def _ready_made(rerun, report, state):
             names.append(f"{source} holds {made}{columns} in samples {few(samples)}")
         elif source == about and columns:
             names[0] = f"{source} holds {made}{columns}"
-    return replace(report, verdict=report.origin, names=tuple(names))
+    return replace(report, verdict=report.verdict_of_source, names=tuple(names))
 
 
 def _raised(rerun, report, exact):
@@ -154,20 +154,22 @@ def _well_known(rerun, report):
     negative = [name for name, b in statistics if "var" in name and extent(b).low < 0]
     below = f"buffer {few(negative, 1)} is below 0"
     unaligned = "a target that has no alignment with its input"
-    for fits, verdict, name, weak in (
-        (ignored is not None and report.weak in means, Verdict.DATA, no_label, "nll_loss"),
-        (negative and report.weak in roots, Verdict.WEIGHTS, below, "batch_norm"),
-        (report.weak == "ctc_loss" and report.made == "inf", Verdict.DATA, unaligned, "ctc_loss"),
+    op = report.fragile_op
+    inf_of_ctc = op == "ctc_loss" and report.result_value == "inf"
+    for fits, verdict, name, entry in (
+        (ignored is not None and op in means, Verdict.DATA, no_label, "nll_loss"),
+        (negative and op in roots, Verdict.WEIGHTS, below, "batch_norm"),
+        (inf_of_ctc, Verdict.DATA, unaligned, "ctc_loss"),
     ):
         if fits:
-            return replace(report, verdict=verdict, names=(name,), fix=Advice(WEAK[weak].text))
+            return replace(report, verdict=verdict, names=(name,), fix=Advice(WEAK[entry].text))
     return None
 
 
 def _by_precision(rerun, report, exact):
     """Decide by the step in fp32, and at loss scale 1."""
     if not rerun(fp32=True):
-        factor = rerun.factor if rerun.factor < inf else max(report.scale, 2.0**16)
+        factor = rerun.loss_factor if rerun.loss_factor < inf else max(report.scale, 2.0**16)
         if factor > 1.5:
             symptom = rerun(Functions(factor=factor))
             outcome = Outcome.STILL_BAD if symptom else Outcome.FINITE
@@ -179,7 +181,7 @@ def _by_precision(rerun, report, exact):
     if _only_half(report):
         other = rerun.watch(fp32=True)  # something else is bad in fp32, or was left in half
         again = Verdict.PRECISION if _only_half(other) else Verdict.DIVERGENCE
-        return replace(other, verdict=other.origin or again)
+        return replace(other, verdict=other.verdict_of_source or again)
     by_script = report.fix and report.fix.topic is Topic.BAD_SCALAR
     return replace(report, verdict=Verdict.DATA if by_script else Verdict.DIVERGENCE)
 
@@ -205,7 +207,7 @@ def _finite(rerun, report, state, num_classes, run_compiled):
     for k, batch in enumerate(rerun.record.batches if num_classes is not None else ()):
         where.take(batch)
         for labels in labels_in(batch):
-            allowed = 0, num_classes - 1, where.labels.lawful
+            allowed = 0, num_classes - 1, where.labels.ignored
             names, wrong = out_of_range("label", labels, *allowed)
             if names:
                 samples, size = where.samples.of(labels, wrong), where.samples.size

@@ -77,7 +77,9 @@ def case(steps: int = 12) -> Case:
     )
     out.claim(
         "the autopsy names the loss's backward",
-        report.verdict == "calibration" and report.phase == "backward" and report.made == "inf",
+        report.verdict == "calibration"
+        and report.phase == "backward"
+        and report.result_value == "inf",
     )
     out.claim(
         "cured: step 1 is taken, at 65536 and at twice that",

@@ -1,10 +1,10 @@
 """
-Halves: what would autocast compute in half?
+Autocast rules: what would autocast compute in half?
 
 It follows a run in fp32 (or in half) and says of each operation whether autocast would compute it
 in half, by the rules for CUDA: products and convolutions in half; softmax, norms, losses, exp, log,
 powers and sums in fp32; all others in the type of their inputs. A backward runs in the type of its
-forward. This room reads no number and changes none.
+forward.
 """
 
 import linecache

@@ -92,7 +92,7 @@ class GradientCheck(Watch):
 
 
 class Step:
-    """The step on the tape, to be repeated as often as needed."""
+    """The recorded step, to be repeated as often as needed."""
 
     def __init__(self, recorder, optimizer):
         self.notes = []  # on custom functions

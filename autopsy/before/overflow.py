@@ -4,7 +4,7 @@ Overflow: what would leave half precision, before the switch to autocast?
 It reads a few steps of a script as they are, and asks of each operation that autocast would compute
 in half: how far are its numbers from the end of fp16 (65504)? Does half lose a small difference,
 make a divisor 0, or make neighbouring positions equal? Does a gradient become 0? Then it ends the
-script. It changes no number.
+script.
 """
 
 import re
@@ -92,18 +92,18 @@ class Overflow(Locator):
             raise SystemExit
 
     def operation(self, func, args, kwargs):
-        """Make it, and judge it."""
+        """Make it, and check it."""
         out = func(*args, **kwargs)
         if self.paused or self.failure or func.namespace != "aten":
             return out
         try:
-            self.judge(func, args, kwargs, out)
+            self.check_operation(func, args, kwargs, out)
         except Exception as error:  # ours, not the script's
             self.failure = f"{func} could not be read ({said(error)}): nothing is known"
         return out
 
-    def judge(self, func, args, kwargs, out):
-        """Judge one operation of the script."""
+    def check_operation(self, func, args, kwargs, out):
+        """Check one operation of the script."""
         self.func = func
         given = floats_in((args, kwargs))
         made = [t for t in floats_in(out) if t.numel()]
@@ -114,7 +114,7 @@ class Overflow(Locator):
         with _disable_current_modes(), torch.no_grad():
             if not backward:
                 self.raises(name, given, half, rule.writes)
-            if not backward and not rule.writes:  # it overwrites its evidence
+            if not backward and not rule.writes:  # its inputs are overwritten
                 self.zeros(name, args)
                 self.angles(name, args)
                 if half:
@@ -135,7 +135,7 @@ class Overflow(Locator):
             self.note("raises", 1e4, "it is given half and fp32 together, and raises")
 
     def result(self, name, args, kwargs, given, made):
-        """Judge an operation that would run in half."""
+        """Check an operation that would run in half."""
         product = self.autocast_rules.is_product(name)
         if product:
             wide = [t for t in given if not self.autocast_rules.is_half(t)]
@@ -150,7 +150,7 @@ class Overflow(Locator):
                 self.flows(t)
 
     def note(self, kind, badness, words):
-        origin = self.origin(self.func, ())
+        origin = self.describe(self.func, ())
         place = origin.line, origin.phase, kind
         if badness > self.found.get(place, (0,))[0]:
             self.found[place] = badness, f"{_place(origin)}: {words}"
@@ -274,7 +274,7 @@ class Overflow(Locator):
             off = float((numbers - rounded).norm())
             zeros = float(((numbers != 0) & (rounded == 0)).double().mean())
             words = f"{zeros:.0%} of its numbers become 0 in fp16 at this loss scale"
-            at = _place(self.origin(self.func, ()))
+            at = _place(self.describe(self.func, ()))
             told = f"{at}: {words} (the largest is {size:.2g})"
             self.flow.append((norm / numbers.numel() ** 0.5, off / norm, told))
 

@@ -1,9 +1,9 @@
 """
-Path: where does the gradient end on its way from the loss to some weights?
+Gradient path: where does the gradient end on its way from the loss to some weights?
 
 It repeats the forward pass of a step, and finds the operation whose result has no graph though it
 was made of these weights, or the one whose backward makes 0 of a gradient. It also finds weights
-that a forward makes anew at each step. It writes into nothing.
+that a forward makes anew at each step.
 """
 
 from contextlib import ExitStack, contextmanager

@@ -1,8 +1,8 @@
 """
 Reasons: which weights do not move, though they should, and why?
 
-At the end of the script it looks once at what still.py read. It ignores what you may have intended
-(a frozen part, an optimizer for the head alone), and reads nothing new.
+At the end of the script it looks once at what stalled.py read. It ignores what you may have
+intended (a frozen part, an optimizer for the head alone).
 """
 
 from collections import Counter

@@ -1,11 +1,11 @@
 """
-Still: what do weights and their gradients do while a script trains?
+Stalled: what do weights and their gradients do while a script trains?
 
 It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
 few numbers of each tensor, which stay on the device until the script ends. Once, after the third
 step of the first few optimizers, it repeats the forward pass to see whether the loss depends on
-weights that get no gradient; to do so it moves them, and restores them bit by bit. It touches
-nothing else. Then, and while no optimizer has made a step, it looks for idle optimizers. reasons.py
+weights that get no gradient; to do so it moves them, and restores them bit by bit.
+Then, and while no optimizer has made a step, it looks for idle optimizers. reasons.py
 says what all this means.
 """
 
@@ -51,7 +51,7 @@ class Still(Events):
         self.unloaded = {}  # line: a sentence on a load_state_dict() that has loaded nothing
 
     def stepped(self, optimizer):
-        """After a step, before the tape forgets it."""
+        """After a step, before the recorder forgets it."""
         seen = self.optimizers.get(id(optimizer))
         if not seen or seen.alive() is not optimizer:
             seen = self.optimizers[id(optimizer)] = Followed(optimizer)

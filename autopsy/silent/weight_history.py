@@ -1,7 +1,7 @@
 """
-Weight: what was read of one weight, and of one optimizer, and what that shows of them.
+Weight history: what was read of one weight, and of one optimizer, and what that shows of them.
 
-still.py fills it in, reasons.py asks it. It reads a sample of a weight, and waits for no device.
+stalled.py fills it in, reasons.py asks it. What is read of a weight stays on its device.
 """
 
 from weakref import ref

@@ -1,9 +1,9 @@
 """
-Judges: which number is bad, and what is it called?
+Checks: which number is bad, and what is it called?
 
-The ledger calls a judge (bad_loss, bad_update, ...) with a tensor and its norm, if that is not
-finite; the arguments before these say what was true when the number was noted. A judge names the
-symptom and hands it to findings.py. It repeats nothing.
+deferred.py calls a check (check_loss, check_update, ...) with a tensor and its norm, if that is not
+finite; the arguments before these say what was true when the number was noted. A check names the
+symptom and hands it to findings.py, which may end the script.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class Write(NamedTuple):
     name: str  # of the function
     step: int
     line: str
-    values: list  # tensors that calls on the tape made
+    values: list  # tensors that recorded calls made
     numbers: list | None  # the numbers given; None: a tensor, too, of which nothing is known
     before: Tensor  # the weight's norm
 
@@ -59,7 +59,7 @@ class Write(NamedTuple):
 
 
 def given_to(values, maker):
-    """Split what a script writes into (tensors made by calls on the tape, plain numbers). The
+    """Split what a script writes into (tensors made by recorded calls, plain numbers). The
     numbers are None if some tensor is unknown."""
     given = floats_in(values)
     made = [t for t in given if maker(t)]
@@ -69,7 +69,7 @@ def given_to(values, maker):
 
 
 class Checks:
-    """One method for each kind of number on the ledger."""
+    """One method for each kind of number that is read."""
 
     def __init__(self, findings, names):
         self.findings, self.names = findings, names
@@ -78,7 +78,7 @@ class Checks:
         self.unasked = torch.utils.weak.WeakIdKeyDictionary()  # table: rows
 
     def check_loss(self, loss, value):
-        self.findings.stop(f"loss is {value:.3g}", self.findings.explain(evidence=[loss]))
+        self.findings.stop(f"loss is {value:.3g}", self.findings.explain(results=[loss]))
 
     def check_output(self, call, value):
         """A bad number under no_grad does not end a script: autopsy reports it at the end."""
@@ -131,7 +131,7 @@ class Checks:
         return any(c.name != "detach" and not COPIES.fullmatch(c.name) for c in calls)
 
     def check_write(self, p, writes, t, value):
-        """Blame the last write before which the weight was good; a bad value explains it."""
+        """Report the last write before which the weight was good, or what made its value bad."""
         before = self.deferred.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
@@ -150,7 +150,7 @@ class Checks:
                 report = replace(report, verdict=Verdict.WEIGHTS, fix=NOT_FINITE)
             if report and report.op:  # else it was loaded, and no operation has used it
                 self.findings.stop(symptom, report)
-        report = Report(Verdict.WEIGHTS, step=write.step, made=made, repeated=False)
+        report = Report(Verdict.WEIGHTS, step=write.step, result_value=made, repeated=False)
         if write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
             unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
@@ -172,7 +172,7 @@ class Checks:
         if bad or self.hooks.world > 1:
             name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
             made = extent(bad[0].grad).bad_end if bad else "nan"
-            report = self.findings.explain(evidence=[p.grad for p in bad])
+            report = self.findings.explain(results=[p.grad for p in bad])
             self.findings.stop(f"the gradient of {name} is {made}{why}", report)
 
     def _held(self, optimizer, t):
@@ -193,7 +193,7 @@ class Checks:
             self.findings.stop(symptom, Report(Verdict.WEIGHTS))
 
     def check_update(self, update, t, value):
-        """The gradients were good and the weights or moments are bad: blame the optimizer."""
+        """The gradients were good and the weights or moments are bad: the optimizer made that."""
         optimizer = update.optimizer
         held = self._held(optimizer, t)
         if not held:
@@ -204,9 +204,9 @@ class Checks:
             return  # bad before the first step
         symptom = f"{name} is {extent(t).bad_end}"
         group, rate = optimizer.param_groups[k], update.rates[k]
-        origin = self.hooks.locator and self.hooks.locator.blame([t])
+        origin = self.hooks.locator and self.hooks.locator.origin_of([t])
         why, fix = _why_bad(group, p, rate, update.gradient)
-        if origin and origin.weak and not origin.source:
+        if origin and origin.fragile_op and not origin.source:
             fix = origin.fix or advice_on(replace(origin, verdict=Verdict.DIVERGENCE))
             fix = fix._replace(text=f"{fix.text}, at {origin.line}")
         report = None
@@ -226,7 +226,7 @@ class Checks:
     def bad_at_the_end(self, t, value):
         if self._unasked(t, t):
             return
-        report = self.findings.explain(evidence=[t])
+        report = self.findings.explain(results=[t])
         self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
 
 

@@ -1,10 +1,9 @@
 """
-Ledger: numbers that wait on the device, and are read together.
+Deferred: numbers that wait on the device, and are read together.
 
 A norm reads a tensor once, and is NaN or inf if one of its numbers is. It stays on the device until
 the next transfer, which the optimizer step makes anyway: the watch adds no sync of its own. A
-tensor that cannot be read (memory of another library, say) counts as 0; the end names it. The
-ledger knows the order of judgement, and no judge.
+tensor that cannot be read (memory of another library, say) counts as 0; the end names it.
 """
 
 from functools import partial
@@ -18,35 +17,35 @@ from ..tensors import LIMIT, inner_tensors, numbers_of, storage_of
 
 
 class DeferredChecks:
-    """Numbers that wait to be read, each with the judge of a bad one."""
+    """Numbers that wait to be read, each with the check to call for a bad one."""
 
     def __init__(self):
         self._noted = []  # (a number on the device, what to do with it if it is bad)
         self._results = []  # the same of what forwards have made
-        self._written = {}  # storage: (weight, what the script wrote into it, judge)
+        self._written = {}  # storage: (weight, what the script wrote into it, check)
         self.unread = {}  # kind of tensor: why it could not be read
         self._read = 0  # how many norms
 
     def __len__(self):
         return len(self._noted) + len(self._results)
 
-    def note(self, tensors, judge):
-        """Read their norms at the next transfer; judge(tensor, norm) is called for a bad one."""
-        self._noted += self.entries(tensors, judge)
+    def note(self, tensors, check):
+        """Read their norms at the next transfer; check(tensor, norm) is called for a bad one."""
+        self._noted += self.entries(tensors, check)
 
-    def entries(self, tensors, judge):
+    def entries(self, tensors, check):
         real = [t for t in tensors if t.is_floating_point() or t.is_complex()]
         norms = self.norms(real)
-        return [(norm, partial(judge, t)) for t, norm in zip(real, norms, strict=True)]
+        return [(norm, partial(check, t)) for t, norm in zip(real, norms, strict=True)]
 
     def results(self, entries):
         """The same for results of a forward pass."""
         self._results += entries
 
-    def wrote(self, p, write, judge):
+    def wrote(self, p, write, check):
         """The script writes into this weight, a view of it, or its data. One transfer reads all
         that were written."""
-        self._written.setdefault(storage_of(p), (p, [], judge))[1].append(write)
+        self._written.setdefault(storage_of(p), (p, [], check))[1].append(write)
 
     def _entries_of_written(self):
         # a weight whose data was exchanged is noted under the new one
@@ -54,23 +53,23 @@ class DeferredChecks:
         self._written = {}
         norms = self.norms(p for p, *_ in written)
         return [
-            (norm, partial(judge, p, writes, p))
-            for (p, writes, judge), norm in zip(written, norms, strict=True)
+            (norm, partial(check, p, writes, p))
+            for (p, writes, check), norm in zip(written, norms, strict=True)
         ]
 
     def transfer(self, more=(), losses=()):
-        """Read all in one transfer, and judge what is bad. It returns the values of `more`.
+        """Read all in one transfer, and check what is bad. It returns the values of `more`.
 
-        The order of judgement: what was noted, as it came (an optimizer's weights and moments
+        The order of the checks: what was noted, as it came (an optimizer's weights and moments
         first, because its step came first); then weights that the script has written by hand; then
         what forwards have made, and `losses` (entries), because a bad weight explains these, never
         the other way round."""
         in_order = [*self._noted, *self._entries_of_written(), *self._results, *losses]
         self._noted, self._results = [], []
         values = self.to_host([*(value for value, _ in in_order), *more])
-        for (_, judge), value in zip(in_order, values, strict=False):
+        for (_, check), value in zip(in_order, values, strict=False):
             if not value <= LIMIT:
-                judge(value)
+                check(value)
         return values[len(in_order) :]
 
     def norms(self, tensors):

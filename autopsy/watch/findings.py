@@ -2,8 +2,7 @@
 Findings: what made the bad number, and what does autopsy report?
 
 explain() repeats the step. stop() ends the script, because the number would reach the weights;
-later() keeps the report until the end. judges.py decides whether a number is bad. This room hooks
-nothing and counts no steps.
+later() keeps the report until the end. checks.py decides whether a number is bad.
 """
 
 import json
@@ -26,7 +25,7 @@ from ..report import with_rank
 from ..tensors import extent, few
 from .events import Events
 from .recorder import ASKS, buffers_back
-from .replay import replay, verdict_on_birth
+from .replay import replay, verdict_on_origin
 
 WAIT = 60  # seconds for the reports of other ranks
 
@@ -63,7 +62,7 @@ class Findings:
         self.symptom, self.step, self.reports = "", 0, {}
         self.seen = Seen.COMPUTED
         self.about = set()  # Sources that a report is about
-        self.guilty = 0  # rank
+        self.rank_of_origin = 0
         self.unasked = {}  # "parameter emb.weight": bad rows that nothing asked for, their origin
 
     @property
@@ -90,8 +89,8 @@ class Findings:
         self.reads[read] += 1
         single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
         if made and (loss or (read.made == "nan" and single)):
-            evidence = [t.detach()] if loss and not span.is_mask else ()
-            self.later(f"the script read {read}", [made.number], evidence, seen=Seen.READ)
+            results = [t.detach()] if loss and not span.is_mask else ()
+            self.later(f"the script read {read}", [made.number], results, seen=Seen.READ)
 
     def told(self):
         """Sentences about bad numbers that the script read, though the run ended well."""
@@ -118,7 +117,7 @@ class Findings:
 
     # What made it, and what is said
 
-    def explain(self, targets=(), evidence=(), raised="no error"):
+    def explain(self, targets=(), results=(), raised="no error"):
         """Find the cause now: repeat the step, or use what was watched."""
         locator = self.hooks.locator
         report = None
@@ -127,22 +126,22 @@ class Findings:
                 report = replay(self.recorder, targets)
         except Exception as error:
             self.hooks.say(f"the step could not be made again ({said(error)})", every=True)
-        origin = locator and locator.blame(evidence)
+        origin = locator and locator.origin_of(results)
         kind = report.source.kind if report and report.source else None
         earlier = kind in STATE and not (origin and origin.source)
         if report and kind is not Kind.UNSEEN and not (origin and earlier):
             unknown = (Verdict.NOT_REPRODUCIBLE, Verdict.CALIBRATION, Verdict.ERROR)
             if report.verdict not in unknown or report.tried or report.symptom == raised:
                 return report
-        return verdict_on_birth(origin) if origin else None
+        return verdict_on_origin(origin) if origin else None
 
-    def later(self, symptom, targets, evidence=(), seen=Seen.COMPUTED, about=None):
+    def later(self, symptom, targets, results=(), seen=Seen.COMPUTED, about=None):
         """Explain it now and report it at the end. Only a loss is worth a second run. `about`: the
         Source that is bad. Return whether there will be a report."""
         self.deferred.transfer()  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
-            report = self.explain(targets, evidence)
-            if not ((report and report.op) or evidence):
+            report = self.explain(targets, results)
+            if not ((report and report.op) or results):
                 return False
             self.found(symptom, report, seen=seen, about=about)
         return True
@@ -161,7 +160,7 @@ class Findings:
         self.step = self.recorder.steps if step is None else step
         self.symptom, self.seen = f"{symptom} at step {self.step}", seen
         if report and report.source not in self.about:  # else a report says what made it so
-            self.guilty = self.hooks.rank
+            self.rank_of_origin = self.hooks.rank
             self._keep(symptom, report)
             if about:
                 self.about.add(about)
@@ -192,8 +191,8 @@ class Findings:
             self.reports[key] = replace(report, names=tuple(names), grew=grew, **about)
 
     def _agree(self, report):
-        """Let the guilty rank alone report. This is no collective: wait WAIT seconds for a rank
-        that left."""
+        """Let one rank alone report: that of the origin. This is no collective: wait WAIT seconds
+        for a rank that left."""
         rank, world = self.hooks.rank, self.hooks.world
         source = report and report.source
         constant = source and source.kind is Kind.CONSTANT
@@ -204,9 +203,10 @@ class Findings:
         with suppress(Exception):
             store.wait(keys, timedelta(seconds=WAIT))
         every = [json.loads(store.get(key)) for key in keys if store.check([key])]
-        _, self.guilty, text = min(every)
-        self.reports = {"": with_rank(text, self.guilty, world)} if text else {}
-        if text and rank != self.guilty and os.environ.get("LOCAL_RANK") == "0":
-            # the guilty one may be on another machine
-            there = f"{self.symptom}; the report is that of rank {self.guilty}, on its machine"
+        _, self.rank_of_origin, text = min(every)
+        self.reports = {"": with_rank(text, self.rank_of_origin, world)} if text else {}
+        if text and rank != self.rank_of_origin and os.environ.get("LOCAL_RANK") == "0":
+            # that rank may be on another machine
+            where = f"the report is that of rank {self.rank_of_origin}, on its machine"
+            there = f"{self.symptom}; {where}"
             self.hooks.say(there, every=True)

@@ -23,7 +23,7 @@ SCALES = ("mul", "rmul", "div", "truediv")
 
 
 class Forward:
-    """Repeats the forward passes on the tape, with some rows of the batch in place of others, and
+    """Repeats the recorded forward passes, with some rows of the batch in place of others, and
     returns the sum of the losses. Use it inside of `with`."""
 
     def __init__(self, recorder):

@@ -1,8 +1,8 @@
 """
-Course: how does the training go?
+History: how does the training go?
 
 It keeps gradient norms, learning rates, and the framework that runs the steps. They explain a bad
-number; if there was none, the last lines quote them. It ends no script.
+number; if there was none, the last lines quote them.
 """
 
 from collections import deque

@@ -62,7 +62,7 @@ class Hooks:
         self.thread, self.on, self.busy = threading.get_ident(), True, False
         self.depth = 0  # calls under way of which nothing is written down
         self.recorder = None  # a function mode: on while the script computes outside of modules
-        self.writing = False  # whether the tape goes on after the hook that runs now
+        self.writing = False  # whether the recorder goes on after the hook that runs now
         self.locator = None  # where every operation is watched
         self.unwatched = set()  # sentences
         self.failure = ""  # why the watch is off; "" while it is on
@@ -75,7 +75,7 @@ class Hooks:
         self.undo.close()
 
     def record(self, on):
-        """Switch the tape on or off: it is off inside modules and optimizers. Was it on?"""
+        """Switch the recorder on or off: it is off inside modules and optimizers. Was it on?"""
         stack = torch.overrides._get_current_function_mode_stack()
         if on and self.recorder not in stack:
             self.recorder.__enter__()
@@ -174,7 +174,7 @@ class Hooks:
         self.wrap(owner, name, around)
 
     def unseen(self, original, /, *args, **kwargs):
-        """Call it with the tape off."""
+        """Call it with the recorder off."""
         was = self.record(False)
         self.depth += 1
         try:

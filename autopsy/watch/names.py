@@ -1,7 +1,7 @@
 """
 Names: what does the script call a module, a weight, a buffer?
 
-A module's place in the module that owns it, or the variable that holds it. It changes nothing.
+A module's place in the module that owns it, or the variable that holds it.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """
-Tape: what the script has computed since its last step.
+Recorder: what the script has computed since its last step.
 
 Calls of modules, and of torch's functions outside of modules, with their arguments, so that each
-can be made again from the same line. It judges nothing.
+can be made again from the same line.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from ..frames import call_from, frames_now, line_now, script_frames
 from ..step import carry_back, put_back, rng_states, set_rng_states
 from ..tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
 
-ROOM = 1 << 28  # bytes of tensors that are kept by reference since the last optimizer step
+LIMIT_OF_BYTES = 1 << 28  # of tensors that are kept by reference since the last optimizer step
 RANDOM = re.compile(
     "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
 )
@@ -255,7 +255,7 @@ class CallRecorder(TorchFunctionMode):
         if self._is_weight(t):
             self.hooks.safely(self.listener.wrote, name, [(t, values)])
             return False
-        if t.numel() > ROOM >> 6:
+        if t.numel() > LIMIT_OF_BYTES >> 6:
             return False
         before = t.detach().clone()
         for call in self.calls:
@@ -355,7 +355,7 @@ class CallRecorder(TorchFunctionMode):
 
     @property
     def full(self):
-        return self.bytes > ROOM or len(self.calls) > 9999
+        return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
     @property
     def steps(self):

@@ -1,8 +1,8 @@
 """
-Replay: what does the examination say of the step on the tape?
+Replay: what does the examination say of the recorded calls?
 
-The calls that lead to a loss become a recorded step, which examine() judges. It leaves no trace:
-whatever the repeat changes is put back.
+The calls that lead to a loss become a step record for examine(). Whatever the repeat changes is put
+back.
 """
 
 from contextlib import nullcontext
@@ -30,8 +30,8 @@ LARGE = 1e6  # what torch.empty finds may be finite
 
 
 def replay(recorder, targets):
-    """examine() what is on the tape, and leave no trace. `targets`: numbers of calls whose results
-    are judged, beside the losses."""
+    """examine() the recorded calls, and leave no trace. `targets`: numbers of calls whose results
+    are examined, beside the losses."""
     calls = recorder.needed(targets)
     net = net_of(calls)
     params = dict(net.named_parameters())
@@ -73,7 +73,7 @@ def in_no_module(calls, net):
 
 
 class Replay:
-    """Calls on the tape as a recorded step: for each backward one micro-batch."""
+    """Recorded calls as a step record: for each backward one micro-batch."""
 
     def __init__(self, recorder, calls, targets, net, params, uninitialised):
         self.recorder, self.calls, self.targets = recorder, calls, targets
@@ -82,7 +82,7 @@ class Replay:
         self.scale = _loss_scale(calls)
 
     def report(self):
-        """The report on these calls, or None: there is nothing to judge."""
+        """The report on these calls, or None: there is nothing to examine."""
         record = self._record()
         sharded = any(hasattr(p, "to_local") for p in self.params.values())
         if not record.batches or (sharded and self.targets):  # one rank alone has read it
@@ -90,7 +90,7 @@ class Replay:
         run_step = partial(self._run_step, record)
         if sharded:  # all ranks do the same, once: its collectives then meet
             origin = Rerun(run_step, record, self.net, {}).watch()
-            return verdict_on_birth(origin) if origin.op else None
+            return verdict_on_origin(origin) if origin.op else None
         # The first in use: it is the step's precision.
         kinds = [dtype for call in self.calls for _, dtype in call.autocast]
         kinds += [p.dtype for p in self.params.values()]
@@ -141,7 +141,7 @@ class Replay:
         return batch[-1](fp32)
 
     def _play(self, calls, fp32):
-        """These calls once more: what is judged, and the gradients."""
+        """These calls once more: what is examined, and the gradients."""
         made = self.made
         with InDtype(torch.float32, NARROW, self.net) if fp32 else nullcontext():
             for call in calls:
@@ -149,12 +149,12 @@ class Replay:
         roots = []
         if calls[-1].function is BACKWARD:
             roots = [made[m] for m in calls[-1].uses() if m in made]
-        judged = [t for m, t in made.items() if m.number in self.targets]
+        targets = [t for m, t in made.items() if m.number in self.targets]
         with _disable_current_modes():  # these reads are no part of the step
-            if len(judged) > 1:  # whatever was made: there may be masks
-                judged = [t for t in judged if not extent(t).is_mask]
-            bad = [t for t in (*judged, *roots) if extent(t).is_bad]
-        loss = (bad or roots or judged or [torch.zeros((), device="cpu")])[0].detach()
+            if len(targets) > 1:  # whatever was made: there may be masks
+                targets = [t for t in targets if not extent(t).is_mask]
+            bad = [t for t in (*targets, *roots) if extent(t).is_bad]
+        loss = (bad or roots or targets or [torch.zeros((), device="cpu")])[0].detach()
         if self.scale != 1:  # a division would be an operation of the step
             loss = loss / self.scale
         return loss, {name: p.grad for name, p in self.params.items()}
@@ -165,7 +165,7 @@ class Replay:
         fix = Advice("initialise it: torch.empty leaves what was in memory")
         for source, (t, made_at) in self.uninitialised.items():
             span = extent(t)
-            meant = report.grown or report.source == source
+            meant = report.inputs_are_huge or report.source == source
             if meant and not span.largest <= LARGE:  # True for NaN
                 holds = f"{source} holds {span.low:.3g} .. {span.high:.3g}"
                 names = str(source) if report.source else holds, f"never written since {made_at}"
@@ -248,11 +248,11 @@ def _is_like(t, shape):
     return second and t.shape[1:] != shape[1:]
 
 
-def verdict_on_birth(origin):
+def verdict_on_origin(origin):
     """The verdict on what was seen while every operation was watched."""
-    half = origin.in_half and not origin.widened
+    half = origin.in_half and not origin.in_wider_types
     finite = not origin.source and (half or origin.finite_in is torch.float32)
-    verdict = origin.origin or (Verdict.PRECISION if finite else Verdict.DIVERGENCE)
+    verdict = origin.verdict_of_source or (Verdict.PRECISION if finite else Verdict.DIVERGENCE)
     precision = str(origin.dtype or "").removeprefix("torch.")
     return replace(origin, verdict=verdict, precision=precision, repeated=False)
 

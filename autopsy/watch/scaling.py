@@ -2,7 +2,7 @@
 Scaling: does the loss scale explain it?
 
 It follows the script's GradScaler, which multiplies a loss, skips steps, and takes the optimizer's
-step. It changes nothing of the scaler, and reads no gradient.
+step.
 """
 
 from dataclasses import replace

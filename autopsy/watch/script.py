@@ -1,8 +1,7 @@
 """
 Script: run somebody's script under the watch, from its first line to the exit code.
 
-It also starts a second, quiet run if a step cannot be repeated. It reads no tensor and judges no
-number.
+It also starts a second, quiet run if a step cannot be repeated.
 """
 
 import argparse
@@ -134,13 +133,13 @@ def watched(argv, path, watch, start):
             return UNWATCHED
         bad = [read for read in findings.reads if read.made == "nan" and not read.is_array]
         return 3 if bad else 0
-    if rank == findings.guilty or watch.is_second_run:
+    if rank == findings.rank_of_origin or watch.is_second_run:
         Path(path).write_text(text + "\n", encoding="utf-8")
         if not watch.is_second_run:
             shown = on_screen(text, ROWS - 1)
             path = path.removeprefix(os.path.join(start.home, ""))
             watch.hooks.say(f"{shown}\n  all of it: {path}", every=True)
-    time.sleep(3 * (rank != findings.guilty))  # torchrun ends all ranks as soon as one has
+    time.sleep(3 * (rank != findings.rank_of_origin))  # torchrun ends all ranks as soon as one has
     return 3
 
 
@@ -195,14 +194,15 @@ def last_look(watch, failure):
             line=line_of(frames_in(traceback.format_tb(failure.__traceback__))),
             names=(f"raised by {type(watch.optimizer).__name__}.step() (lr={rate})",),
         )
-    else:  # whatever the step has made is judged
+    else:  # whatever the step has made is examined
         calls = watch.recorder.calls
         computed = [c.number for c in calls if c.uses() or c.given()]  # no mere table
         report = findings.explain(computed, raised=raised)
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
         knew = by_torch or findings.knows == steps
-        raises = report and not report.made  # the operation raised when it was made again, too
+        # the operation raised when it was made again, too
+        raises = report and not report.result_value
         if report and not (knew or raises):
             report = None  # the script's own affair
     if report and report.verdict is Verdict.ERROR:

@@ -1,9 +1,8 @@
 """
 Watch: what a script does with modules, backward passes, steps and loss scalers.
 
-It writes the calls on the tape, and notes on the ledger what is to be read: losses, gradients,
-weights and moments, buffers, evaluation outputs. It judges nothing: whether a number is bad is for
-judges.py, why it is bad for findings.py.
+The recorder keeps the calls; deferred.py keeps what is to be read: losses, gradients, weights and
+moments, buffers, evaluation outputs. checks.py decides whether a number is bad, findings.py why.
 """
 
 import os
@@ -285,7 +284,7 @@ class Watch:
             self.checks.check_gradients(optimizer)
 
     def _load(self, original, optimizer, *args, **kwargs):
-        """What it loads is read, and judged with the next gradients."""
+        """What it loads is read, and checked with the next gradients."""
         out = original(optimizer, *args, **kwargs)
         self.hooks.safely(self._note_moments, optimizer, f"as loaded at {line_now()}")
         return out
@@ -301,7 +300,7 @@ class Watch:
         self.deferred.note(held, partial(self.checks.check_moment, optimizer, origin))
 
     def _stepped(self, optimizer, args, kwargs):
-        """Its weights and moments are read now, and judged with the next gradients."""
+        """Its weights and moments are read now, and checked with the next gradients."""
         self.hooks.writing = not self.hooks.depth
         self.with_closure = self.optimizer = None
         self.silent.stepped(optimizer)

@@ -101,7 +101,7 @@ WRITES = {
 }
 for name, write in WRITES.items():
     blames(f"a number that the script writes by {name} is data", write,
-           verdict="data", widened=(), names=(), says="writes", advice="test_autopsy.py")
+           verdict="data", in_wider_types=(), names=(), says="writes", advice="test_autopsy.py")
 
 
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
@@ -252,7 +252,7 @@ def test_a_module_used_twice_is_told_by_the_number_of_its_call():
 def test_a_tensor_that_wraps_another_is_looked_into():
     with Locator() as locator:
         out = TwoTensor(X, X) / 0
-    assert locator.blame([out.a]).op == "aten.div.Tensor"
+    assert locator.origin_of([out.a]).op == "aten.div.Tensor"
 
 
 blames("sparse numbers are looked at",
@@ -299,7 +299,7 @@ SUMMED = {
 def blamed(use, *batch):
     with Locator(batch=batch) as locator:
         bad = 1 / use(batch[0])
-    return locator.blame([bad])
+    return locator.origin_of([bad])
 
 
 @pytest.mark.parametrize("use", [*KNOWN, *UNKNOWN])
@@ -441,12 +441,12 @@ def test_minus_infinity_is_lawful_only_while_it_is_a_mask():
     net = Net(between)
     net.norm = nn.Identity()
     report = autopsied(net)
-    assert report.op.startswith("aten.full") and "addmm" in report.entered
+    assert report.op.startswith("aten.full") and "addmm" in report.consumed_by
     assert "write 0 before the sum" in report.suggestion
 
 
 blames("a value that half cannot hold raises and is precision",
-       lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", made="")
+       lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", result_value="")
 
 
 def test_a_teacher_beside_the_net_has_a_name():
@@ -565,7 +565,7 @@ def attention(h):
 
 
 blames("large numbers whose sum is inf minus inf have grown", attention,
-       verdict="divergence", made="nan", advice="learning rate")
+       verdict="divergence", result_value="nan", advice="learning rate")
 
 
 def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
@@ -648,11 +648,11 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
     with Locator(None) as locator:
         for _ in range(40):
             loss = stepper(net)((X, Y), False)
-        assert locator.blame([loss.detach()]) is None
+        assert locator.origin_of([loss.detach()]) is None
         assert len(locator.causes) <= 4
         net.between = lambda h: torch.log(h * 0 - 1)
         loss = stepper(net)((X, Y), False)
-    birth = locator.blame([loss.detach()])
+    birth = locator.origin_of([loss.detach()])
     assert (birth.op, birth.module) == ("aten.log.default", "")
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
 

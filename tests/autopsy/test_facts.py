@@ -46,7 +46,7 @@ def test_no_decision_of_autopsy_reads_a_sentence_back(tmp_path):
     planted = tmp_path / "planted.py"
     for line in ("report.source.startswith('a ')", "'still bad' in ''.join(self.tried)",
                  "re.search('learning rate', report.suggestion)", "'float64' not in went",
-                 "went.endswith('finite')", "report.widened == 'finite in float32'",
+                 "went.endswith('finite')", "report.in_wider_types == 'finite in float32'",
                  "symptom.partition(' is ')", "f'{source} is' in old.symptom", "BAD.match(text)",
                  "'nan' in ' '.join(name for name in tried)"):
         planted.write_text(f"x = {line}\n")
