@@ -15,8 +15,8 @@ Exit codes: 0 done, 1 failed (a bug, a full disk, no memory), 2 bad arguments, 3
 
 Written to be read from top to bottom and changed: no trainer class, no callbacks, no config files.
 
-    train_step    the step: the only copy of it
-    train         the loop; digest() reads what happened, answer() responds, at one place each
+    train_step    the step: forward, backward, decide, step the optimizer
+    train         the loop; log_verdict() reads what happened, respond() acts on it
     conclude      how the run ended: "done" is a claim that is checked
     prepare.py    every decision before the first step, in order
 """
@@ -54,9 +54,8 @@ def train_step(run, images, labels, inspect=None, eager=False):
     forward = run.model  # one process and no compiler
     if run.ddp is not None:
         forward = run.ddp if eager else run.compiled
-    # 1. Every micro-batch: forward under autocast, loss in fp32, scaled backward. What looks bad
-    #    raises a flag on the device and nothing else: leaving early would make the ranks average
-    #    different steps.
+    # 1. Every micro-batch: what looks bad raises a flag on the device and nothing else. Leaving
+    #    early would make the ranks average different steps.
     sums = {}
     pieces = list(zip(images.chunk(run.accum), labels.chunk(run.accum), strict=True))
     for i, (x, y) in enumerate(pieces):
@@ -64,25 +63,28 @@ def train_step(run, images, labels, inspect=None, eager=False):
         share = len(x) / len(images)  # an uneven last micro-batch weighs what it holds
         more_to_come = run.world_size > 1 and i + 1 < len(pieces)
         with run.ddp.no_sync() if more_to_come else contextlib.nullcontext():  # DDP averages once
+            # forward: under autocast, the loss in fp32
             with run.policy.autocast():
                 loss, metrics = forward(x, y)
             guard.see_loss(loss)
+            # backward: of the scaled loss
             part = loss if share == 1 else loss * share
             ranks.backward(scaler.scale(part), run.ddp, lambda: run.rescue.out_of_memory(run))
+        # for the log: means over the batch
         for name, value in (metrics | {"loss": loss.detach()}).items():
             mean = value.mean() if value.ndim else value
             sums[name] = mean if share == 1 else sums.get(name, 0.0) + mean * share
     if inspect:
         inspect()
-    # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none,
-    #    DDP made them equal.
-    # 3. Measure, unscale, clip, skip and AdamW in one pass. Clipping before the verdict would turn
-    #    one NaN into a model of NaNs; clipping before unscaling would compare the norm with 65536
-    #    times the limit.
     if run.schedule:
         sums["lr"] = run.schedule.lr
     if run.world_size > 1:
         guard.carry(f"loss of rank {run.rank}", sums["loss"])
+    # 2. Decide once, at one place, on every rank: one all-reduce of the flags. Gradients need none,
+    #    DDP made them equal.
+    # 3. Step the optimizer: measure, unscale, clip, skip and AdamW in one pass. Clipping before
+    #    the verdict would turn one NaN into a model of NaNs; clipping before unscaling would
+    #    compare the norm with 65536 times the limit.
     found_inf = guard.step(run.optimizers, scaler, clip=run.clip, **sums, scale=scaler.scale_tensor)
     # 4. Rejected: BatchNorm's statistics went back too. Accepted: schedule and average move. The
     #    schedule counts accepted updates only, the loss scale learns from both.
@@ -96,8 +98,9 @@ def train_step(run, images, labels, inspect=None, eager=False):
     return found_inf
 
 
-def attempt(run, step, images, labels, signal=0):
-    """One step between open() and verdict(): as a CUDA graph, or kernel by kernel."""
+def take_step(run, step, images, labels, signal=0):
+    """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns the
+    verdict on the step before, or None."""
     with run.rescue.watching(run, step, images, labels) as (inspect, eager):
         # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
         torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
@@ -148,26 +151,34 @@ def train(run, stop):
             save(run, good=True)  # there is always a last_good to go back to
             run.checkpoints.wait()  # a kill may strike as soon as a step is logged
         if run.step >= run.total_steps:  # a run that was finished before is started again
-            return (None if run.scores else validate(run)) or conclude(run)
+            if not run.scores:
+                end = validate(run)
+            return end or conclude(run)
         run.model.train()
         while end is None:
             run.step += 1
             began = time.perf_counter()
+            # load the batch
             images, labels = run.rescue.begin(run, *run.stream.at(run.step - 1))
-            # Shortly after a bad step each verdict is read at once. What was under way comes first.
+            # shortly after a bad step each verdict is read at once; what was under way comes first
             findings = []
             lag = run.step > run.healing.hunt_until
             if lag != run.guard.lag:
-                findings = digest(run, run.guard.flush())
+                findings = log_verdict(run, run.guard.flush())
                 run.guard.set_lag(lag)
-            findings += digest(run, attempt(run, run.step, images, labels, stop.number))
-            end = end_of_step(run, answer(run, findings), began)
+            # forward, backward, decide, step the optimizer
+            verdict = take_step(run, run.step, images, labels, stop.number)
+            # log what happened, and respond to it
+            findings += log_verdict(run, verdict)
+            end = respond(run, findings)
+            # validate and save when it is time
+            end = end_of_step(run, end, began)
     return end
 
 
-def digest(run, verdict):
-    """The host's side of a step: count it and log it. Returns what the run must answer, the same on
-    every rank."""
+def log_verdict(run, verdict):
+    """The host's side of a step: count it and log it. Returns what the run must respond to, the
+    same on every rank."""
     if verdict is None:
         return []
     step = verdict.step
@@ -194,7 +205,7 @@ def goes_on(end):
     return end is None or end.code > 128
 
 
-def answer(run, findings):
+def respond(run, findings):
     """Respond to what was found. Returns the end of the run, or None."""
     end = None
     for finding in findings:  # it may grow
@@ -204,7 +215,7 @@ def answer(run, findings):
         elif finding.kind == "too many":
             end = End("diverged", 3, finding.reason)
         elif goes_on(end):
-            other, more = run.rescue.answer(run, finding, functools.partial(again, run))
+            other, more = run.rescue.respond(run, finding, functools.partial(again, run))
             end = other or end
             findings += more
     return end
@@ -212,8 +223,8 @@ def answer(run, findings):
 
 def again(run, step, images, labels):
     """Take a step once more. Returns what was found."""
-    before = attempt(run, step, images, labels)
-    return digest(run, before) + digest(run, run.guard.flush())
+    before = take_step(run, step, images, labels)
+    return log_verdict(run, before) + log_verdict(run, run.guard.flush())
 
 
 def end_of_step(run, end, began):
@@ -223,7 +234,8 @@ def end_of_step(run, end, began):
     validates = last or run.step % run.validate_every == 0
     saves = validates or run.step % (run.args.ckpt_every or run.validate_every) == 0
     if saves and goes_on(end):
-        end = answer(run, digest(run, run.guard.flush())) or end  # the clock counts this step, too
+        findings = log_verdict(run, run.guard.flush())  # the clock counts this step, too
+        end = respond(run, findings) or end
     run.speed.images += run.args.batch_size
     run.speed.seconds += time.perf_counter() - began
     run.bar.update()
@@ -251,7 +263,9 @@ def validate(run):
 
 def turn_back_if(run, reason):
     """Respond to a run that has lost what it learnt; reason "": it has not."""
-    return answer(run, [Finding("lost", run.step, None, reason)] if reason else [])
+    if not reason:
+        return None
+    return respond(run, [Finding("lost", run.step, None, reason)])
 
 
 def save(run, good):

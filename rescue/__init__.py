@@ -4,7 +4,7 @@ with finite numbers, compares hardware with itself, plants faults.
 
 Rescue has the methods of record.Plain: train.py asks it at these places, and prepare.py makes it.
 No other file of the trainer knows this folder. Delete it, and autopsy/ with it, and train.py trains
-on. The order in a step: begin(), watching(), findings() of the verdict, answer() to each.
+on. The order in a step: begin(), watching(), findings() of the verdict, respond() to each.
 """
 
 from contextlib import contextmanager
@@ -42,8 +42,8 @@ class Rescue(Plain):
     @contextmanager
     def watching(self, run, step, images, labels):
         # After a bad step the next ones are recorded before they run: examine() needs them whole.
-        hunting = step <= run.healing.hunt_until and not self.retaking
-        self.record = heal.record_step(run, step, images, labels) if hunting else None
+        recording = step <= run.healing.hunt_until and not self.retaking
+        self.record = heal.record_step(run, step, images, labels) if recording else None
         args = run.args
         verifies = args.verify_every and step % args.verify_every == 0
         samples = args.probe_every and step % args.probe_every == 0
@@ -58,7 +58,7 @@ class Rescue(Plain):
                 run.guard.carry("unsure_rank", run.rank + 1)
             figures = notice.inspect_step(run, step, sampler)
 
-        yield (inspect if verifies or samples or looks else None), bool(hunting or samples)
+        yield (inspect if verifies or samples or looks else None), bool(recording or samples)
         if figures:
             notice.note_figures(run, step, figures.read())
 
@@ -91,10 +91,10 @@ class Rescue(Plain):
             findings.append(Finding("lost", step, verdict, reason))
         return findings
 
-    def answer(self, run, finding, again):
+    def respond(self, run, finding, again):
         kind, step, verdict, reason = finding
         if kind == "no memory":
-            return None, self.retake(run, step, again)
+            return None, self.retry_smaller(run, step, again)
         if kind == "rejected" and step <= run.healing.examined_until:
             return None, []  # it ran before the cure of another finding
         if kind == "mismatch":
@@ -102,12 +102,12 @@ class Rescue(Plain):
         elif kind == "lost":
             cure = heal.diverged(run, reason)
         else:
-            record = self.record
-            cure = heal.treat(run, step, record if record and record.step == step else None)
-        heal.publish(run, cure)
+            made_before = self.record and self.record.step == step
+            cure = heal.examine_and_heal(run, step, self.record if made_before else None)
+        heal.log_cure(run, cure)
         return cure.end, []
 
-    def retake(self, run, step, again):
+    def retry_smaller(self, run, step, again):
         """Repeat a step that did not fit into memory on some rank, in smaller micro-batches. Return
         what was found meanwhile."""
         attempts = run.args.batch_size.bit_length()  # each time they are halved

@@ -115,7 +115,7 @@ def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Modul
 
 # --- The turn
 
-def treat(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
+def examine_and_heal(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     """Examine a rejected step and respond. kept: its record, made before the step. The first time,
     the guilty rank writes a capsule."""
     recorded = kept is not None
@@ -226,7 +226,7 @@ def diverged(run: Run, symptom: str) -> Cure:
     return respond(run, report)
 
 
-def publish(run: Run, cure: Cure) -> None:
+def log_cure(run: Run, cure: Cure) -> None:
     """Log and print what healing found and did. A loss scale that finds its place is no news."""
     if run.graph:
         run.graph.drop()  # a cure may have exchanged what the graph holds

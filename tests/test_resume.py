@@ -253,14 +253,14 @@ def test_other_data_is_refused_by_name(run, finished, change_data, change, words
 
 
 def test_a_run_that_goes_on_beyond_its_new_end_is_validated_and_concluded(run, monkeypatch):
-    whole = train.digest
+    whole = train.log_verdict
 
-    def digest(run, verdict):
+    def log_verdict(run, verdict):
         if run.step == 5:
             raise RuntimeError("a bug before the first validation")
         return whole(run, verdict)
 
-    monkeypatch.setattr(train, "digest", digest)
+    monkeypatch.setattr(train, "log_verdict", log_verdict)
     assert run("--ckpt-every", "2")[0] == 1
     code, last, _, _ = run("--max-steps", "2", "--resume", "auto")
     assert (code, last["status"], last["steps"]) == (0, "done", 4), last

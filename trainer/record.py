@@ -42,7 +42,7 @@ class End(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What the host has learnt about a step and must answer."""
+    """What the host has learnt about a step and must respond to."""
 
     kind: str  # signal, too many, lost; and what rescue/ finds: rejected, no memory, mismatch
     step: int
@@ -93,7 +93,7 @@ class Plain:
             trend.mean = loss if math.isnan(trend.mean) else trend.mean + 0.1 * (loss - trend.mean)
         return []
 
-    def answer(self, run, finding, again):
+    def respond(self, run, finding, again):
         """Respond. Returns (the end of the run or None, what was found meanwhile). again(step,
         images, labels) takes a step once more and returns what was found."""
         return End("diverged", 3, finding.reason), []

@@ -311,9 +311,9 @@ def test_samples_are_named_by_their_place_in_the_batch_or_not_guessed(use):
     h = Net().first(X).detach()
     h[3] = 0
     for seen in (plain, entered):
-        birth = blamed(seen, h, h[1:], Y)  # as many columns, not as many rows
-        assert birth.samples == ((3,) if use in KNOWN else ())
-        assert use in KNOWN or "no sample is named" in birth.names[0], birth
+        origin = blamed(seen, h, h[1:], Y)  # as many columns, not as many rows
+        assert origin.samples == ((3,) if use in KNOWN else ())
+        assert use in KNOWN or "no sample is named" in origin.names[0], origin
 
 
 @pytest.mark.parametrize("use", SUMMED)
@@ -649,11 +649,11 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
         for _ in range(40):
             loss = stepper(net)((X, Y), False)
         assert locator.origin_of([loss.detach()]) is None
-        assert len(locator.causes) <= 4
+        assert len(locator.origins) <= 4
         net.between = lambda h: torch.log(h * 0 - 1)
         loss = stepper(net)((X, Y), False)
-    birth = locator.origin_of([loss.detach()])
-    assert (birth.op, birth.module) == ("aten.log.default", "")
+    origin = locator.origin_of([loss.detach()])
+    assert (origin.op, origin.module) == ("aten.log.default", "")
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
 
 
