@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 from helpers import HIDDEN, ROOT, needs_unix, run_script
 from test_house import imported, paste_block, strangers
@@ -61,6 +62,23 @@ def report_of(folder, script, *flags):
     code, _, said = run_script([folder / "autopsy", *flags, script], folder)
     assert "Traceback" not in said
     return code, said
+
+
+def test_the_check_of_the_page_for_contributors_works(tmp_path):
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (check,) = re.findall(r"^    # autopsy/silent/first_loss.py\n((?:    .*\n|\n)+)", page, re.M)
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    (tmp_path / "autopsy/silent/first_loss.py").write_text(textwrap.dedent(check))
+    for factor, said in ((0, True), (1, False)):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import torch\nnet = torch.nn.Linear(2, 1)\n"
+            "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+            "for _ in range(3):\n"
+            f"    (net(torch.ones(4, 2)).square().mean() * {factor}).backward()\n"
+            "    optimizer.step()\n    optimizer.zero_grad()\n"
+        )
+        assert ("the first loss was exactly 0" in report_of(tmp_path, script)[1]) == said
 
 
 def test_silent_and_before_and_each_check_can_be_deleted(tmp_path):
