@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from checkpoint import CheckpointError, load, non_finite
-from data import batches, imagefolder, read_description, regular
+from data import batches, decode, imagefolder, read_description, regular
 from fp32 import fp32_eval
 from models import MODELS, build, misfits
 from report import print_line
@@ -69,10 +69,10 @@ def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 def predict(net: nn.Module, known: dict[str, Any], path: str) -> dict[str, float]:
     """Every class of `path` with its probability, or the numbers of a regression.
 
-    Raises imagefolder.Unreadable, and FloatingPointError where the outputs are not finite.
+    Raises decode.Unreadable, and FloatingPointError where the outputs are not finite.
     """
-    crop = imagefolder.Crop(known["resize"], known["image_size"])
-    image = imagefolder.read(path, crop)
+    crop = decode.Crop(known["resize"], known["image_size"])
+    image = decode.read(path, crop)
     normalize = batches.Normalize(known["mean"], known["std"])
     with fp32_eval(net):
         numbers = net(normalize(image[None]))[0]
@@ -103,7 +103,7 @@ def main() -> int:
     for path in args.images:
         try:
             answer = predict(net, known, path)
-        except (imagefolder.Unreadable, FloatingPointError) as error:
+        except (decode.Unreadable, FloatingPointError) as error:
             say(f"{path}: {error}")
             code = 2
             continue

@@ -35,7 +35,7 @@ import checkpoint
 import optim
 import ranks
 import report
-from data import NAMES
+from data import NAMES, batches
 from extras import graphs
 from models import MODELS
 from trainer import flags, prepare, resume, validation
@@ -296,6 +296,7 @@ def explain(error):
             "try: the same command with twice the --accum-steps, and --resume auto",
         graphs.NoGraph: "try: --no-cuda-graph",
         checkpoint.CheckpointError: "",
+        batches.ImagesLost: "",
     }
     disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     with contextlib.suppress(OSError):  # standard error may be on that disk
@@ -323,10 +324,13 @@ def finish(run, end):
     if run.log:
         try:
             run.log.write(event="end", **summary)
-            if run.rank == 0:
-                report.draw_curves(run.log.path)
         except Exception as error:  # a full disk, say: the line below is printed all the same
             explain(error)
+        try:
+            if run.rank == 0:
+                report.draw_curves(run.log.path)
+        except Exception as error:
+            run.log.say(f"curves.png is not drawn: {type(error).__name__}: {error}")
     if ranks.is_main_process():
         report.print_last(summary)
     # Together: not where one rank was stopped during set-up.

@@ -8,7 +8,7 @@ How fast data arrives: the decoded cache against torchvision's ImageFolder and D
 do). Each round measures in turn, on all cores:
 
     decode     Pillow opens a file, makes RGB of it at full size, forgets it: the decoder's limit
-    build      data/imagefolder.py from nothing to a finished cache: list, decode, resize, write
+    build      data/ from nothing to a finished cache: list, decode, resize, write
     batches    training batches from that cache: gather, random (resized) crop, flip, normalise
     loader     ImageFolder and DataLoader, num_workers = cores, with the reference transforms
                (RandomResizedCrop, flip, to tensor, normalise), once its workers run

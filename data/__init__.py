@@ -25,8 +25,8 @@ from torch import Tensor
 
 from . import batches, cifar10, imagefolder, synthetic
 
-NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
-NAMES.remove("batches")
+NAMES = {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")}
+NAMES = sorted(NAMES - {"batches", "decode", "decoded_cache"})
 
 LARGEST = 4096  # pixels a side of what read_description accepts: more would fill the memory first
 
@@ -39,7 +39,7 @@ class WrongArgument(ValueError):
 class Dataset:
     """What a run trains on.
 
-    train, val: images uint8 (N, C, H, W), a tensor or lazily decoded (`imagefolder.Files`), and
+    train, val: images uint8 (N, C, H, W), a tensor or lazily decoded (`decode.Files`), and
         labels: int64 (N,), or for a regression float (N,) or (N, T).
     classes: a name for each output of the network: the classes in order, or what the numbers of a
         float target are called.
@@ -183,7 +183,7 @@ def load(
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
     image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32. cache_dir None:
     imagefolder decodes at every access. val_share: for a folder without a split: 0.2. Raises
-    WrongArgument and FileNotFoundError for a wrong argument, imagefolder.DiskFull, and OSError and
+    WrongArgument and FileNotFoundError for a wrong argument, decoded_cache.NoCache, and OSError and
     ValueError for bad data: each a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():

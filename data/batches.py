@@ -25,6 +25,7 @@ Copy this file alone: it needs torch.
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -70,6 +71,7 @@ def stored(images: Images, batches: Iterable[Tensor], workers: int) -> Iterator[
     if isinstance(images, Tensor):
         pixels = images.permute(0, 2, 3, 1)  # N, H, W, C: an image is copied in one piece
         for index in batches:
+            check_file(images)
             yield pixels.index_select(0, send(index, images.device)).permute(0, 3, 1, 2)
     else:
         order = (index.tolist() for index in batches)
@@ -95,6 +97,18 @@ def statistics(images: Images) -> tuple[list[float], list[float]]:
     mean = total.double() / pixels
     variance = squares.double() / pixels - mean**2
     return mean.float().tolist(), variance.clamp(min=1.0).sqrt().float().tolist()
+
+
+class ImagesLost(OSError):
+    """The file that holds the images became shorter. To read on would end the process (SIGBUS)."""
+
+
+def check_file(images: Tensor) -> None:
+    """Raise ImagesLost where `images` are mapped from a file that was cut since."""
+    storage = images.untyped_storage()
+    file = storage.filename
+    if file and os.path.exists(file) and os.path.getsize(file) < storage.nbytes():
+        raise ImagesLost(f"{file} was cut while the run read it: --resume auto builds it again")
 
 
 class Normalize:
@@ -158,7 +172,7 @@ def resized_crop(
     The box has `scale` of the area and a ratio of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842),
     from `drawn` (4, B), uniform in [0, 1). `mirrored` (B,) says which are mirrored. A box too long
     for the image is cut; torchvision draws again. Bilinear without antialiasing is enough for boxes
-    hardly larger than `size`, and data/imagefolder.py stores images of that size.
+    hardly larger than `size`, and data/decoded_cache.py stores images of that size.
     """
     area = scale[0] + (scale[1] - scale[0]) * drawn[0]
     ratio = (math.log(4 / 3) * (2 * drawn[1] - 1)).exp()

@@ -335,7 +335,7 @@ def odd_one(folder):
     (str, ("--image-size", 64), 2, "--image-size 64: the images of cifar10 are 32 x 32"),
     (str, ("--val-share", 0.2), 2, "--val-share is for --dataset imagefolder"),
     (odd_one, ("--dataset", "imagefolder", "--image-size", 9**6), 2, "which has"),
-    (odd_one, (), 4, "odd.png is 9x8 pixels; CIFAR-10 images are 32x32"),
+    (odd_one, (), 4, "odd.png: ValueError: 9x8 pixels; CIFAR-10 images are 32x32"),
 ])  # fmt: skip
 def test_a_wrong_argument_leaves_with_2_and_bad_data_with_4(
     run, tmp_path, make, flags, code, words

@@ -12,9 +12,13 @@ COPIED = [  # carried away one by one
                                        "ranks", "report")),
     *(ROOT / "extras" / f"{name}.py" for name in ("muon", "ema", "graphs")),
     *(path for name in ("inject", "probes") for path in ROOT.glob(f"rescue/{name}.py")),
+    *(ROOT / "data" / f"{name}.py" for name in ("decode", "decoded_cache")),
     *sorted(path for path in ROOT.glob("models/*.py") if path.stem != "__init__"),
 ]
-AT_NEED = {"report.py": {"matplotlib", "numpy", "PIL", "tensorboard"}}
+AT_NEED = {
+    "report.py": {"matplotlib", "numpy", "PIL", "tensorboard"},
+    "decode.py": {"PIL"}, "decoded_cache.py": {"PIL"},
+}
 FOLDERS = ("autopsy", "rescue", "trainer", "extras", "models", "data")
 OURS = [path for path in ROOT.glob("**/*.py")
         if path.relative_to(ROOT).parts[0] in FOLDERS

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_policy import LossScaler
-from data import batches, imagefolder
+from data import batches, decode
 from extras.ema import EMA
 from extras.muon import Muon
 from guards import Guard
@@ -41,7 +41,7 @@ def test_train_and_predict_run_without_what_windows_lacks(tmp_path, image_folder
 
 
 def test_images_that_are_decoded_at_each_access_can_be_sent_to_a_new_process():
-    files = imagefolder.Files(["a.png"], imagefolder.Crop(8, 8))
+    files = decode.Files(["a.png"], decode.Crop(8, 8))
     assert pickle.loads(pickle.dumps(files)).shape == files.shape
 
 

@@ -43,7 +43,7 @@ def folder(text: str) -> Path:
     """A converter for argparse: a name that a file system takes."""
     if not text.strip():
         raise argparse.ArgumentTypeError("an empty name")
-    if max(len(os.fsencode(part)) for part in Path(text).parts) > 255:
+    if any(len(os.fsencode(part)) > 255 for part in Path(text).parts):
         raise argparse.ArgumentTypeError(f"a part of {text[:20]}... is longer than 255 bytes")
     return Path(text)
 
@@ -73,6 +73,7 @@ TABLE = {
         ("--data-dir", folder, None, "folder of CIFAR-10, or train/<class>/* and val/<class>/*"),
         ("--image-size", count, None, "default: the data's own, or 224 where sizes differ"),
         ("--workers", from_0, 0, "load images with N processes, without the cache"),
+        ("--cache-dir", folder, Path(".cache"), "folder for the decoded images"),
         ("--cutout", from_0, 0, "cut squares out of images"),
         ("--max-bad-share", at_least_0, 0.01, "largest share of unreadable files to accept"),
         ("--val-share", number(float, 0, above=True, below=1), None, "share of each class "

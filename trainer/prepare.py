@@ -31,7 +31,7 @@ import fp32
 import guards
 import optim
 import report
-from data import WrongArgument, batches, imagefolder, load
+from data import WrongArgument, batches, decoded_cache, load
 from extras import ema, graphs, muon
 from models import MODELS, DoesNotFit, build, fitting, set_drop_path, wrap
 from ranks import (
@@ -111,7 +111,7 @@ def process(run: Run) -> int:
     args = run.args
     with refusing(ValueError):
         run.device, run.rank, local_rank, run.world_size = join(args.device)
-    must_agree(vars(args) | {"data_dir": None})  # it may have another name on another machine
+    must_agree(vars(args) | {"data_dir": None, "cache_dir": None})  # each machine has its own
     torch.manual_seed(args.seed)  # the same weights on every rank
     random.seed(args.seed)
     torch.autograd.set_detect_anomaly(args.detect_anomaly)
@@ -128,10 +128,17 @@ def data(run: Run, local_rank: int) -> list[str]:
     """
     args = run.args
     left_out = []
+    if args.dataset == "imagefolder" and args.data_dir and args.out_dir:
+        data_dir = args.data_dir.resolve()
+        if data_dir in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
+            refuse(2, f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
+                      "writes would become data. Name a folder elsewhere")
     progress = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
     with (
         refusing(OSError, ValueError, code=4),
-        refusing(WrongArgument, FileNotFoundError, imagefolder.DiskFull),
+        refusing(WrongArgument, FileNotFoundError),
+        refusing(decoded_cache.NoCache, advice=". --cache-dir names another folder; --workers 2 "
+                 "decodes at every access, without a cache"),
         first_on_each_machine(local_rank),
     ):
         run.data = load(
@@ -140,7 +147,7 @@ def data(run: Run, local_rank: int) -> list[str]:
             progress,
             args.image_size,
             args.max_bad_share,
-            None if args.workers else ".cache",
+            None if args.workers else args.cache_dir,
             warn=left_out.append,
             say=report.print_line if run.rank == 0 else str,
             val_share=args.val_share,
