@@ -192,7 +192,8 @@ def folder(tmp_path):
             path = tmp_path / "set" / split / name
             path.mkdir(parents=True)
             for i in range(count):
-                Image.new("RGB", (8, 8), (label, i, 7)).save(path / f"{i:03d}.png")
+                blue = 7 if split == "train" else 8
+                Image.new("RGB", (8, 8), (label, i, blue)).save(path / f"{i:03d}.png")
     return tmp_path / "set"
 
 
@@ -596,15 +597,17 @@ def test_the_size_of_a_cache_is_said_first_and_what_does_not_fit_is_refused(fold
     assert {path.suffix for path in cache.iterdir()} == {".lock"}, "nothing that looks finished"
 
 
+WHOLE = decode.decode
+
+
+def dies(path, crop):
+    if path.endswith(("cat/003.png", "dog/007.png")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return WHOLE(path, crop)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_picture_that_kills_its_decoder_is_named_and_left_out(folder, monkeypatch, cached):
-    whole = decode.decode
-
-    def dies(path, crop):
-        if path.endswith(("cat/003.png", "dog/007.png")):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(path, crop)
-
     monkeypatch.setattr(decode, "decode", dies)
     warnings = []
     options = {} if cached else {"cache_dir": None}
