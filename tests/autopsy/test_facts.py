@@ -10,8 +10,8 @@ SEARCHES = "(starts|ends)with|r?find|r?partition|r?split|remove(pre|suf)fix"
 SEARCHES += "|search|(full)?match|findall|sub"  # of re, and of compiled patterns
 # What may be searched: names of operations, modules, tensors, types, files, variables; a line of
 # the script's own code.
-NAMES = "n|(file)?name|names|func|op|weak|node|file|path|co_filename|__(module|file|name)__"
-NAMES += "|dtype|half|kinds|key|precision|environment|_?modules|group|states?|api_name"
+NAMES = "n|(file)?name|names|func|(fragile_)?op|weak|node|kind|file|path|co_filename"
+NAMES += "|__(module|file|name)__|dtype|half|kinds|key|precision|environment|_?modules|group|states?|api_name"
 NAMES += "|_overloadname|source_now"
 
 
