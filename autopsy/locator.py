@@ -186,7 +186,7 @@ class Locator(Operations):
                 del self.known[storage]  # written now
             if (span := extent(t)).is_bad:
                 spans = spans or spans_of(inputs)
-                self.origins[storage] = self._bad((func, kept, kwargs), spans, t, span)
+                self.origins[storage] = self._origin((func, kept, kwargs), spans, t, span)
             elif storage in self.origins and not is_part(t):
                 del self.origins[storage]  # wholly overwritten
             elif rule.empty:
@@ -203,34 +203,36 @@ class Locator(Operations):
         self.known[storage_of(out)] = self.known[copied]
         return True
 
-    def _bad(self, operation, spans, t, span):
-        """What made the bad result `t` of the operation (func, args, kwargs)."""
+    def _origin(self, operation, spans, t, span):
+        """The origin of the bad result `t` of the operation (func, args, kwargs): (number in time,
+        Report)."""
         func, args, kwargs = operation
         rule = rule_of(func)
-        wanted = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
-        number, origin = self._earliest(spans, func)
-        if number < INTENDED_MASK:
-            return number, self._in_fewer_samples(origin, t, span)
-        addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
-        added = rule.sums and any(s.is_bad for _, s in addends)
-        spoilt = not span.is_mask and not rule.takes_masks
-        zeroed = str(func).startswith("aten.mul") and origin and (-inf, 0) in origin.spans
-        if origin and (added or (origin.source and spoilt and not zeroed)):
-            # A -inf that is summed is not a mask. Neither is a -inf of the batch that turns into
-            # NaN or inf.
-            return next(self._clock), replace(origin, consumed_by=str(func))
-        if span.is_mask and (wanted or number == INTENDED_MASK):
+        given_inf = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
+        time, earlier = self._earliest(spans, func)
+        if time < INTENDED_MASK:  # an input was bad already
+            return time, self._in_fewer_samples(earlier, t, span)
+        if earlier and _consumes_mask(rule, spans, span, earlier):
+            return next(self._clock), replace(earlier, consumed_by=str(func))
+        if span.is_mask and (given_inf or time == INTENDED_MASK):
             passed_on = rule.copies and spans[0][1].is_bad
-            return INTENDED_MASK, origin or (None if passed_on else self.describe(func, spans, t))
-        origin = self.describe(func, spans, t)
-        # x[i, j] = nan: some versions of torch fill with a tensor of one number, or copy it
-        fills = rule.constant or (func is torch.ops.aten.copy_.default and spans[-1][0].dim() == 0)
+            return INTENDED_MASK, earlier or (None if passed_on else self.describe(func, spans, t))
+        return next(self._clock), self._made_here(operation, spans, t, span, given_inf)
+
+    def _made_here(self, operation, spans, t, span, given_inf):
+        """The Report on an operation that made `t` bad, or that wrote a bad number of the script:
+        x[i, j] = nan."""
+        rule = rule_of(operation[0])
+        origin = self.describe(operation[0], spans, t)
+        # Some versions of torch fill with a tensor of one number, or copy it.
+        fills = rule.constant or (rule.name == "copy" and spans[-1][0].dim() == 0)
         constant = origin.source and origin.source.kind is Kind.CONSTANT
-        if fills and (constant or (wanted and not origin.source)):
-            name = self.functions.name  # a function that fills with NaN by itself is an operation
-            by_script = re.search(WRITERS, name)
-            maker = {"source": Source(Kind.WRITTEN)} if by_script else {"op": f"torch.{name}"}
-            return next(self._clock), replace(origin, **maker)
+        if fills and (constant or (given_inf and not origin.source)):
+            # A function that fills with NaN by itself is an operation.
+            name = self.functions.name
+            if re.search(WRITERS, name):
+                return replace(origin, source=Source(Kind.WRITTEN))
+            return replace(origin, op=f"torch.{name}")
         if not all(map(isfinite, self.numbers)):
             origin = replace(origin, fix=NOT_FINITE)
         if span.is_mask and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
@@ -240,7 +242,7 @@ class Locator(Operations):
         learns = origin.phase == "backward" or any(x.requires_grad for x, _ in spans)
         if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
             self.lines_of_origins[origin.line] = origin.fragile_op
-        return next(self._clock), replace(origin, in_wider_types=in_wider_types(*operation))
+        return replace(origin, in_wider_types=in_wider_types(*operation))
 
     def _in_fewer_samples(self, origin, t, span):
         """Made elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
@@ -295,6 +297,10 @@ class Locator(Operations):
                 nth_call = 0
             elif self.places.outside:
                 module, nth_call = self.places.of(node)
+        before = [self.known.get(storage_of(t)) if span.is_bad else None for t, span in spans]
+        shown = [f"{type_of(t)} {range_of(t, span)}" for t, span in spans]
+        named = zip(shown, before, strict=True)
+        shown = [f"{text} ({source})" if source else text for text, source in named]
         origin = Report(
             op=str(func),
             module=module,
@@ -303,14 +309,11 @@ class Locator(Operations):
             line=line or line_of(stack),
             nth_call=nth_call,
             spans=tuple(span for _, span in spans),
-            inputs=(
-                *(self._shown(t, span) for t, span in spans),
-                *(f"the number {a:.3g}" for a in self.numbers),
-            ),
+            inputs=(*shown, *(f"the number {a:.3g}" for a in self.numbers)),
             step=self.step,
             called="" if name else self.functions.name,
             batch_size=self.samples.size,
-            bad_inputs=tuple(filter(None, (self._bad_before(t, span) for t, span in spans))),
+            bad_inputs=tuple(filter(None, before)),
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else None,
         )
         if out is None:
@@ -328,14 +331,6 @@ class Locator(Operations):
             names=self.samples.why_none(out),
         )
 
-    def _shown(self, t, span):
-        """Type, shape and span of an input; its name, where it is bad and was there before."""
-        source = self._bad_before(t, span)
-        return f"{type_of(t)} {range_of(t, span)}" + (f" ({source})" if source else "")
-
-    def _bad_before(self, t, span):
-        return self.known.get(storage_of(t)) if span.is_bad else None
-
     def _check_index(self, ranges, func, inputs):
         """A label or an index out of range: on a GPU the kernel would end the CUDA context."""
         for what, index, low, high, *ignore in ranges:
@@ -347,3 +342,13 @@ class Locator(Operations):
                 origin = self.describe(func, spans_of(inputs))
                 self.failed = replace(origin, names=names, samples=self.samples.of(index, wrong))
                 raise IndexError(names[0])
+
+
+def _consumes_mask(rule, spans, span, earlier):
+    """Whether a mask among the inputs is used as a number here. A -inf that is summed is not a
+    mask. Neither is a -inf of the batch that turns into NaN or inf."""
+    addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
+    added = rule.sums and any(s.is_bad for _, s in addends)
+    spoilt = not span.is_mask and not rule.takes_masks
+    zeroed = rule.name == "mul" and (-inf, 0) in earlier.spans
+    return added or (earlier.source and spoilt and not zeroed)
