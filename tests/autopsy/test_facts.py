@@ -11,8 +11,8 @@ SEARCHES += "|search|(full)?match|findall|sub"  # of re, and of compiled pattern
 # What may be searched: names of operations, modules, tensors, types, files, variables; a line of
 # the script's own code.
 NAMES = "n|(file)?name|names|func|(fragile_)?op|weak|node|kind|file|path|co_filename"
-NAMES += "|__(module|file|name)__|dtype|half|kinds|key|precision|environment|_?modules|group|states?|api_name"
-NAMES += "|_overloadname|source_now"
+NAMES += "|__(module|file|name)__|dtype|half|kinds|key|precision|environment"
+NAMES += "|_?modules|group|states?|api_name|_overloadname|source_now"
 
 
 def read_back(path):
