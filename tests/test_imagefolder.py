@@ -301,7 +301,7 @@ def test_any_other_link_to_a_folder_is_named_and_not_followed(folder, link, targ
 
 
 @pytest.mark.parametrize("place, words", [
-    ("train/cat/x.png", "0 in both splits, 1 with two labels"),
+    ("train/cat/x.png", "0 in both splits, 2 with two labels"),
     ("val/dog/x.png", "1 in both splits, 0 with two labels"),
 ])  # fmt: skip
 @pytest.mark.parametrize("copy", [os.link, shutil.copy])
@@ -469,10 +469,10 @@ def test_three_bad_files_of_few_do_not_end_a_run_and_none_may_be_wanted(folder):
 @pytest.fixture
 def photos(tmp_path):
     """Two classes of a hundred photos; the red of each is its number."""
-    for name in ("cat", "train"):  # a class may have this name
+    for label, name in enumerate(("cat", "train")):  # a class may have this name
         (tmp_path / "set" / name).mkdir(parents=True)
         for i in range(100):
-            Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "set" / name / f"{i:03d}.png")
+            Image.new("RGB", (8, 8), (i, 0, label)).save(tmp_path / "set" / name / f"{i:03d}.png")
     return tmp_path / "set"
 
 
@@ -499,7 +499,7 @@ def test_the_same_names_are_validated_on_every_machine(photos):
     assert composed == mac == hashlib.sha256("/caf\u00e9.png".encode()).digest()
     by_hand = sorted(range(100), key=lambda i: hashlib.sha256(b"/%03d.png" % i).digest())[:7]
     _, val, _ = read(photos, val_share=0.07)
-    assert sorted(colours(val)) == sorted((i, 0, 0, label) for i in by_hand for label in (0, 1))
+    assert sorted(colours(val)) == sorted((i, 0, label, label) for i in by_hand for label in (0, 1))
 
 
 @pytest.mark.parametrize("count, share, validated", [(1, 0.5, 0), (2, 0.01, 1), (5, 0.99, 4)])
