@@ -519,7 +519,7 @@ def as_split(folder, *names):
 
 @pytest.mark.parametrize("share, change, kind, words", [
     (None, str, FileNotFoundError, "--val-share 0.2"),
-    (0.2, lambda f: as_split(f, "Test", "Val"), FileNotFoundError, "should hold train/<class>/"),
+    (0.2, lambda f: as_split(f, "Test", "Val"), imagefolder.WrongShare, "has one: train/ and Val/"),
     (0.2, lambda f: [as_split(f, "Valid"), shutil.rmtree(f / "train")], FileNotFoundError, "hold"),
     (0.2, lambda f: (f / "val").mkdir(), imagefolder.WrongShare, "Leave the flag out"),
     (0.2, lambda f: (f / "notes").mkdir(), ValueError, "no readable image of notes"),
