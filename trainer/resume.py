@@ -173,8 +173,10 @@ def first_difference(run: Run, saved: dict) -> str:
     mine = whole_state(run, rng=[])
     # O3 has rounded what it took over of another level.
     half = not run.policy.masters and run.policy.param_dtype
-    trees = [{kind: state[kind] for kind in ("model", "optimizers", "schedule", "ema")
-              if saved[kind] is not None} for state in (mine, saved)]
+    kinds = ["model", "optimizers", "schedule"]
+    if mine["ema"] and saved["ema"]:  # else it was started again with another --ema
+        kinds.append("ema")
+    trees = [{kind: state[kind] for kind in kinds} for state in (mine, saved)]
     held, written = (dict(checkpoint.named_tensors(tree)) for tree in trees)
     for name in held.keys() | written.keys():
         pair = [tree[name].cpu() for tree in (held, written) if name in tree]
@@ -254,7 +256,8 @@ def load_whole_state(run: Run, state: dict) -> str:
             run.scores = state["scores"]  # else it is validated again
         run.best = state["best"]
         before = state["identity"]
-        if any(before.get(key, now) != now for key, now in validation.describe_set(run).items()):
+        own = {key: fact for key, fact in run.identity.items() if key.startswith("val_")}
+        if any(before.get(key, fact) != fact for key, fact in own.items()):
             run.best = None  # a score of other images
             run.scores = {}
             run.healing.other_set = run.step
