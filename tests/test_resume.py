@@ -26,6 +26,7 @@ import torch
 from helpers import needs_rescue, refused, run_ranks, script
 
 import checkpoint
+import guards
 import report
 import train
 from data import batches
@@ -364,6 +365,19 @@ def test_weights_and_moments_that_do_not_fit_are_refused_in_last_good_too(run, f
             refused(run(*finished, "--resume", "auto"), f"{name} does not fit this run")
         (run.folder / name).write_bytes(whole)
     assert run(*finished, "--resume", "auto")[0] == 0
+
+
+def test_a_verdict_that_was_under_way_on_two_ranks_is_read_by_one(run, finished):
+    state = checkpoint.load(run.folder / "last.pt")
+    state["updates"] -= 1  # of this verdict
+    flags = len(guards.FLAGS) + len(prepare.rescuer().carries)
+    row = [0.0] * flags + [1.5, 2.5] + [0.0, 1.5] + [1.0] * 30
+    state["guard"]["pending"] = [EPOCH, row, ["loss", "grad_norm"]]
+    torch.save(state, run.folder / "two.pt")
+    again = ("--resume", run.folder / "two.pt", *finished, "--max-steps", EPOCH + 2)
+    code, last, _, lines = run(*again, out="one")
+    assert (code, last["updates"]) == (0, EPOCH + 2), last
+    assert next(line["loss"] for line in lines if line.get("step") == EPOCH) == 1.5
 
 
 @pytest.mark.parametrize("variables", ["RANK=5", "WORLD_SIZE=0", "LOCAL_RANK=-1", "RANK=x"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +103,9 @@ def require(value: Any, kind: Any, name: str) -> None:
     parts = get_args(kind)
     is_record = hasattr(kind, "__annotations__") and kind is not Tensor
     wanted = dict if is_record else get_origin(kind) or kind
-    fits = type(value) is wanted or (wanted is float and type(value) is int)
+    # An OrderedDict, as torch's state_dict() is, is a dict; a bool is no int.
+    kinds = {dict: (dict, OrderedDict), float: (float, int)}.get(wanted, (wanted,))
+    fits = type(value) in kinds
     if not fits or (wanted is int and value < -1):
         raise ValueError(f"{name} is {str(value)[:40]!r}")
     if wanted in (dict, list) and len(value) > MOST_ENTRIES:
