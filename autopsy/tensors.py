@@ -208,12 +208,14 @@ def batch_size_of(tensors):
     return max(counts, key=counts.get, default=0)  # of equals the one that came first
 
 
-def exchange_dtype(tree, to, of):
-    """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`."""
+def exchange_dtype(tree, to, of, convert=None):
+    """The same with every tensor, and every dtype, that is one of `of` exchanged for `to`.
+    `convert`: how a tensor becomes one of the other dtype; as a rule it is copied."""
+    convert = convert or (lambda t: t.to(to, copy=True))
 
     def one(v):
         if isinstance(v, Tensor):
-            return v.to(to, copy=True) if v.dtype in of else v
+            return convert(v) if v.dtype in of else v
         return to if isinstance(v, torch.dtype) and v in of else v
 
     return tree_map(one, tree)
