@@ -19,6 +19,7 @@ from .tensors import device_of
 
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that are torch's
 KEPT = (list, dict)  # attributes that are written in place
+SMALL = 1 << 18  # numbers of a tensor that is copied at each call
 
 
 class StepRecord:
@@ -95,11 +96,21 @@ def attributes_of(module):
 
 
 def carried_by(net):
-    """Of each module: its attributes, and these as they are now, with what lists and dicts hold."""
+    """Of each module: its attributes, and these as they are now: what lists and dicts hold, and the
+    numbers of small tensors, if something has written into them."""
     return [
-        (m, {n: (v, copy(v) if type(v) in KEPT else v) for n, v in attributes_of(m).items()})
+        (m, {name: (value, _as_it_is(value)) for name, value in attributes_of(m).items()})
         for m in net.modules()
     ]
+
+
+def _as_it_is(value):
+    if type(value) in KEPT:
+        return copy(value)
+    plain = type(value) is torch.Tensor and not (value.requires_grad or value.is_inference())
+    if plain and value._version and value.numel() <= SMALL:
+        return value.clone()
+    return value
 
 
 def carry_back(carried):
@@ -108,6 +119,9 @@ def carry_back(carried):
             if type(value) in KEPT:
                 value.clear()
                 value.__init__(held)  # the same object, filled again
+            elif held is not value:
+                with torch.autograd._unsafe_preserve_version_counter(value):
+                    value.copy_(held)
             vars(module)[name] = value
 
 

@@ -15,8 +15,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..frames import line_now, said
+from ..frames import frames_now, line_now, said
 from ..modes import Operations
 from ..step import rng_states, set_rng_states
 from ..tensors import device_of, flat_tensors, floats_in
@@ -27,6 +28,7 @@ MOST = 16  # calls of custom functions that are compared
 DIRECTIONS = 5
 # dtype: (relative step, tolerance): the step is near the third root of the last bit
 TYPES = {torch.float64: (1e-5, 5e-3), torch.float32: (1e-2, 5e-2)}
+CHOICE = object()  # what a forward is that is a step or the identity: its backward is a choice
 TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "mkldnn", "profiler")
 
 
@@ -89,8 +91,9 @@ class Custom(Operations):
         self.calls[name, line] = function, held, kwargs, wanted, rng
 
     def answers(self):
-        """Compare all: (sentences on wrong ones, names of unknown ones, number of right ones)."""
-        named, unknown, right = [], [], 0
+        """Compare all: (sentences on wrong ones, names of unknown ones, names of those that nobody
+        can compare, number of right ones)."""
+        named, unknown, chosen, right = [], [], [], 0
         for (name, line), call in self.calls.items():
             try:
                 with torch.enable_grad():
@@ -99,11 +102,65 @@ class Custom(Operations):
                 unknown.append(f"{name} ({said(error)})")
                 continue
             if answer is None:
-                unknown.append(f"{name} (its forward is a step, an identity, or not smooth)")
+                unknown.append(f"{name} (not smooth enough for differences)")
+            elif answer is CHOICE:
+                chosen.append(f"{name} (its forward is a step or an identity: a choice)")
             elif answer:
                 named.append(f"{line}: {name}: {answer}")
             right += answer == ""
-        return named, unknown, right
+        return named, unknown, chosen, right
+
+
+class FirstDraw(Operations):
+    """The random state before the first operation that draws; `what`: where that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.what = None, ""
+
+    def operation(self, func, args, kwargs):
+        if self.what or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        device = device_of((args, kwargs))
+        before = _torch_states(device)
+        out = func(*args, **kwargs)
+        if before != _torch_states(device):  # with p=0 nothing is drawn
+            functions = [name for file, _, name in frames_now() if file == F.__file__]
+            self.state, self.what = before, f"{[*functions, func][0]} at {line_now()}"
+        return out
+
+
+def _torch_states(device):
+    states = rng_states(device)
+    return [states[key].tolist() for key in ("cpu", "cuda") if states[key] is not None]
+
+
+class Checkpoints:
+    """Finds checkpoints that draw other random numbers in the backward than in the forward."""
+
+    def __init__(self):
+        self.found = []  # sentences
+
+    def __call__(self, original, function, *args, **kwargs):
+        """In place of torch.utils.checkpoint.checkpoint()."""
+        if kwargs.get("preserve_rng_state", True):
+            return original(function, *args, **kwargs)
+        line, draws = line_now(), []
+
+        def watched(*args, **kwargs):
+            draws.append(FirstDraw())
+            try:
+                with draws[-1]:
+                    return function(*args, **kwargs)
+            finally:  # the second time it may be stopped early
+                first, last = draws[0], draws[-1]
+                if last.what and first.what and last.state != first.state:
+                    self.found.append(
+                        f"{line}: in the backward this checkpoint draws other random numbers than "
+                        f"in the forward ({first.what}): leave out preserve_rng_state=False"
+                    )
+
+        return original(watched, *args, **kwargs)
 
 
 @contextmanager
@@ -216,8 +273,8 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 
 
 def differs(function, args, kwargs, wanted, rng):
-    """Return "" if they agree, None if that is unknown, else a sentence. `wanted`: whether each
-    argument needs a gradient; None if unknown."""
+    """Return "" if they agree, None if that is unknown, CHOICE, else a sentence. `wanted`: whether
+    each argument needs a gradient; None if unknown."""
     device = device_of(args)
     before = rng_states(device)
     slope = partial(Slope, function, args, kwargs, wanted, rng)
@@ -271,8 +328,8 @@ class Slope:
             if slope is None and not self.known:
                 continue
             answer = self._argument(k, slope, weights)
-            if answer is None:
-                return None
+            if answer in (None, CHOICE):
+                return answer
             answers.append(answer)
         return next(filter(None, answers), "")
 
@@ -288,7 +345,7 @@ class Slope:
             coarse = _inner(self._slopes(k, u, h), weights)
             slopes = self._slopes(k, u, h / 4)
             if self._is_choice(x, u, slopes, slope, weights):
-                return None
+                return CHOICE
             fine = _inner(slopes, weights)
             given = _inner([slope * u], [torch.ones_like(u)])
             scale = max(float(slope.double().norm()), abs(fine))

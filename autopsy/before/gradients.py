@@ -27,7 +27,7 @@ from ..watch.forward import SCALES, SUMS, operands_of
 from ..watch.recorder import BACKWARD, buffers_back
 from ..watch.replay import in_no_module, net_of
 from ..watch.watch import Watch
-from .differences import Custom, FirstApart, Saved, own_gradients
+from .differences import Checkpoints, Custom, FirstApart, Saved, own_gradients
 
 BEYOND = 8
 SHAKEN = 3  # times, with other last bits
@@ -47,6 +47,10 @@ WAYS = {  # what is done otherwise: its context
 }
 
 
+KEEPS = {  # what else may be the reason there
+    "without checkpoints": " (does the forward depend on a counter, a buffer, or random numbers of "
+    "Python or NumPy? It runs twice)"
+}
 DRAWS = (
     "compiled code and fused attention draw other random numbers than eager code does (for "
     "compiled code set torch._inductor.config.fallback_random = True, or leave out the dropout)"
@@ -59,6 +63,8 @@ class GradientCheck(Watch):
     def __init__(self, at=1):
         super().__init__()
         self.at = at
+        self.checkpoints = Checkpoints()
+        self.hooks.wrap(torch.utils.checkpoint, "checkpoint", self.checkpoints)
         self.answer = 4, f"no step {at} of an optimizer was seen (from 0): nothing is known"
 
     def check(self, optimizer):
@@ -73,7 +79,7 @@ class GradientCheck(Watch):
             self.answer = 4, f"{step}: run one process for this check; nothing is known"
             raise SystemExit
         try:
-            code, text = Step(self.recorder, optimizer).check()
+            code, text = Step(self.recorder, optimizer, self.checkpoints.found).check()
         except Exception as error:
             code, text = 4, f"it could not be made again ({said(error)}): nothing is known"
         self.answer = code, f"{step}: {text}"
@@ -94,8 +100,9 @@ class GradientCheck(Watch):
 class Step:
     """The recorded step, to be repeated as often as needed."""
 
-    def __init__(self, recorder, optimizer):
+    def __init__(self, recorder, optimizer, redrawn=()):
         self.notes = []  # on custom functions
+        self.redrawn = dict.fromkeys(redrawn)  # sentences on checkpoints
         # Earlier passes belong to other optimizers, and their gradients were set to 0.
         self.calls = recorder.needed((), since=recorder.latest)
         self.net = net_of(self.calls)
@@ -118,6 +125,8 @@ class Step:
         if not all(_parallel(own[name], g) for name, g in first.items()):
             self.params = {n: p for n, p in self.params.items() if id(p) in self.moved}
         if not self.params or not all(_parallel(own[n], first[n]) for n in self.params):
+            if self.redrawn:  # why they differ
+                return 3, "\n  ".join(["a gradient is wrong:", *self.redrawn])
             return 4, (
                 "made again, it has other gradients than the script: old ones that were not set "
                 "to 0, or changed by hand. Nothing is known"
@@ -141,29 +150,38 @@ class Step:
                     rounding[n] = max(rounding[n], float((shaken[n] - truth[n]).norm()))
             wrong = self._wrong(first, truth, rounding)
         blamed = self._who(wrong, truth, rounding) if wrong else ""
-        named, unknown, right = custom.answers()
-        named += dict.fromkeys([*saved.changed, *custom.changed, *self._constants()])
+        named, unknown, chosen, right = custom.answers()
+        told = [*self.redrawn, *saved.changed, *custom.changed, *self._constants()]
+        named += dict.fromkeys(told)
         named += dict.fromkeys(self.notes) if blamed == OWN else ()
         if wrong and custom.random and not _draws_alike(blamed):
             wrong = {}
             unknown.append(DRAWS)
         lost = self._lost(first, truth) if self.half is torch.float16 else {}
-        if not (wrong or self.half) and (lost := self._rounded(first, truth)):
+        redrawn = DRAWS in unknown
+        if not (wrong or self.half or redrawn) and (lost := self._rounded(first, truth)):
             named += dict.fromkeys(self._first_apart())
         if named or wrong or lost:
             lines = [*named[:4], *self._lines(wrong | lost, first, truth)]
-            lines += [f"it is right {blamed}: look there"] if wrong and blamed else []
+            if wrong and blamed:
+                lines.append(f"it is right {blamed}: look there{KEEPS.get(blamed, '')}")
             head = f"a gradient is wrong, compared in {reference}:"
             return 3, "\n  ".join([head, *lines])
-        if DRAWS in unknown:
+        if redrawn:
             return 4, f"nothing is known: {DRAWS}"
         most = max((_off(first[n], truth[n]) for n in _large(truth, FAINT)), default=0.0)
         agree = f"; {right} custom functions agree with central differences" if right else ""
-        rest = f"; not compared: {', '.join(unknown)}"[:300] if unknown else ""
-        return 0, (
+        agree += f"; not compared: {', '.join(chosen)}"[:300] if chosen else ""
+        rest = (
             f"the gradients of {len(first)} tensors are those of the step in {reference}, "
-            f"{', '.join(WAYS)}, up to {most:.1e}{agree}{rest}"
+            f"{', '.join(WAYS)}, up to {most:.1e}{agree}"
         )
+        if unknown:
+            return (
+                4,
+                f"not compared, so that nothing is known: {'; '.join(unknown)[:600]}\n  {rest}",
+            )
+        return 0, rest
 
     def _lines(self, found, first, truth):
         """A line for each of the first tensors of {name: why}."""

@@ -32,8 +32,10 @@ class Forward:
         passes = [call for call in calls if call.function is BACKWARD]
         roots = [call for call in passes if call.number > recorder.latest]
         self.losses = [m.number for call in roots for m in call.uses()]
-        last = max(self.losses, default=0)
-        forward = [call for call in calls if call.number <= last]
+        forward = []  # up to the last loss
+        for k, call in enumerate(calls):
+            if call.number in self.losses:
+                forward = calls[: k + 1]
         self.calls = [call for call in forward if call.function not in SLOPES]
         self.as_it_was = {}  # what they made
         self.results = []  # the losses of the last pass with all rows

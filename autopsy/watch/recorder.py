@@ -25,9 +25,10 @@ from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, 
 
 from ..frames import call_from, frames_now, line_now, script_frames
 from ..step import carry_back, put_back, rng_states, set_rng_states
-from ..tensors import device_of, extent, flat_tensors, inner_tensors, storage_of
+from ..tensors import PLAIN, device_of, extent, flat_tensors, inner_tensors, storage_of
 
 LIMIT_OF_BYTES = 1 << 28  # of tensors that are kept by reference since the last optimizer step
+COPIED = LIMIT_OF_BYTES >> 4  # bytes of a memory that is copied before something writes to it
 RANDOM = re.compile(
     "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
 )
@@ -51,6 +52,7 @@ class ResultRef:
     k: int
     frames: tuple = ()
     data: bool = field(default=False, compare=False)  # no weight, no module had a part in it
+    memory: int = field(default=0, compare=False)  # id of its storage
 
 
 # It stands for a PackedSequence, which takes tensors only.
@@ -79,7 +81,7 @@ class Call:
     shape: tuple = ()  # of a module's first input
     scaler: Any = None  # that multiplies a loss here
     uninitialised: bool = False  # a module was given memory that nothing has written
-    writes: set = frozenset()  # numbers of the calls into whose results it writes
+    writes: set = frozenset()  # ids of the storages into which it writes
 
     @property
     def name(self):
@@ -95,7 +97,7 @@ class Call:
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, ResultRef)]
 
     def leads_to(self, numbers):
-        """Whether it is one of these calls, or writes into the result of one."""
+        """Whether it is one of these calls, or writes into one of these storages."""
         return self.number in numbers or not self.writes.isdisjoint(numbers)
 
     def named(self):
@@ -143,7 +145,10 @@ class Call:
         weights = any(t.requires_grad for _, t in self.given())
         weights = weights or isinstance(self.function, nn.Module)
         data = not weights and all(x.data for x in self.uses())
-        return {ResultRef(self.number, k, self.frames, data): t for k, (_, t) in tensors}
+        return {
+            ResultRef(self.number, k, self.frames, data, id(storage_of(t))): t
+            for k, (_, t) in tensors
+        }
 
 
 def _hook(t, hook):
@@ -162,7 +167,10 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self.hooks, self.listener = hooks, None
         self.calls, self.number, self.start = [], 0, 0
-        self.weights = WeakSet()  # storages of modules' parameters
+        self.weights, self.buffers = WeakSet(), WeakSet()  # storages of those of modules
+        self.given = WeakKeyDictionary()  # storage that no call made: the calls that were given it
+        self.memory = WeakKeyDictionary()  # storage that a call made, or copies: what it is there
+        self.met = []  # tensors that no call made, among the arguments of a call
         self.tables = set()  # numbers of calls: see keep_tables()
         self.first = inf  # the number of calls at the first backward
         self.slope = 0  # and at the last one
@@ -194,25 +202,25 @@ class CallRecorder(TorchFunctionMode):
         drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
             if name in LENDS:
-                self._now_written(args[0])
+                self._now_written(args[:1])
             out = func(*args, **kwargs)
             if name == "empty":
                 self._note_uninitialised(out)
             return out
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
-        self._now_written(kwargs.get("out"), given[0] if writes else None)
-        if writes and not self.overwritten(name, *given):
-            return func(*args, **kwargs)
+        written = flat_tensors((kwargs.get("out"), given[0] if writes else None))
+        self._now_written(written)
+        for t in written:
+            if not self.overwritten(name, t, *given[1:]):
+                return func(*args, **kwargs)
         if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
             out = func(*args, **kwargs)
             if self.maker(args[0]):
                 self.done(self.write(Tensor.clone, args[:1], {}), out)
             return out
         call = self.write(_hook if name == "register_hook" else func, args, kwargs)
-        if writes:
-            made_by = map(self.maker, filter(torch.is_tensor, (given[0], given[0]._base)))
-            call.writes = {made.number for made in made_by if made}
+        call.writes = {id(storage_of(t)) for t in written}
         if random:
             call.rng = rng_states(device_of(args))
         out = func(*args, **kwargs)
@@ -235,7 +243,7 @@ class CallRecorder(TorchFunctionMode):
         if t.layout is torch.strided:
             self.uninitialised[storage_of(t)] = line_now()
 
-    def _now_written(self, *written):
+    def _now_written(self, written):
         for t in flat_tensors(written):
             self.uninitialised.pop(storage_of(t), None)
 
@@ -247,26 +255,52 @@ class CallRecorder(TorchFunctionMode):
 
     def overwritten(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
-        symbol = self.symbol(t)
-        base = t if t._base is None else t._base  # a part of what is held changes with it
-        made = isinstance(symbol, ResultRef) and isinstance(self.symbol(base), ResultRef)
-        if made and not self._holds_a_weight(t):
+        storage = storage_of(t)
+        if self._made(storage) and not self._holds_a_weight(t):
             return True
         if self._is_weight(t):
             self.hooks.safely(self.listener.wrote, name, [(t, values)])
             return False
-        if t.numel() > LIMIT_OF_BYTES >> 6:
+        if storage in self.buffers:
+            for call in self.calls:
+                if call.buffers and any(t is b for b in call.function.buffers()):
+                    call.buffers = {}  # the next call copies them as they are then
+        if _is_plain(t) and storage.nbytes() <= COPIED:
+            self._copy(storage, t)
+        elif t.numel() <= COPIED >> 2:  # a part of a data set
+            self._replace(t)
+        else:
             return False
-        before = t.detach().clone()
+        return True
+
+    def _copy(self, storage, t):
+        """From here on a repetition has a copy of this memory, as it is before the first write, for
+        all tensors that share it."""
+        whole = [x for x in (t, t._base) if x is not None and x.nbytes == storage.nbytes()]
+        whole = whole or [torch.empty(0, dtype=t.dtype, device=t.device).set_(storage)]
+        given = self.given.pop(storage, ())
+        start = len(self.calls)
+        self.done(self.write(Tensor.clone, (whole[0].detach().clone(),), {}), whole[0])
+        for call in given:
+            call.args, call.kwargs = tree_map(
+                lambda x: self.symbol(x) if torch.is_tensor(x) and storage_of(x) is storage else x,
+                (call.args, call.kwargs),
+            )
+        self.calls = [*self.calls[start:], *self.calls[:start]]  # the copy, and parts of it
+
+    def _replace(self, t):
+        """The same for this tensor alone: a copy, in all calls that were given it."""
+        symbol, before = self.symbol(t), t.detach().clone()
         for call in self.calls:
-            if call.buffers and any(t is b for b in call.function.buffers()):
-                call.buffers = {}  # the next call copies them as they are then
-            # what they were given
             call.args, call.kwargs = tree_map(
                 lambda x: before if x is symbol else x, (call.args, call.kwargs)
             )
         self.done(self.write(Tensor.clone, (before,), {}), t)
-        return True
+
+    def _made(self, storage):
+        """What it is in a repetition, if it is made there."""
+        made = self.memory.get(storage)
+        return made if made and self.holds(made.number) else None
 
     def _holds_a_weight(self, t):
         return isinstance(t, nn.Parameter) or storage_of(t) in self.weights
@@ -285,6 +319,7 @@ class CallRecorder(TorchFunctionMode):
             self.listener.wrote(name, writes)
 
     def write(self, function, args, kwargs):
+        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
         self.number += 1
         if function in SLOPES:
             self.first, self.slope = min(self.first, self.number), self.number
@@ -293,15 +328,21 @@ class CallRecorder(TorchFunctionMode):
             for d in ("cpu", "cuda")
             if torch.is_autocast_enabled(d)
         ]
-        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
         grad = self.hooks.script_grad()
         frames = tuple(script_frames(frames_now()))
-        self.calls.append(Call(function, self.number, args, kwargs, frames, grad, casts))
-        return self.calls[-1]
+        call = Call(function, self.number, args, kwargs, frames, grad, casts)
+        self.calls.append(call)
+        met, self.met = self.met, []
+        for t in met:
+            self.given.setdefault(storage_of(t), []).append(call)
+        return call
 
     def done(self, call, out):
         for made, t in call.made(out).items():
             self.known[t] = made
+            storage = storage_of(t)
+            if storage not in self.given and not self._made(storage):
+                self.memory[storage] = made
 
     def symbol(self, t):
         """What stands for this tensor in a call."""
@@ -311,9 +352,17 @@ class CallRecorder(TorchFunctionMode):
             return t
         if made := self.maker(t):
             return made
-        if id(t) not in self.outer and not (t.requires_grad and t.is_leaf):
+        if t.requires_grad and t.is_leaf:
+            return t
+        made = _is_plain(t) and not t.requires_grad and self._made(storage_of(t))
+        if made:  # t.data, or a part of it
+            call = self.write(_part, (made, t.dtype, t.shape, t.stride(), t.storage_offset()), {})
+            self.done(call, t)
+            return self.known[t]
+        if id(t) not in self.outer:
             self.outer.add(id(t))
             self.bytes += t.numel() * t.element_size()
+        self.met.append(t)
         return t
 
     def maker(self, t):
@@ -336,7 +385,7 @@ class CallRecorder(TorchFunctionMode):
                 self.tables.add(made.number)
         for call in reversed(self.calls):
             if call.leads_to(self.tables):
-                self.tables |= {call.number, *(made.number for made in call.uses())}
+                self.tables |= {call.number, *_numbers(call.uses())}
 
     def needed(self, targets, since=0):
         """The calls that lead to losses (of calls after number `since`) and to these: without a
@@ -345,7 +394,7 @@ class CallRecorder(TorchFunctionMode):
         for call in reversed(self.calls):
             if (call.grad and call.number > since) or call.leads_to(needed):
                 calls.append(call)
-                needed.update(made.number for made in call.uses())
+                needed |= _numbers(call.uses())
         return calls[::-1]
 
     @property
@@ -379,8 +428,26 @@ class CallRecorder(TorchFunctionMode):
         self.turns[optimizer] = self.number
         self.start = min(self.turns.values())
         self.calls = [call for call in self.calls if self.holds(call.number)]
+        for storage, calls in [*self.given.items()]:
+            self.given[storage] = [call for call in calls if self.holds(call.number)]
+            if not self.given[storage]:
+                del self.given[storage]
         self.outer, self.bytes = set(), 0
         return twice
+
+
+def _is_plain(t):
+    return type(t) in PLAIN and t.layout is torch.strided
+
+
+def _numbers(refs):
+    """Of the calls that made these, and of the memory that they are in."""
+    return {number for made in refs for number in (made.number, made.memory)}
+
+
+def _part(t, dtype, shape, stride, offset):
+    """What shares its memory, without a graph."""
+    return t.detach().view(dtype).as_strided(shape, stride, offset)
 
 
 def buffers_back(calls):

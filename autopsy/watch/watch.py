@@ -165,7 +165,8 @@ class Watch:
         fresh = root not in self.names.roots
         if fresh:
             self.names.roots.add(root)
-            self.recorder.weights.update(storage_of(p) for p in module.parameters())
+            self.recorder.weights.update(map(storage_of, module.parameters()))
+            self.recorder.buffers.update(map(storage_of, module.buffers()))
         if self.recorder.full:
             self.transfer(calm=True)
             self.recorder.forget()

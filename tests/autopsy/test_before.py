@@ -661,6 +661,88 @@ def script(text):
     return BEGINS + textwrap.dedent(text)
 
 
+# Healthy scripts that write in place, or draw, within a step: only --check-gradients repeats it.
+WRITES = {
+    "rows, parts and views of views": """
+    def batch(n=16):
+        x, y = data(n)
+        hot = torch.zeros(n, 8)
+        hot[torch.arange(n), torch.randint(8, (n,))] = 1
+        part, rest = x.chunk(2)
+        part.mul_(3)
+        rest[0] = 1
+        y.view(4, 4)[1:][0].fill_(2)
+        for row in hot.unbind()[:3]:
+            row.copy_(torch.randn(8))
+        x.T.masked_fill_(torch.rand(8, n) < 0.2, 2.0)
+        x.data[:, 3] = 1
+        x.detach()[1].add_(1)
+        torch.mul(torch.randn(8), 2.0, out=hot[5])
+        return x + hot, y
+    train(Net(), batch=batch)
+    """,
+    "a scan, a mask and a table of the script": """
+    def middle(self, h):
+        out, mask = torch.zeros(len(h), 3, 16), torch.zeros(len(h), 3)
+        for t in range(3):
+            h = torch.tanh(self.mix(h))
+            out[:, t] = h
+        for row, n in enumerate(torch.randint(1, 4, (len(h),)).tolist()):
+            mask[row, n:] = -torch.inf
+        weights = (out.sum(2) + mask).softmax(1)
+        return (weights[..., None] * out).sum(1) + self.table
+    net = Net(middle)
+    net.table = torch.zeros(16)
+    net.table[3:5] = 1
+    train(net)
+    """,
+    "a rollout buffer and a state that moves on": """
+    net, state = Net(), torch.randn(4, 8)
+    seen, rows = torch.zeros(8, 4, 8), torch.zeros(8, 4, dtype=torch.long).unbind()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    for step in range(4):
+        early = net(seen.view(-1, 8) * 1.0)
+        for t in range(8):
+            seen[t] = state
+            with torch.no_grad():
+                a = torch.distributions.Categorical(logits=net(state)).sample()
+            rows[t].copy_(a)
+            state[torch.arange(4), a] += 1
+            state[:, 5].mul_(0.5)
+        chance = torch.distributions.Categorical(logits=net(seen.view(-1, 8)))
+        loss = early.square().mean() - chance.log_prob(torch.stack(rows).view(-1)).mean()
+        state.view(-1)[:3] = 0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item().hex())
+    """,
+    "a cache and a counter in a module": """
+    def middle(self, h):
+        self.count += 1
+        for k in range(4):
+            self.cache[:, k] = h.detach() * (k + self.count)
+        return h + self.mix(self.cache.clone()).mean(1)
+    net = Net(middle)
+    net.cache, net.count = torch.zeros(16, 4, 16), torch.zeros(1)
+    train(net)
+    """,
+    "numbers that are drawn like a tensor": """
+    def middle(self, h):
+        mean, scale = h.chunk(2, 1)
+        z = mean + torch.randn_like(mean) * scale.exp() + torch.empty_like(mean).normal_()
+        normal = torch.distributions.Normal(mean, F.softplus(scale) + 0.1)
+        return torch.cat([z, F.gumbel_softmax(normal.rsample(), 0.5, hard=True)], 1)
+    train(Net(middle))
+    """,
+    "checkpoints without a random number": """
+    def middle(self, h):
+        again = checkpoint(self.mix, h, use_reentrant=False, preserve_rng_state=False)
+        h = F.dropout(again, 0.5)
+        return checkpoint(self.mix, h, use_reentrant=True, preserve_rng_state=False)
+    train(Net(middle))
+    """,
+}
 QUESTIONS = {"--would-overflow": OVERFLOWS, "--check-gradients": WRONG}
 BOTH = pytest.mark.parametrize("question", QUESTIONS)
 
@@ -682,10 +764,13 @@ def test_the_fault_is_named_first_with_its_line_and_its_number(run, question, na
 
 
 @needs_unix
-@BOTH
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [(name, question) for name in HEALTHY for question in QUESTIONS]
+    + [(name, "--check-gradients") for name in WRITES],
+)
 def test_no_healthy_script_is_accused(run, name, question):
-    text = script(HEALTHY[name])
+    text = script((HEALTHY | WRITES)[name])
     bare, done = run(text, watched=False), run(text, before=(question,))
     assert bare.returncode == 0, bare.stderr
     assert done.returncode == 0, done.stderr
@@ -729,6 +814,47 @@ def test_a_nan_before_the_step_is_told_and_old_gradients_are_no_fault(run, tmp_p
     """)
     done = run(text, before=("--check-gradients",))
     assert done.returncode == 4 and "old ones that were not set to 0" in done.stderr
+
+
+@needs_unix
+@pytest.mark.parametrize("outer", (False, True))
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_a_checkpoint_that_draws_again_is_named_with_the_dropout(run, reentrant, outer):
+    """`outer`: the checkpoint stands outside of all modules."""
+    text = script(f"""
+        def part(h):
+            return F.dropout(net.mix(h), 0.5)
+        def again(h):
+            return checkpoint(part, h, use_reentrant={reentrant}, preserve_rng_state=False)  # here
+        net = Net(lambda self, h: {"h" if outer else "again(h)"})
+        train(net, lambda out, y: F.cross_entropy(again(out.repeat(1, 4)) if {outer} else out, y))
+    """)
+    done = run(text, before=("--check-gradients",))
+    [line] = lines_of(text, "here")
+    assert done.returncode == 3, done.stderr
+    assert f"script.py:{line} in again: in the backward this checkpoint draws" in done.stderr
+    assert re.search(r"\(dropout at .* in part\).*preserve_rng_state=False", done.stderr)
+
+
+@needs_unix
+def test_a_function_that_cannot_be_compared_is_no_reassurance(run):
+    """Its forward uses weights of its own, of which it gives the gradient."""
+    done = run(script("""
+        class Again(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, run, x, *params):
+                ctx.run, ctx.params = run, params
+                ctx.save_for_backward(x)
+                return run(x)
+            @staticmethod
+            def backward(ctx, g):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    out = ctx.run(x)
+                return None, *torch.autograd.grad(out, (x, *ctx.params), g)
+        train(Net(lambda self, h: Again.apply(self.mix, h, *self.mix.parameters())))
+    """), before=("--check-gradients",))
+    assert done.returncode == 4 and "not compared, so that nothing is known: Again" in done.stderr
 
 
 @needs_unix
