@@ -6,6 +6,9 @@ backward passes lead to it, train() or eval(), writes into weights by hand, and 
 state. They may explain a jump of the loss. It reads no number and judges nothing.
 """
 
+from weakref import ref
+
+import torch
 from torch import nn
 
 from ..frames import line_of
@@ -16,6 +19,29 @@ from ..watch.recorder import BACKWARD
 PAST = 32  # steps
 LATELY = 3  # of these: what a change has led to
 APART = 4  # times as many rows
+
+
+class Owner:
+    """An optimizer, its weights and its state: to compare them with those of one that follows."""
+
+    def __init__(self, optimizer):
+        self.id, self.optimizer = id(optimizer), ref(optimizer)
+        self.params = [ref(p) for p in params_of(optimizer)]
+
+    def unlike(self, other, names):
+        """The tensors of `other`, of the same shapes, that are new; "" if that is not known. Within
+        a few steps the watch keeps the one before alive."""
+        old = self.optimizer()
+        pairs = [(p(), q) for p, q in zip(self.params, params_of(other), strict=True)]
+        if old is None or any(p is None for p, _ in pairs):
+            return ""
+        new = [names.of(q) for p, q in pairs if p is not q and not torch.equal(p, q)]
+        for p, q in pairs:
+            before, now = old.state.get(p, {}), other.state.get(q, {})
+            for key, t in before.items():
+                same = key in now and torch.equal(torch.as_tensor(t), torch.as_tensor(now[key]))
+                new += [] if same else [f"{key} of {names.of(q)}"]
+        return f": {few(new, 4)} differ from those of the one before (not loaded?)" if new else ""
 
 
 class Changes:
@@ -82,7 +108,7 @@ class Changes:
         if past.born is not None and (age := self.recorder.steps - past.born) < LATELY:
             _, filled = late[-1 - age]["state"]
             without = "" if filled else ", which began without the state of the one before"
-            return f"The optimizer is a new one since step {past.born}{without}"
+            return f"The optimizer is a new one since step {past.born}{past.unlike or without}"
         if size := _unusual(now["shape"], earlier("shape")):
             return size
         if now["passes"] not in range(min(passes), max(passes) + 1):

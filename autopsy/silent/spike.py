@@ -3,41 +3,37 @@ Spike: has the loss or the gradient norm jumped far above its past, and which ro
 carry it?
 
 Before each optimizer step it looks at two numbers that the watch reads anyway. After a jump, at
-most six times in a run, it repeats the forward passes on the tape; each time some rows replace the
-others, so that every shape stays. It names the rows without which the loss is ordinary. If the
-whole batch carries a jump, it compares the batch's largest number with earlier ones. It touches no
-weight and no gradient, and restores buffers, random numbers and what modules carry.
+most six times in a run, rows.py looks for the rows that carry it. If the whole batch carries a
+jump, it compares the batch's largest number with earlier ones; changes.py knows what is new since
+the steps before. It touches no weight and no gradient, and restores all that it repeats.
 """
 
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from statistics import median
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from ..tensors import LIMIT, batched, extent, few, type_of
+from ..tensors import LIMIT, batched, extent, type_of
 from ..watch.deferred import params_of
 from ..watch.events import Events
-from ..watch.forward import Forward
-from .changes import PAST, Changes
+from .changes import PAST, Changes, Owner
+from .rows import ALL, BEYOND, Rows, rows_of
 
-ROWS, ALL = 5.0, 10.0  # times the highest of these: carried by a few rows, by the whole batch
-BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
+ROWS = 5.0  # times the highest of these: carried by a few rows
 OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
 FOLD = 2.0  # times the highest loss: here another training begins
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
-BESIDE = 3.0  # times the loss: of half of the rows, twice
 SOON = 3  # steps, within which most of a jump is over that a whole batch carried
 SPREAD = 6.0  # highest by median of these; beyond it tails are heavy
 SPIKES, TRIES = 3, 6  # in a run
-AGAIN = 48  # forward passes for one spike
-ALIKE = 8  # rows: by chance fewer may have one label
-BEYOND = 10.0  # times the largest number of any other row
+UNEXPLAINED = (
+    "Nothing that was seen explains it: no few rows of the batch, no lr, no write into weights, no "
+    "other batch size"
+)
 
 
 @dataclass
@@ -62,7 +58,7 @@ class Jump:
 class Past:
     """What was seen of an optimizer's steps."""
 
-    owner: int  # the optimizer's id
+    owner: Owner
     last: deque = field(default_factory=partial(deque, maxlen=PAST))  # (loss, norm)
     highest: tuple = (0.0, 0.0)  # loss and norm so far
     rates: deque = field(default_factory=partial(deque, maxlen=PAST))
@@ -71,20 +67,10 @@ class Past:
     rate: float = 0.0  # the highest
     step: int = 0  # the last
     born: int | None = None  # when it took the place of an equal one
+    unlike: str = ""  # what it holds then that is not what that one held
     jump: Jump | None = None  # that has not come back
     noted: list = field(default_factory=list)  # what came with each of the last steps
     lines: dict = field(default_factory=dict)  # all that these steps ran: at which step first
-
-
-class Rows(NamedTuple):
-    """Sentences on what carries a jump."""
-
-    text: str = ""  # a few rows
-    labels: str = ""  # if no more is known of them
-    rare: bool = False  # they may be so
-    whole: str = ""  # all rows
-    term: str = ""  # all rows, and one term of the loss
-    alike: str = ""  # all rows, and all have one label
 
 
 class Spike(Events):
@@ -112,7 +98,7 @@ class Spike(Events):
         if not norm <= LIMIT:
             return
         past = self.pasts.get(optimizer)
-        if not past or past.owner != id(optimizer):
+        if not past or past.owner.id != id(optimizer):
             past = self._begins(optimizer, sum(losses))
         rates = [group.get("lr") for group in optimizer.param_groups]
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
@@ -141,16 +127,19 @@ class Spike(Events):
 
     def _begins(self, optimizer, loss):
         """One that follows an equal one of the step before, as after a resume, has its past; unless
-        the loss is another, too, as in the next fold of a cross-validation."""
+        the loss is another, too, as in the next fold of a cross-validation, which begins without
+        moments."""
         kind = type(optimizer), *(p.shape for p in params_of(optimizer))
         past, step = self.kinds.get(kind), self.recorder.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
-        follows = follows and loss <= FOLD * max(last for last, _ in past.last)
+        resumed = bool(optimizer.state)  # no step of its own has filled it
+        follows = follows and (resumed or loss <= FOLD * max(last for last, _ in past.last))
         if follows and optimizer not in self.pasts:  # else two equal ones take turns
-            past.owner, past.born = id(optimizer), step
+            past.unlike = past.owner.unlike(optimizer, self.changes.names) if resumed else ""
+            past.owner, past.born = Owner(optimizer), step
             self.recorder.steps_of[id(optimizer)] = step
         else:
-            past = Past(id(optimizer))
+            past = Past(Owner(optimizer))
         self.pasts[optimizer] = self.kinds[kind] = past
         return past
 
@@ -183,9 +172,10 @@ class Spike(Events):
             before = f"in most of the {PAST} steps before"
             jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
         rows = Rows()
-        if self.recorder.hooks.world == 1 and times[0] > ROWS and not raised:
+        sought = times[0] > ROWS or times[1] > ALL
+        if self.recorder.hooks.world == 1 and sought and not raised:
             self.tries += 1
-            rows = rows_of(self.recorder, times[0], own)
+            rows = rows_of(self.recorder, times[k], own, slope=not times[0] > ROWS)
             jump.whole = rows.whole
             if rows.rare:
                 return
@@ -231,7 +221,7 @@ class Spike(Events):
             why = jump.why or jump.rates or whole
             if why or lost:
                 what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
-                yield f"{what}. {why or 'No rows of the batch carry it'}"
+                yield f"{what}. {why or UNEXPLAINED}"
 
 
 def _times(now, recent, usual):
@@ -240,105 +230,3 @@ def _times(now, recent, usual):
         return 0.0
     times, spread = now / recent, recent / usual
     return times if spread < SPREAD or times > 2 * spread**2 else 0.0
-
-
-# The rows
-
-
-def rows_of(recorder, times, own):
-    """Which rows carry the spike of this step."""
-    with suppress(Exception), Forward(recorder) as again:
-        return _rows_of(again, times, own)
-    return Rows()  # a service: whatever cannot be made again names no rows
-
-
-def _rows_of(again, times, own):
-    whole = again.largest()
-    size = again.size
-    if size < 4:
-        return Rows()
-    ordinary = max(2 * whole / times, whole / 1000)
-    if not abs(again(range(size)) - whole) <= 1e-3 * whole or not whole:
-        return Rows()  # not reproducible
-    guilty, groups, calm, most = [], [list(range(size))], 0, 0.0
-    while groups and again.passes < AGAIN:
-        group = groups.pop(0)
-        half = (len(group) + 1) // 2
-        for part in (group[:half], group[half:]):
-            loss = again(part)
-            most = max(most, loss) if len(group) == size else most
-            if loss > ordinary:
-                (groups if len(part) > 1 else guilty).append(part)
-            elif len(part) * 8 >= size:
-                calm += 1
-    if not calm and most > BESIDE * whole:  # rows meet each other: two equal ones are another loss
-        return Rows()
-    if not calm:
-        same = [t for t in again.labels if (t == t[0]).all()]
-        also = "".join(f". In {type_of(t)} all hold {t[0].item()}" for t in same[:1])
-        carries = "The whole batch carries it, not a few of its rows"
-        term = _term(again.terms(), ordinary / whole) if times > ALL else ""
-        alike = carries + also if also and size >= ALIKE and len(again.labels) == 1 else ""
-        return Rows(whole=carries + also, term=term and carries + term, alike=alike)
-    guilty = sorted(row for part in guilty for row in part)
-    good = [row for row in range(size) if row not in guilty]
-    if groups or not guilty or len(guilty) > size // 4:
-        return Rows()
-    without = again(good)
-    if not without <= ordinary or again(guilty) < own:
-        return Rows()
-    words = ("Row", "carries", "it") if len(guilty) == 1 else ("Rows", "carry", "them")
-    what, carry, them = words
-    turn = f" of backward pass {again.turn}" if again.turns > 1 else ""
-    text = (
-        f"{what} {few(guilty)} of {size}{turn} (from 0) {carry} it: without {them} the loss is "
-        f"{without / whole:.2g} of that"
-    )
-    common = [said for t, d in again.rows.items() if (said := _common(t, d, guilty, good))]
-    labels = "".join(
-        f". In {type_of(t)} they hold {few(t[guilty].tolist())}: right?" for t in again.labels[:1]
-    )
-    if common:
-        return Rows(". ".join([text, *[*dict.fromkeys(common)][:2]]))
-    return Rows(text, labels, rare=times < (ALL if labels else BARE))
-
-
-def _term(terms, ordinary):
-    """What to add if one term of the loss carries a jump; `ordinary`: the share of all others."""
-    total, (most, line) = sum(value for value, _ in terms), max(terms)
-    if 0 < total - most <= ordinary * total:
-        return f". Of the loss, a sum, {most / total:.0%} is the term of {line}"
-    return ""
-
-
-def _common(t, d, guilty, good):
-    """Say what the guilty rows of this tensor share and no other row has; or ""."""
-    rows = t.detach().movedim(d, 0)
-    rows = rows.reshape(len(rows), -1)
-    bad, others = rows[guilty], rows[good]
-    kind = type_of(t)
-    if t.is_floating_point():
-        sizes, usual = ([extent(row).largest for row in part] for part in (bad, others))
-        held = f"In {kind} they hold numbers up to {max(sizes):.3g} (other rows: "
-        if max(sizes) == 0 < min(usual):
-            return f"In {kind} their numbers are all 0"
-        if min(sizes) > BEYOND * max(usual):
-            return f"{held}up to {max(usual):.3g})"
-        if max(sizes) * BEYOND < min(usual):
-            return f"{held}at least one of {min(usual):.3g})"
-        return ""
-    if rows.shape[1] == 1:
-        values = set(bad.flatten().tolist())
-        alone = len(values) == 1 and not values & set(others.flatten().tolist())
-        return f"In {kind} they alone hold {values.pop()}" if alone else ""
-    same = [(part == part[:, :1]).all(1) for part in (bad, others)]
-    if same[0].all() and not same[1].any():
-        return f"In {kind} they hold nothing but {few(sorted(set(bad[:, 0].tolist())))} (padding?)"
-    pad = torch.mode(rows.flatten()).values
-    lengths = [(part != pad).sum(1).tolist() for part in (bad, others)]
-    if min(lengths[0]) > 2 * max(lengths[1]):
-        return (
-            f"In {kind} they are longer than all others: {few(lengths[0])} numbers that are not "
-            f"{pad}, others at most {max(lengths[1])}"
-        )
-    return ""

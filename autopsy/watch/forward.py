@@ -16,7 +16,7 @@ from ..frames import line_of
 from ..step import unchanged
 from ..tensors import batch_size_of, batched, flat_tensors
 from .recorder import BACKWARD, SLOPES, ResultRef, buffers_back
-from .replay import net_of
+from .replay import in_no_module, net_of
 
 SUMS = ("add", "radd", "iadd")
 SCALES = ("mul", "rmul", "div", "truediv")
@@ -24,10 +24,11 @@ SCALES = ("mul", "rmul", "div", "truediv")
 
 class Forward:
     """Repeats the recorded forward passes, with some rows of the batch in place of others, and
-    returns the sum of the losses. Use it inside of `with`."""
+    returns the sum of the losses, or (`slope`) the norm of the gradient. Use it inside of
+    `with`."""
 
-    def __init__(self, recorder):
-        self.passes = 0
+    def __init__(self, recorder, slope=False):
+        self.passes, self.slope = 0, slope
         calls = recorder.needed(())
         passes = [call for call in calls if call.function is BACKWARD]
         roots = [call for call in passes if call.number > recorder.latest]
@@ -41,7 +42,12 @@ class Forward:
         self.results = []  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
         net = net_of(self.calls)
+        self.params = [p for p in net.parameters() if p.requires_grad]
+        self.params += in_no_module(self.calls, net)
         self.unchanged = unchanged(net, [*net.parameters()])
+        hooked = [*net.modules(), *self.params] if slope else []
+        if any(x._backward_hooks for x in hooked) or any(c.name == "_hook" for c in self.calls):
+            self.calls = []  # the script's own functions must not run once more
 
     def __enter__(self):
         self.unchanged.__enter__()
@@ -55,7 +61,7 @@ class Forward:
         buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
-        made = {m.number: _number(t) for m, t in self.as_it_was.items() if m.number in self.losses}
+        made = {m.number: self._size(t) for m, t in self._losses(self.as_it_was)}
         one = max(made, key=made.get, default=0)
         before = [number for number in made if number < one]
         self.turn = len(before)  # of the backward passes of the step
@@ -99,7 +105,7 @@ class Forward:
         if rows is None:
             for call in self.calls:
                 call.repeat(made)
-            self.results = [t for m, t in made.items() if m.number in self.losses]
+            self.results = [t for _, t in self._losses(made)]
         else:
             made.update(self.as_it_was)
             rows = [*rows] * self.size
@@ -107,7 +113,18 @@ class Forward:
                 pick = self._pick(rows[: self.size], made, call.uses())
                 args, kwargs = tree_map(pick, (call.args, call.kwargs))
                 replace(call, args=args, kwargs=kwargs).repeat(made)
-        return sum(_number(t) for m, t in made.items() if m.number in self.losses)
+        return sum(self._size(t) for _, t in self._losses(made))
+
+    def _losses(self, made):
+        return [(m, t) for m, t in made.items() if m.number in self.losses]
+
+    def _size(self, loss):
+        if not self.slope:
+            return _number(loss)
+        ones = torch.ones_like(loss)
+        slopes = torch.autograd.grad(loss, self.params, ones, True, allow_unused=True)
+        norms = [g.to_dense().double().norm() for g in slopes if g is not None]
+        return float(torch.stack(norms).norm())
 
     def _pick(self, rows, made, uses):
         """For a tensor of the batch, and for what the script makes of it without gradients: the
