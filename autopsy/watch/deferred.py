@@ -23,6 +23,7 @@ class DeferredChecks:
         self._noted = []  # (a number on the device, what to do with it if it is bad)
         self._results = []  # the same of what forwards have made
         self._written = {}  # storage: (weight, what the script wrote into it, check)
+        self.clipped = []  # since the last step: (gradients of these, their norm before)
         self.unread = {}  # kind of tensor: why it could not be read
         self._read = 0  # how many norms
 

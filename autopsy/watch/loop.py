@@ -56,9 +56,11 @@ def watch_loop(hooks, deferred, silent):
 
 
 def _norm(deferred, params):
-    """The norm of all gradients of these."""
+    """The norm of all gradients of these, for the next step, too."""
     norms = deferred.norms(p.grad for p in params if p.grad is not None)
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    deferred.clipped.append((params, norm))
+    return norm
 
 
 def _schedulers():

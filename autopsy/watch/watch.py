@@ -263,17 +263,21 @@ class Watch:
             self._note_moments(optimizer, "before the optimizer's first step")
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
-        grads = [p.grad for p in moved_by(optimizer)]
+        moved = moved_by(optimizer)
+        grads = [p.grad for p in moved]
         norms = self.deferred.norms(grads)
         if self.hooks.world > 1 and any(hasattr(g, "to_local") for g in grads):
             norms = [over_ranks(norms)]  # each of a shard
         losses = self.deferred.norms(self.losses)
-        values = self.transfer([*losses, *norms, *scales], calm=bool(scales))
+        clipped = [n for params, n in self.deferred.clipped if {*params} & {*moved}]
+        values = self.transfer([*losses, *clipped, *norms, *scales], calm=bool(scales))
         losses, values = values[: len(losses)], values[len(losses) :]
+        before, values = values[: len(clipped)], values[len(clipped) :]
         scale = values.pop() if scales else 1.0
         found = self.scaling.before_step(optimizer, divides=bool(scales))
         norm = sum(v * v for v in values) ** 0.5 / scale
-        if norm <= LIMIT:
+        if norm <= LIMIT:  # as it was before the script clipped it
+            norm = max([norm, *(v / scale for v in before if v <= LIMIT)])
             self.history.gradients(optimizer, self.recorder.steps, norm, values)
         self.silent.before_step(optimizer, losses, norm, len(values))
         if norm <= LIMIT:
@@ -321,7 +325,7 @@ class Watch:
     def _count(self, optimizer):
         """A step is over, with or without an update."""
         self.recorder.stepped(id(optimizer))
-        self.losses = []
+        self.losses, self.deferred.clipped = [], []
         self._watch_operations()
         self.silent.over()
 
