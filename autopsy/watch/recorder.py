@@ -382,7 +382,7 @@ class CallRecorder(TorchFunctionMode):
             # no fake tensor of a compiler, and not what came from NumPy
             small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
             if small and (span := extent(t)).is_bad and not span.is_mask:
-                self.tables.add(made.number)
+                self.tables |= _numbers([made])
         for call in reversed(self.calls):
             if call.leads_to(self.tables):
                 self.tables |= {call.number, *_numbers(call.uses())}
