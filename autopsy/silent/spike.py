@@ -24,6 +24,7 @@ from .changes import PAST, Changes, Owner
 from .rows import ALL, BEYOND, Rows, rows_of
 
 ROWS = 5.0  # times the highest of these: carried by a few rows
+STEEP = 100.0  # times the highest gradient norm, while the loss is as before: rare rows do less
 OWN = 3.0  # the loss of these rows by the highest of all, where that was higher
 FOLD = 2.0  # times the highest loss: here another training begins
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
@@ -172,10 +173,11 @@ class Spike(Events):
             before = f"in most of the {PAST} steps before"
             jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
         rows = Rows()
-        sought = times[0] > ROWS or times[1] > ALL
+        of_norm = not times[0] > ROWS
+        sought = not of_norm or times[1] > STEEP
         if self.recorder.hooks.world == 1 and sought and not raised:
             self.tries += 1
-            rows = rows_of(self.recorder, times[k], own, slope=not times[0] > ROWS)
+            rows = rows_of(self.recorder, times[of_norm], own, of_norm)
             jump.whole = rows.whole
             if rows.rare:
                 return
