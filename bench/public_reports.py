@@ -204,6 +204,32 @@ for p in back.parameters(): p.requires_grad = False
 net = nn.Sequential(back, head); opt = torch.optim.SGD(head.parameters(), 1e-2)
 loop(net, opt, 60, batch=lambda i: (data(i)[0][:, None], data(i)[1]))
 """, "net = nn.Sequential(back, head)", "net = nn.Sequential(back.eval(), head)"),
+    "a resume that loads the moments alone": Row(
+        "github.com/msed-Ebrahimi/ARoFace/issues/8", "spike",
+        r"step 100: .* jumped .* new one since step 100: .*weight.* differ from those of the one",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
+for i in range(160):
+    if i == 100:
+        saved = copy.deepcopy((net.state_dict(), opt.state_dict()))
+        net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
+        opt.load_state_dict(saved[1]); pass
+    x, y = data(i, 64); loss = F.mse_loss(net(x), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "pass", "net.load_state_dict(saved[0])"),
+    "a row whose gradient is clipped away": Row(
+        "github.com/ml-explore/mlx-lm/issues/1658", "spike",
+        r"step 60: the gradient norm jumped .* Row 5 of 16 .* they alone hold 7",
+        """
+emb, head = nn.Embedding(8, 16), nn.Linear(16, 3); emb.weight.data[7] *= 1e-17
+params = [*emb.parameters(), *head.parameters()]
+opt = torch.optim.AdamW(params, 1e-3, weight_decay=0)
+ids = torch.randint(0, 7, (80, 16)); ids[60, 5] = 7
+for row in ids:
+    e = emb(row); e = e * torch.rsqrt(e.pow(2).mean(-1, keepdim=True) + 1e-12)
+    loss = F.cross_entropy(head(e), row % 3); opt.zero_grad(); loss.backward()
+    nn.utils.clip_grad_norm_(params, 1.0); opt.step()
+""", "1e-17", "0.5"),
 }
 
 OTHERS = {
