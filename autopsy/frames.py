@@ -65,16 +65,36 @@ def frames_in(text):
     return re.findall(r'File "(.+)", line (\d+), in (\S+)', "".join(text))[::-1]
 
 
+@cache
+def _kind(file):
+    """(Is a line of this file told? Is it the script's own?)"""
+    told = bool(NAMED.match(file)) or not file.startswith((HERE, TORCH, "<"))
+    return told, not file.startswith((LIBRARY, TORCH)) and "-packages" not in file
+
+
 def script_frames(frames):
     """The lines of libraries, without torch's, then the line of the script that called them."""
     found = []
     for frame in frames:
-        file = frame[0]
-        if NAMED.match(file) or not file.startswith((HERE, TORCH, "<")):
+        told, own = _kind(frame[0])
+        if told:
             found.append(frame)
-            if not file.startswith((LIBRARY, TORCH)) and "-packages" not in file:
+            if own:
                 break
     return found
+
+
+def script_frames_now():
+    """The same of the calls under way. It runs once a call: only what is told is looked at."""
+    frame, found, own = sys._getframe(1), [], False
+    while frame and not own:
+        code = frame.f_code
+        told, own = _kind(code.co_filename)
+        if told:
+            found.append((code.co_filename, frame.f_lineno, code.co_name))
+        own = told and own
+        frame = frame.f_back
+    return tuple(found)
 
 
 def line_of(frames):

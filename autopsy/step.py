@@ -76,7 +76,10 @@ def copied_buffers(net):
 
 def has_numbers(b):
     """Whether they can be copied and put back."""
-    return not (is_lazy(b) or b.is_meta or b.is_inference())
+    if is_lazy(b) or b.is_meta or b.is_inference() or b._is_zerotensor():
+        return False
+    # of an expanded one, several numbers are one: torch writes into none of them
+    return b.layout is not torch.strided or b.is_nested or 0 not in b.stride()
 
 
 @torch.no_grad()

@@ -34,6 +34,8 @@ def parts_of(t):
     if type(t) not in PLAIN:
         if is_lazy(t):
             return []
+        if hasattr(t, "get_mask"):
+            return [t.get_data()[t.get_mask()]]
         if hasattr(t, "to_local"):
             return parts_of(t.to_local())
         if hasattr(t, "trigger_wait"):  # a collective that is under way
@@ -41,7 +43,7 @@ def parts_of(t):
         if is_traceable_wrapper_subclass(t):
             names, _ = t.__tensor_flatten__()
             return [part for name in names for part in parts_of(getattr(t, name))]
-    if t.is_meta:
+    if t.is_meta or "float4" in str(t.dtype):  # two in a byte: torch reads none of them
         return []
     if t.layout is torch.strided and not t.is_nested:
         return [t]
@@ -197,7 +199,8 @@ def floats_in(tree):
 
 def batched(tensors):
     """Those with a batch dimension: a row of real numbers may be one observation."""
-    return (t for t in tensors if t.dim() > 1 or (t.dim() and not t.is_floating_point()))
+    plain = (t for t in tensors if not (t.is_nested and t.layout is torch.strided))  # it has none
+    return (t for t in plain if t.dim() > 1 or (t.dim() and not t.is_floating_point()))
 
 
 def batch_size_of(tensors):

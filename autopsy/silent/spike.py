@@ -79,6 +79,7 @@ class Spike(Events):
 
     def __init__(self, watch):
         self.scaling, self.recorder = watch.scaling, watch.recorder
+        self.deferred = watch.deferred
         self.changes = Changes(watch.recorder, watch.names)
         self.pasts = WeakKeyDictionary()  # of each optimizer
         self.kinds = {}  # its class, and shapes of its weights: the latest one's
@@ -90,9 +91,9 @@ class Spike(Events):
         real = [t for t in batched(tensors) if t.is_floating_point() and t.numel()]
         _, usual = self.given.get(module, ((), ()))
         if self.recorder.steps.bit_count() < 2:
-            sizes = [t.detach().abs().amax() for t in real]
+            sizes = self.deferred.largest(real, torch.abs)
             pairs = zip(sizes, usual or sizes, strict=False)
-            usual = [torch.maximum(a, b) if a.dtype == b.dtype else a for a, b in pairs]
+            usual = [a if a is None or b is None else torch.maximum(a, b) for a, b in pairs]
         self.given[module] = [ref(t) for t in real], usual
 
     def before_step(self, optimizer, losses, norm, moved):
@@ -196,7 +197,7 @@ class Spike(Events):
         """A sentence if the batch is larger than all that were read before."""
         for batch, usual in self.given.values():
             for t, size in zip([t() for t in batch], usual, strict=False):
-                now = 0.0 if t is None else extent(t).largest
+                now = 0.0 if t is None or size is None else extent(t).largest
                 if now > BEYOND * float(size) > 0:
                     return (
                         f"{type_of(t)} holds numbers up to {now:.3g} (the batches read before: up "

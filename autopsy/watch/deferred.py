@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..frames import said
-from ..tensors import LIMIT, inner_tensors, numbers_of, storage_of
+from ..tensors import LIMIT, numbers_of, storage_of
 
 
 class DeferredChecks:
@@ -79,6 +79,10 @@ class DeferredChecks:
         self._read += sum(norm is not None for norm in norms)
         return [torch.zeros((), device="cpu") if norm is None else norm for norm in norms]
 
+    def largest(self, tensors, of=Tensor.float):
+        """The largest number of each, or of its magnitudes, 0-dim on the device; or None."""
+        return self._one_by_one(partial(_largest, of), tensors, None)
+
     def to_host(self, values):
         """0-dim tensors as Python floats, in one transfer."""
         return self._one_by_one(_to_host, values, 0.0)
@@ -104,6 +108,7 @@ class DeferredChecks:
 def _norms(tensors):
     flat = [numbers_of(t.detach()) for t in tensors]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
+    flat = [t.float() if t.itemsize == 1 else t for t in flat]  # fp8: no norm is made for it
     wide = torch.float32 if any(t.itemsize < 4 for t in flat) else None  # None is faster
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
@@ -121,11 +126,10 @@ def over_ranks(norms):
     return total.sqrt()
 
 
-def largest_of(out):
-    """The largest number of the tensors in a module's result, 0-dim on the device, or None."""
-    outs = [numbers_of(t) for _, t in inner_tensors(out) if t.is_floating_point()]
-    outs = [t.amax().float() for t in outs if t.numel()]
-    return torch.stack(outs).amax() if outs else None
+def _largest(of, tensors):
+    flat = [numbers_of(t.detach()) for t in tensors]
+    flat = [t.float() if t.numel() and t.is_floating_point() else None for t in flat]
+    return [None if t is None else of(t).amax() for t in flat]
 
 
 def params_of(optimizer):

@@ -10,6 +10,8 @@ import importlib
 import pkgutil
 from functools import partial
 
+from ..frames import said
+
 
 class Events:
     """The events of a script, in their order within a step."""
@@ -73,17 +75,29 @@ NAMES = [name for name in vars(Events) if not name.startswith("_")]
 
 
 class Listeners:
-    """Passes each event to those of `checks` that override it."""
+    """Passes each event to those of `checks` that override it. A check that raises ends, and it
+    alone: the others and the watch go on, and `failures` says so at the end."""
 
     def __init__(self, checks):
+        self.failures = []  # sentences
+        self._listening = {}  # event: checks
         for name in NAMES:
             listening = [c for c in checks if getattr(type(c), name) is not getattr(Events, name)]
-            setattr(self, name, partial(_tell, [getattr(check, name) for check in listening]))
+            self._listening[name] = listening
+            setattr(self, name, partial(self._tell, name))
 
-
-def _tell(methods, *args):
-    """Call all of them. Returns what they answer, one after the other."""
-    return [answer for method in methods for answer in method(*args) or ()]
+    def _tell(self, event, *args):
+        """Returns what they answer, one after the other."""
+        answers = []
+        for check in [*self._listening[event]]:
+            try:
+                answers += getattr(check, event)(*args) or ()
+            except Exception as error:
+                name = type(check).__name__
+                self.failures.append(f"the check {name} failed ({said(error)}) and ended there")
+                for listening in self._listening.values():
+                    listening[:] = [other for other in listening if other is not check]
+        return answers
 
 
 def silent_faults(watch):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
 
-from ..frames import call_from, frames_now, line_now, script_frames
+from ..frames import call_from, line_now, script_frames_now
 from ..step import carry_back, put_back, rng_states, set_rng_states
 from ..tensors import PLAIN, device_of, extent, flat_tensors, inner_tensors, storage_of
 
@@ -230,14 +230,21 @@ class CallRecorder(TorchFunctionMode):
             call.args, call.kwargs = (), {}
         if COPIES.fullmatch(name) and flat_tensors(args[:1]):
             if out is args[0]:  # nothing was to do; it is written to, perhaps, and was not made
-                self.calls.remove(call)
+                self._drop(call)
                 return out
             if self.is_uninitialised(args[0]):
                 self._note_uninitialised(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
-            self.calls.remove(call)
+            self._drop(call)
         return out
+
+    def _drop(self, call):
+        """It is the last one, or near the end."""
+        at = len(self.calls) - 1
+        while self.calls[at] is not call:
+            at -= 1
+        del self.calls[at]
 
     def _note_uninitialised(self, t):
         if t.layout is torch.strided:
@@ -329,7 +336,7 @@ class CallRecorder(TorchFunctionMode):
             if torch.is_autocast_enabled(d)
         ]
         grad = self.hooks.script_grad()
-        frames = tuple(script_frames(frames_now()))
+        frames = script_frames_now()
         call = Call(function, self.number, args, kwargs, frames, grad, casts)
         self.calls.append(call)
         met, self.met = self.met, []

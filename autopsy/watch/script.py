@@ -215,7 +215,8 @@ def last_look(watch, failure):
 def remarks(watch):
     """Sentences on what is finite and still looks wrong."""
     parts = watch.findings, watch.history, watch.scaling, watch.silent
-    return [text for part in parts for text in part.sentences()]
+    told = [text for part in parts for text in part.sentences()]
+    return [*told, *watch.silent.failures]
 
 
 def summary(watch, strange):

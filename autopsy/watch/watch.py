@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..advice import framework_of
-from ..frames import frames_now, line_now, script_frames
+from ..frames import frames_now, line_now, script_frames_now
 from ..locator import Locator
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
 from .checks import Checks, Update, Write, given_to
-from .deferred import DeferredChecks, held_by, largest_of, moved_by, over_ranks
+from .deferred import DeferredChecks, held_by, moved_by, over_ranks
 from .events import silent_faults
 from .findings import Findings
 from .history import History
@@ -141,7 +141,7 @@ class Watch:
     def _enters(self, original, *args, **kwargs):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
         t = original(*args, **kwargs)
-        self.recorder.known[t] = ResultRef(0, 0, tuple(script_frames(frames_now())), data=True)
+        self.recorder.known[t] = ResultRef(0, 0, script_frames_now(), data=True)
         return t
 
     def _call_begins(self, function, args, kwargs):
@@ -205,9 +205,11 @@ class Watch:
         if call.grad:
             self.trained = module  # so that it lives until the end of the script
         elif any(True for _ in module.parameters()):
-            largest = largest_of(out)  # because -inf alone is a mask
-            if largest is not None:
-                entries.append((largest, partial(self.checks.check_output, call)))
+            made = [t for _, t in inner_tensors(out) if t.is_floating_point()]
+            check = partial(self.checks.check_output, call)
+            # because -inf alone is a mask
+            largest = self.deferred.largest(made)
+            entries += [(size, check) for size in largest if size is not None]
         self.deferred.results(entries)
         if not call.grad and len(self.deferred) > 999:  # a script that trains nothing
             self.transfer(calm=True)

@@ -11,6 +11,7 @@ import torch
 from helpers import ROOT, rows_of, run_ranks, run_script
 
 from autopsy.watch.deferred import DeferredChecks
+from autopsy.watch.events import Events, Listeners
 from bench import finite_faults
 
 PREAMBLE = """
@@ -1383,6 +1384,7 @@ tells("all modules of a kind are tried together under the name of their owner", 
 
 
 TENSORS = PREAMBLE + """
+import contextlib
 class Refuses(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -1395,8 +1397,16 @@ class Net(nn.Module):
         self.a = nn.LazyLinear(8) if fault == "lazy" else nn.Linear(4, 8)
         self.n, self.b = nn.LayerNorm(8), nn.Linear(8, 2)
         self.register_buffer("other", OTHER.get(fault, lambda: None)())
-    def forward(self, x):
+    def forward(self, x, other=None):
         return self.b(self.n(self.a(x)))
+
+class Same(nn.Linear):
+    def forward(self, x): return x
+
+class Kind(torch.Tensor): pass
+
+def inference():
+    with torch.inference_mode(): return torch.eye(4)
 
 OTHER = {
     "meta buffer": lambda: torch.ones(3, device="meta"),
@@ -1407,7 +1417,33 @@ OTHER = {
     "mkldnn": lambda: torch.eye(4).to_mkldnn(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "refuses": lambda: torch.eye(4).as_subclass(Refuses),
+    "subclass": lambda: torch.eye(4).as_subclass(Kind),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "no value": lambda: torch.zeros(4, 4).to_sparse(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged),
+    "complex": lambda: torch.eye(4).cfloat().conj(),
+    "empty": lambda: torch.zeros(0, 4),
+    "bool": lambda: torch.eye(4).bool(),
+    "fp4": lambda: torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "expanded": lambda: torch.ones(1).expand(4, 4),
+    "inference": inference,
 }
+def beside(k):
+    # Whatever torch can do with such a tensor, in every place.
+    weight, held = net.b.weight, k()
+    places = [
+        lambda: net(torch.ones(3, 4), k()), lambda: net(torch.ones(3, 4), other={"k": [k()]}),
+        lambda: Same(1, 1)(k()), torch.no_grad()(lambda: Same(1, 1)(k())),
+        lambda: F.mse_loss(net(torch.ones(4, 4)), k()), lambda: k() @ torch.ones(4, 4),
+        lambda: k().requires_grad_().sum().backward(), lambda: torch.empty_like(k()),
+        lambda: k().sum().item(), lambda: k().tolist(), lambda: k().numpy(), lambda: str(k()),
+        lambda: torch.isnan(k()), lambda: held != held, lambda: held.mul_(1),
+        lambda: held[1].mul_(1), torch.no_grad()(lambda: weight.add_(0 * k()[:2])),
+        lambda: setattr(net, "held", [k()]), lambda: setattr(net.frozen, "data", k()),
+        lambda: setattr(net.frozen, "grad", k()), lambda: setattr(weight, "grad", k()),
+    ]
+    for place in places:
+        with contextlib.suppress(Exception): place()
 with torch.device("meta" if fault == "meta" else "cpu"):
     net = Net()
 if fault == "meta":  # as from_pretrained does
@@ -1419,8 +1455,11 @@ if fault == "meta step":
         other(torch.ones(2, 3)).sum().backward()
         torch.optim.SGD(other.parameters(), 0.1).step()
 net(torch.ones(3, 4))
+with contextlib.suppress(Exception):
+    net.frozen = nn.Parameter(OTHER[fault](), requires_grad=False)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 for step in range(5):
+    if fault in OTHER and fault not in ("refuses", "meta buffer"): beside(OTHER[fault])
     h = net(torch.randn(5, 4))
     if step == 3: h = h / (h * 0)  # here
     optimizer.zero_grad(); h.square().mean().backward(); optimizer.step()
@@ -1487,7 +1526,9 @@ tells("what outsiders were told wrongly is told rightly", BLIND, 1, {
 
 
 KINDS_OF_TENSORS = ("meta", "meta step", "meta buffer", "lazy", "sparse", "csr", "quantised", "fp8",
-                    "mkldnn", "nested", "refuses")
+                    "mkldnn", "nested", "refuses", "subclass", "bsr", "no value", "jagged",
+                    "complex", "empty", "bool", "expanded", "inference",
+                    *["fp4"] * hasattr(torch, "float4_e2m1fn_x2"))
 tells("a tensor of any kind beside the fault does not end the watch", TENSORS, 3,
       dict.fromkeys(KINDS_OF_TENSORS, "-> divergence"))
 
@@ -1875,3 +1916,24 @@ def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
 @pytest.mark.parametrize(("text", "fault", "code", "words"), TOLD)
 def test_the_report_says(run, text, fault, code, words):
     says(run, text, fault, code, words)
+
+
+class Broken(Events):
+    def over(self):
+        raise KeyError("its own fault")
+
+
+class Counts(Events):
+    n = 0
+
+    def over(self):
+        self.n += 1
+
+
+def test_a_check_that_raises_ends_alone():
+    good = Counts(None)
+    listeners = Listeners([Broken(None), good])
+    listeners.over()
+    listeners.over()
+    assert good.n == 2 and len(listeners.failures) == 1
+    assert "the check Broken failed (KeyError: 'its own fault')" in listeners.failures[0]
