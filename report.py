@@ -16,7 +16,7 @@ elsewhere.
     {"step": 195, "epoch": 1.0, "train_loss": 1.60, "val_loss": 0.98, "val_acc1": 68.2}
     {"event": "skip", "step": 12, "reasons": ["input"], ...}              events as they happen
 
-    python report.py runs/x          draws runs/x/curves.png again
+    python report.py runs/x          draws runs/x/curves.png and confusion.png again
 
 With `tensorboard=True` the same numbers go to TensorBoard too. Copy this file alone: only drawing
 needs matplotlib.
@@ -45,6 +45,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,40 @@ def draw_curves(path: Path) -> Path | None:
     return picture
 
 
+def draw_confusion(path: Path) -> Path | None:
+    """The last confusion matrix of a metrics.jsonl, as confusion.png beside it: a row for each
+    class, in shares of it. None without a matrix or without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    known = [line for line in read_lines(path) if "confusion" in line]
+    if not known:
+        return None
+    names, rows = known[-1]["classes"], known[-1]["confusion"]
+    shares = [[n / max(1, sum(row)) for n in row] for row in rows]
+    side = 3 + 0.4 * len(names)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axis.set(xlabel="guess", ylabel="class", title=f"step {known[-1]['step']}: images")
+    labels = [str(name)[:20].replace("$", r"\$") for name in names]  # matplotlib reads $ as maths
+    axis.set_xticks(range(len(names)), labels, rotation=90)
+    axis.set_yticks(range(len(names)), labels)
+    for y, row in enumerate(rows):
+        for x, n in enumerate(row):
+            if n:
+                axis.text(x, y, n, ha="center", va="center",
+                          color="white" if shares[y][x] > 0.5 else "black")
+    content = io.BytesIO()
+    with warnings.catch_warnings():  # a name in letters that its font lacks
+        warnings.simplefilter("ignore")
+        figure.savefig(content, dpi=100)
+    picture = path.with_name("confusion.png")
+    replace_file(picture, content.getvalue())
+    return picture
+
+
 def number(value: Any) -> float:
     """NaN for what is none."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -251,6 +286,7 @@ if __name__ == "__main__":
         sys.exit("usage: python report.py RUN_FOLDER")
     try:
         drawn = draw_curves(Path(sys.argv[1]) / "metrics.jsonl")
+        draw_confusion(Path(sys.argv[1]) / "metrics.jsonl")
     except OSError as error:
         sys.exit(f"report.py: {error}")
     print(drawn or "matplotlib is not installed: pip install matplotlib")

@@ -286,6 +286,8 @@ def conclude(run):
     resume.read_back(run)  # raises where it is not on disk
     if reasons := run.rescue.objections(run):
         return End("diverged", 3, "; ".join(reasons))
+    if run.rank == 0:
+        run.checkpoints.previous.unlink(missing_ok=True)  # last.pt was read back
     return End("done", 0)
 
 
@@ -329,6 +331,7 @@ def finish(run, end):
         try:
             if run.rank == 0:
                 report.draw_curves(run.log.path)
+                report.draw_confusion(run.log.path)
         except Exception as error:
             run.log.say(f"curves.png is not drawn: {type(error).__name__}: {error}")
     if ranks.is_main_process():

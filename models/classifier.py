@@ -41,21 +41,30 @@ class Classifier(nn.Module):
     Args:
         net: maps images (B, C, H, W) to logits (B, num_classes) in any float dtype.
         label_smoothing: share of the target spread over all classes, in training only.
+        class_weights: a factor for the loss of each class (num_classes,), in training only.
     """
 
     judged_by = "acc1"
 
-    def __init__(self, net: nn.Module, *, label_smoothing: float = 0.0):
+    def __init__(
+        self, net: nn.Module, *, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+    ):
         super().__init__()
         self.net = net
         self.label_smoothing = label_smoothing
+        self.register_buffer("class_weights", class_weights, persistent=False)
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Images (B, 3, H, W) and int64 labels (B,) to the mean loss (fp32 scalar) and metrics of
-        shape (B,).
+        shape (B,), in evaluation also "guess", the number of the class with the largest logit.
         """
         logits = self.net(images).float()  # B, num_classes
         smoothing = self.label_smoothing if self.training else 0.0
         losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        acc1 = (logits.argmax(1) == labels).float() * 100  # B, each 0 or 100
-        return losses.mean(), {"loss": losses.detach(), "acc1": acc1}
+        guess = logits.argmax(1)
+        metrics = {"loss": losses.detach(), "acc1": (guess == labels).float() * 100}  # 0 or 100
+        if not self.training:
+            return losses.mean(), metrics | {"guess": guess}
+        if self.class_weights is not None:
+            losses = losses * self.class_weights[labels]
+        return losses.mean(), metrics

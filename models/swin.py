@@ -47,6 +47,7 @@ Paste::
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 
 import torch
@@ -295,6 +296,30 @@ class SwinBlock(nn.Module):
             return x + self.drop(self.mlp(self.norm2(x)).float())
         x = x + self.drop(self.norm1(self.mix(x)).float())
         return x + self.drop(self.norm2(self.mlp(x).float()).float())
+
+
+def from_torchvision(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of torchvision's swin_t or swin_v2_t, with the names and shapes of this file."""
+    ours = {}
+    for name, t in weights.items():
+        place, _, kind = name.rpartition(".")
+        if part := re.match(r"features\.(\d+)", name):
+            number = int(part[1])  # torchvision keeps stages and merges in one list
+            inside = "blocks" if number % 2 else "merge"
+            place = place.replace(part[0], f"stages.{number // 2}.{inside}" if number else "embed")
+        for theirs, our in (("embed.0", "embed.proj"), ("embed.2", "embed.norm"),
+                            (".mlp.3", ".mlp.2"), ("attn.cpb_mlp", "attn.bias.mlp")):
+            place = place.replace(theirs, our)
+        if place.endswith("attn.qkv"):
+            q, k, v = t.chunk(3)
+            ours[f"{place[:-3]}qv.{kind}"] = torch.cat([q, v])
+            ours[f"{place[:-3]}k.{kind}"] = k
+        elif kind == "relative_position_bias_table":
+            ours[f"{place}.bias.table"] = t
+        elif not kind.startswith("relative_"):  # what follows from the window's size
+            flat = kind == "logit_scale" or place == "embed.proj"
+            ours[f"{place}.{kind}"] = t.flatten(int(kind == "weight")) if flat else t
+    return {name: t for name, t in ours.items() if not name.endswith("attn.k.bias")}
 
 
 class Swin(nn.Module):

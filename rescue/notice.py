@@ -167,7 +167,10 @@ def unsound(run: Run, scores: dict[str, float]) -> str:
         return f"the validation is non-finite: {scores}"
     if scores.get(validation.INDEPENDENT):
         return "the outputs no longer depend on the input"
-    if first and first[0] > 0 and loss > 20 * first[0]:  # an untrained model does better by far
+    untrained = first[0] if first else 0.0
+    if "val_acc1" in scores and first:  # a run with --init begins with a loss near 0
+        untrained = max(untrained, math.log(len(run.data.classes)))
+    if untrained > 0 and loss > 20 * untrained:  # an untrained model does better by far
         return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
     return ""
 

@@ -1,5 +1,6 @@
 """predict.py: what it says of an image is what the validation said of it, or it says nothing."""
 
+import importlib.util
 import json
 import math
 import os
@@ -37,7 +38,7 @@ def test_the_loss_of_the_predictions_is_the_validations_and_ten_lines_say_the_sa
     assert code == 0, err
     paths = sorted(Path(run.images).glob("test/*/*"))
     net, known = predict.load_run(run.folder)
-    answers = [predict.predict(net, known, str(path)) for path in paths]
+    answers = predict.predict(net, known, [str(path) for path in paths])
     both = zip(paths, answers, strict=True)
     losses = [-math.log(answer[path.parent.name]) for path, answer in both]
     assert sum(losses) / len(losses) == pytest.approx(last["val_loss"], abs=1e-4)
@@ -174,7 +175,6 @@ def test_a_run_that_cannot_be_trusted_gives_a_sentence_and_no_answer(folder, sai
 BAD_IMAGES = {
     "gone": lambda path: None,
     "empty": Path.touch,
-    "folder": Path.mkdir,
     "pipe": os.mkfifo,
     "endless": to_zero,
     "225 megapixels": lambda path: Image.new("1", (15_000, 15_000)).save(path),
@@ -200,6 +200,40 @@ def test_an_image_without_an_answer_is_named_and_the_others_get_theirs(folder, s
         assert line.isprintable()
 
 
+def test_a_folder_is_read_in_order_in_batches_and_as_json(folder, said, monkeypatch):
+    (folder / "in/b").mkdir(parents=True)
+    (folder / "in/.hidden").mkdir()
+    for i, name in enumerate(["2.png", "b/1.jpg", "1.png", ".hidden/3.png", "notes.txt"]):
+        Image.new("RGB", (40, 40), (80 * i, 0, 0)).save(folder / "in" / name, "PNG")
+    (folder / "in/3.png").write_bytes(b"")
+    alone = [said(folder, folder / "in" / name)[1] for name in ("1.png", "2.png", "b/1.jpg")]
+    monkeypatch.setattr(predict, "BATCH", 2)
+    code, out, err = said(folder, folder / "in")
+    assert (code, out, len(err)) == (2, "".join(alone), 1)
+    code, out, _ = said(folder, folder / "in", "--json", "--top", 2)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [Path(line["path"]).name for line in lines] == ["1.png", "2.png", "3.png", "1.jpg"]
+    assert "error" in lines[2] and "answer" not in lines[2]
+    chances = [*lines[0]["answer"].values()]
+    assert chances == sorted(chances, reverse=True) and len(chances) == 2
+    (folder / "empty").mkdir()
+    assert said(folder, folder / "empty")[2] == [
+        f"predict.py: {folder / 'empty'}: no image is in this folder"]
+
+
+def test_the_lines_of_the_page_export_a_network_that_computes_the_same(folder):
+    page = (ROOT / "docs" / "train.md").read_text()
+    lines = textwrap.dedent(re.search(r"ONNX:\n\n((?:    .+\n)+)", page)[1])
+    lines = lines.replace("runs/a", str(folder))
+    whole, names = lines.splitlines(), {}
+    onnx = importlib.util.find_spec("onnxscript")
+    exec("\n".join(line for line in whole if onnx or "onnx" not in line), names)
+    image = torch.rand(1, 3, 32, 32)
+    want = names["net"](image)
+    saved = torch.export.load(folder / "model.pt2").module()
+    torch.testing.assert_close(saved(image), want, atol=1e-5, rtol=1e-4)
+
+
 def test_names_of_classes_and_files_give_a_terminal_no_orders(folder, said):
     names = ["\x1b[31mred\x07", "a\nb: 1", "\ud800\u202e"]
     facts(classes=names)[1](folder / "model.json")
@@ -214,7 +248,7 @@ def test_a_regression_says_all_its_numbers_and_a_closed_output_ends_it(folder, s
     facts(regression=True)[1](folder / "model.json")
     _, out, _ = said(folder, folder / "red.png")
     assert re.fullmatch(r".*: a \S+, b \S+, c \S+\n", out)
-    monkeypatch.setattr(predict, "print_line", lambda line: False)
+    monkeypatch.setattr(predict, "print_line", lambda line, write: False)
     code, _, err = said(folder, folder / "red.png", folder / "red.png")
     assert code == 2
     assert "standard output is closed" in err[0]

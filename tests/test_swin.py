@@ -3,34 +3,11 @@
 import pytest
 import torch
 import torchvision
-from nets import build, rename, shake
+from nets import build, shake
 
-from models.swin import WindowAttention
+from models.swin import WindowAttention, from_torchvision
 
 HALF = torch.float16
-
-
-THEIRS = {  # part of our name -> part of torchvision's, which keeps all stages in one list
-    "embed.proj": "features.0.0", "embed.norm": "features.0.2",
-    "attn.bias.table": "attn.relative_position_bias_table", "attn.bias.mlp": "attn.cpb_mlp",
-    ".mlp.2": ".mlp.3",
-    **{f"stages.{i}.blocks": f"features.{2 * i + 1}" for i in range(4)},
-    **{f"stages.{i}.merge": f"features.{2 * i}" for i in range(4)},
-}  # fmt: skip
-
-
-@torch.no_grad()
-def copy_torchvisions_weights(theirs, ours):
-    given = dict(theirs.named_parameters())
-    for name, p in ours.named_parameters():
-        name = rename(name, THEIRS)
-        path, _, kind = name.rpartition(".")
-        if path.endswith(("attn.qv", "attn.k")):
-            q, k, v = given[f"{path.rpartition('.')[0]}.qkv.{kind}"].chunk(3)
-            source = k if path.endswith("k") else torch.cat([q, v])
-        else:
-            source = given[name]
-        p.copy_(source.reshape(p.shape))
 
 
 @pytest.mark.parametrize("name, size", [("swin-t", 224), ("swin-v2-t", 256)])
@@ -46,7 +23,7 @@ def test_the_published_networks_compute_what_torchvisions_do(name, size):
     for path, p in theirs.named_parameters():  # the small tables most: a misplaced number shows
         small = path.endswith(("table", "cpb_mlp.2.weight"))
         p.add_(torch.randn_like(p) * (0.4 if small else 0.02))
-    copy_torchvisions_weights(theirs, ours)
+    ours.load_state_dict(from_torchvision(theirs.state_dict()))
     images = torch.randn(2, 3, size, size).to(memory_format=torch.channels_last)
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
 

@@ -19,7 +19,7 @@ import train
 from data import batches
 from extras.ema import EMA
 from models import RECIPE
-from trainer import flags, record, validation
+from trainer import flags, plan, record, validation
 
 SMALL = [name for name in train.MODELS if name.endswith(("-tiny", "-test"))]
 
@@ -338,10 +338,10 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
     (1, 256, 1, 1), (1_100, 1000, 1, 256), (4_100, 1000, 1, 1000), (50_000, 128, 1, 128),
 ])  # fmt: skip
 def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe, pieces, batch):
-    args = SimpleNamespace(batch_size=None, lr=None, accum_steps=pieces)
+    args = SimpleNamespace(batch_size=None, lr=None, accum_steps=pieces,
+                           recipe=RECIPE | {"batch_size": recipe})
     data = SimpleNamespace(train=(None, range(images)))
-    train.prepare.choose_batch(record.Run(args=args, data=data), RECIPE | {
-        "batch_size": recipe})
+    plan.choose_batch(record.Run(args=args, data=data))
     assert args.batch_size == batch
     assert args.lr == pytest.approx(1e-3 * (batch / recipe) ** 0.5)
     assert (f"not {recipe}, for {images:,} images" in args.lr_reason) == (batch != recipe)
@@ -362,13 +362,13 @@ def test_a_run_is_long_enough_in_updates_or_a_warning_names_it(
     epoch_steps, seconds, given, steps, validations, warns
 ):
     args = SimpleNamespace(
-        model="cifarnet", max_steps=None, epochs=None, verify_every=None, warmup_updates=None,
-        batch_size=16 if epoch_steps < 50 else 1000)
+        recipe=RECIPE | {"epochs": 10}, max_steps=None, epochs=None, verify_every=None,
+        warmup_updates=None, batch_size=16 if epoch_steps < 50 else 1000)
     args.__dict__.update(given)
     stream = SimpleNamespace(steps_per_epoch=epoch_steps, start_small=lambda steps: None)
     device = torch.device("cpu" if seconds else "cuda")
     run = record.Run(args=args, stream=stream, device=device)
-    _, warning = train.prepare.length(run, None, seconds)
+    _, warning = plan.length(run, None, seconds)
     assert run.total_steps == steps
     assert -(-steps // run.validate_every) == validations
     assert bool(warning) == warns and ("--epochs 75" in warning) == warns

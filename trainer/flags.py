@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from amp_policy import POLICIES
+from models import FINE_TUNE
 from ranks import refuse
 
 MANY = 10**7  # steps: the table of learning rates has a row for each
@@ -90,6 +91,7 @@ TABLE = {
         ("--drop-path", share, None, "drop residual branches of swin and vmamba"),
         ("--batch-size", count, None, "images per update, over all ranks and micro-batches; "
          "default: the recipe's, or fewer for a small set"),
+        ("--class-weights", ["none", "balanced"], "none", "balanced: every class counts the same"),
         ("--accum-steps", count, 1, "micro-batches per update"),
         ("--ema", share, None, "evaluate averaged weights; 0: off"),
         ("--eval-precision", ["fp32", "same"], "fp32", "same: as in training"),
@@ -142,6 +144,8 @@ def parse(
     precision = parser.add_mutually_exclusive_group()
     length = parser.add_mutually_exclusive_group()
     add("--model", default="cifarnet", choices=models, metavar="NAME", help=", ".join(models))
+    add("--init", metavar="FILE", help="start from these weights: of a run, or a .pth of "
+        "torchvision or timm; pretrained: torchvision's own")
     add("--dataset", choices=datasets, help="default: cifar10, else synthetic")
     precision.add_argument(
         "--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES]
@@ -156,6 +160,8 @@ def parse(
     add("--betas", nargs=2, type=share, default=(0.9, 0.99))
     add("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
     add("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
+    add("--freeze", nargs="+", default=[], metavar="PATTERN",
+        help="modules and parameters that do not train")
     add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; without a pattern: none")
     add("--compile", nargs="?", const="on", default="auto", choices=["auto", "on", "off"],
         help="torch.compile; auto: on one GPU, if the run is long enough to gain from it")
@@ -174,8 +180,8 @@ def parse(
     # --amp_opt_level O1 is --amp-opt-level O1; what stands behind a "=" is a value and stays
     args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
     args.betas = tuple(args.betas)
-    recipe = models[args.model][1]
+    args.recipe = models[args.model][1] | (FINE_TUNE if args.init else {})
     for name in ("weight_decay", "drop_path", "ema", "muon"):
         if getattr(args, name) is None:
-            setattr(args, name, recipe[name])
+            setattr(args, name, args.recipe[name])
     return args

@@ -14,12 +14,10 @@ of the run and fills in its part of it. Two rules:
 import dataclasses
 import fnmatch
 import functools
-import math
 import os
 import random
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ import optim
 import report
 from data import WrongArgument, batches, decoded_cache, load
 from extras import ema, graphs, muon
-from models import MODELS, DoesNotFit, build, fitting, set_drop_path, wrap
+from models import DoesNotFit, build, fitting, set_drop_path, wrap
 from ranks import (
     agreed,
     first_on_each_machine,
@@ -45,10 +43,8 @@ from ranks import (
     refusing,
 )
 
-from . import flags, resume
+from . import classes, plan, pretrained, progress, resume
 from .record import Plain, Run, loss_names
-
-ENOUGH = 300  # updates: with fewer a network hardly learns, however many epochs they are
 
 
 def setup(run: Run, train_step: Callable):
@@ -64,11 +60,12 @@ def setup(run: Run, train_step: Callable):
 
     local_rank = timed(process)
     saved = resume.read_checkpoint(run)
+    weights = read_init(run, saved, local_rank)
     unreadable = timed(data, local_rank)
-    timed(network)
+    began = timed(network, weights)
     seconds = timed(precision, saved)
     torch.manual_seed(args.seed + run.rank)  # from here on ranks draw different noise
-    plan, too_short = length(run, saved, seconds)
+    length, too_short = plan.length(run, saved, seconds)
     timed(training)
     observed = args.inject or args.detect_anomaly
     alone_on_a_gpu = run.device.type == "cuda" and run.world_size == 1
@@ -76,21 +73,27 @@ def setup(run: Run, train_step: Callable):
         run.graph = graphs.StepGraph(functools.partial(train_step, run))
     compiled = timed(compilation)
     resumed = timed(folder, saved)
-    run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hides_progress(), unit="step")
+    hidden = hides_progress()
+    run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hidden, unit="step")
+    if hidden and run.rank == 0:
+        run.bar = progress.Lines(run)
     decided = {
         "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters, "
                  + compiled,
-        "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up",
-        "length": plan,
+        "init": began,
+        "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up"
+                     + (f"; {pretrained.SLOW} times the rate for what was loaded" if began else ""),
+        "length": length,
         "output": f"{run.folder}{resumed}",
         "start": f"{sum(spent.values()):.1f} s: "
                  + ", ".join(f"{name} {t:.1f}" for name, t in spent.items() if t >= 0.05),
     }
     for name, decision in decided.items():
-        run.log.say(f"{name:<11} {decision}")
+        if decision:
+            run.log.say(f"{name:<11} {decision}")
     for warning in (*unreadable, *run.policy.warnings, *filter(None, [too_short])):
         run.log.warn(run.step, warning)
 
@@ -121,6 +124,23 @@ def process(run: Run) -> int:
     return local_rank
 
 
+def read_init(run: Run, saved: dict | None, local_rank: int) -> pretrained.Weights | None:
+    """Read --init, unless the run goes on from a checkpoint. The normalisation goes with the
+    weights, and the size of the images too."""
+    if saved:
+        run.start = saved["identity"]["start"]
+    elif run.args.init:
+        with (
+            refusing(checkpoint.CheckpointError, OSError),
+            first_on_each_machine(local_rank),
+        ):
+            weights = pretrained.read(run.args.init, run.args.model)
+        facts = ("mean", "std", "image_size")
+        run.start = {name: weights.known.get(name) for name in facts}
+        return weights
+    return None
+
+
 def data(run: Run, local_rank: int) -> list[str]:
     """Load the data and make the stream of batches. Returns a sentence for each unreadable file.
 
@@ -128,12 +148,15 @@ def data(run: Run, local_rank: int) -> list[str]:
     """
     args = run.args
     left_out = []
+    size = args.image_size
+    if run.start and args.dataset == "imagefolder":
+        size = size or run.start["image_size"]
     if args.dataset == "imagefolder" and args.data_dir and args.out_dir:
         data_dir = args.data_dir.resolve()
         if data_dir in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
             refuse(2, f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
                       "writes would become data. Name a folder elsewhere")
-    progress = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
+    decoding = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
     with (
         refusing(OSError, ValueError, code=4),
         refusing(WrongArgument, FileNotFoundError),
@@ -144,8 +167,8 @@ def data(run: Run, local_rank: int) -> list[str]:
         run.data = load(
             args.dataset,
             args.data_dir,
-            progress,
-            args.image_size,
+            decoding,
+            size,
             args.max_bad_share,
             None if args.workers else args.cache_dir,
             warn=left_out.append,
@@ -153,13 +176,18 @@ def data(run: Run, local_rank: int) -> list[str]:
             val_share=args.val_share,
         )
     args.dataset, args.val_share = run.data.name, run.data.val_share
+    if run.start:
+        run.data.mean, run.data.std = run.start["mean"], run.start["std"]
+        if len(run.data.mean) != run.data.channels:
+            refuse(2, f"--init {args.init} is for images of {len(run.data.mean)} channels, and "
+                      f"{run.data.name} has {run.data.channels}")
     outputs = len(run.data.classes)
     if args.num_classes not in (None, outputs):
         refuse(2, f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
                   "leave the flag out")
     run.accum = args.accum_steps
-    recipe = MODELS[args.model][1]
-    choose_batch(run, recipe)
+    recipe = args.recipe
+    plan.choose_batch(run)
     run.data.place(run.device)
     with refusing(ValueError):
         run.stream = batches.TrainBatches(
@@ -181,41 +209,17 @@ def data(run: Run, local_rank: int) -> list[str]:
     return left_out
 
 
-def choose_batch(run: Run, recipe: dict):
-    """Set the batch size and the learning rate, and a reason for them. The recipe's batch may be
-    larger than a small set: four batches an epoch, of 16 images or more, also learn from it."""
-    args, total = run.args, len(run.data.train[1])
-    pieces = run.world_size * args.accum_steps
-    quarter = 2 ** max(4, int(math.log2(max(total, 4) / 4)))
-    suits = min(recipe["batch_size"], quarter, total)
-    suits = max(pieces, suits - suits % pieces)
-    why = ""
-    if args.batch_size is None:
-        args.batch_size = suits
-        if suits != recipe["batch_size"]:
-            why = f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
-    if args.batch_size % pieces:
-        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
-                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
-    if args.batch_size > total:
-        refuse(2, f"--batch-size {args.batch_size} is more than all {total} training images: "
-                  f"leave the flag out (it will be {suits}), or take at most {total}")
-    rate = f"lr {args.lr} as asked"
-    if args.lr is None:
-        args.lr, rate = flags.scaled_lr(
-            recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
-        )
-    args.lr_reason = why + rate
-
-
-def network(run: Run):
-    """Build the network, bare and with its loss, on the device."""
+def network(run: Run, weights: pretrained.Weights | None) -> str:
+    """Build the network, bare and with its loss, on the device. Returns a sentence about --init."""
     args = run.args
-    recipe = MODELS[args.model][1]
+    recipe = args.recipe
     with refusing(DoesNotFit), fitting(args.model):
         net = build(args.model, run.data.classes, run.data.image_size, run.data.channels)
         set_drop_path(net, args.drop_path)
-        run.model = wrap(net, recipe["label_smoothing"], run.data.regression)
+        balance = None
+        if args.class_weights == "balanced":
+            balance = classes.weights(run.data.train[1], len(run.data.classes)).to(run.device)
+        run.model = wrap(net, recipe["label_smoothing"], run.data.regression, balance)
         for flag, patterns in (("--no-decay", args.no_decay), ("--muon", args.muon)):
             for pattern in patterns:
                 if not fnmatch.filter(dict(net.named_parameters()), pattern):
@@ -225,6 +229,9 @@ def network(run: Run):
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
         seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
+    began = pretrained.start_from(run, weights) if weights else ""
+    pretrained.freeze(run.net, args.freeze)
+    return began
 
 
 def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None = None) -> float:
@@ -283,58 +290,14 @@ def precision(run: Run, saved: dict | None) -> float | None:
     return seconds
 
 
-def length(run: Run, saved: dict | None, seconds: float | None) -> tuple[str, str]:
-    """Set the number of steps, and what is a share of it. Returns a sentence about it, and a
-    warning or "".
-
-    A GPU gets the whole recipe, and at least ENOUGH updates: ten epochs of 60 images are 40. A CPU
-    gets as many steps as take two minutes.
-    """
-    args, recipe = run.args, MODELS[run.args.model][1]
-    run.epoch_steps = run.stream.steps_per_epoch
-    epochs = max(recipe["epochs"], math.ceil(ENOUGH / run.epoch_steps))
-    why = "as asked"
-    if args.max_steps:
-        steps = args.max_steps
-    elif args.epochs:
-        steps = max(1, round(args.epochs * run.epoch_steps))
-    elif saved:
-        steps = saved["identity"]["total_steps"]
-        why = "as the checkpoint says"
-    else:
-        steps = epochs * run.epoch_steps
-        why = "the whole recipe"
-        if epochs > recipe["epochs"]:
-            why = f"the recipe's {recipe['epochs']} epochs would be too few updates"
-        if run.device.type == "cpu" and steps * seconds > 120:
-            # In tens, so that a second run has the same number.
-            steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
-            why = f"short, for a CPU; the whole recipe is --epochs {epochs}"
-    run.total_steps = steps
-    # Several epochs of few steps have one validation and one save.
-    together = min(math.ceil(20 / run.epoch_steps), steps // run.epoch_steps // 20)
-    run.validate_every = run.epoch_steps * max(1, together)
-    if args.verify_every is None:
-        args.verify_every = run.validate_every
-    run.stream.start_small(round(steps * recipe["small"]))
-    if args.warmup_updates is None:
-        args.warmup_updates = int(steps * recipe["warmup"])
-    takes = f", about {timedelta(seconds=round(steps * seconds))} here" if seconds else ""
-    warning = ""
-    images = steps * args.batch_size  # half an epoch of a large set teaches as much
-    if steps < ENOUGH and images < 32 * ENOUGH and not args.max_steps:
-        warning = (f"{steps} updates are few to learn from: --epochs {epochs} makes "
-                   f"{epochs * run.epoch_steps}")
-    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}", warning
-
-
 def training(run: Run):
     """Make optimizers, schedule, loss scale, guard, averaged weights, DistributedDataParallel."""
-    args, recipe = run.args, MODELS[run.args.model][1]
+    args, recipe = run.args, run.args.recipe
     masters = run.policy.masters
     matrices = muon.matrices(run.net, args.muon)
+    loaded = dict.fromkeys(run.start["loaded"] if run.start else (), pretrained.SLOW)
     groups = optim.param_groups(
-        run.net, args.weight_decay, args.no_decay, recipe["lr_scale"], skip=matrices
+        run.net, args.weight_decay, args.no_decay, loaded | recipe["lr_scale"], skip=matrices
     )
     adamw = optim.ClippedAdamW(
         groups, args.lr, args.betas, args.adam_eps, amsgrad=args.amsgrad, clip=None, masters=masters
@@ -373,7 +336,7 @@ def compilation(run: Run) -> str:
     if args.compile != "auto" or not run.graph:
         return "not compiled"
     trial = functools.partial(seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
-    shapes = 2 if MODELS[args.model][1]["small"] else 1
+    shapes = 2 if args.recipe["small"] else 1
     run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
     return why
 

@@ -172,6 +172,7 @@ class Run:
     world_size: int = 1
     # The data
     data: Dataset | None = None
+    start: dict | None = None  # of --init: mean, std, image_size, and the names it has loaded
     stream: TrainBatches | None = None  # training batches: a pure function of the step
     # One network, four names: bare; with its loss; under DistributedDataParallel; compiled
     net: nn.Module | None = None

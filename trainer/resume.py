@@ -37,7 +37,8 @@ from .record import Healing, Run, Trend, loss_names
 IDENTIFYING = (
     "model", "batch_size", "accum_steps", "lr", "warmup_updates", "weight_decay", "no_decay",
     "betas", "adam_eps", "amsgrad", "muon", "clip_grad", "drop_path", "cutout", "ema", "seed",
-    "val_share",
+    "val_share", "init", "freeze",
+    "class_weights",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def identity(run: Run) -> dict:
         **{name: getattr(run.args, name) for name in IDENTIFYING},
         **fingerprint(*run.data.train),
         **validation.describe_set(run),
+        "start": run.start,
         "dataset": run.data.name,
         "num_classes": len(run.data.classes),
         "precision": run.policy.name,
@@ -67,7 +69,14 @@ def read_checkpoint(run: Run) -> dict | None:
         refuse(2, "--resume auto goes on in a folder: say which with --out-dir")
     with refusing(checkpoint.CheckpointError, OSError):
         if args.resume != "auto":
-            return schema.load(args.resume) | {"path": args.resume}
+            try:
+                return schema.load(args.resume) | {"path": args.resume}
+            except checkpoint.CheckpointError:
+                whole = checkpoint.load(args.resume)
+                if isinstance(whole, dict) and "step" not in whole:
+                    refuse(2, f"{args.resume} holds weights, and no run to go on with: start a new "
+                              f"run from them with --init {args.resume}")
+                raise
         newest = checkpoint.Checkpoints(args.out_dir).newest(schema.load)
         return newest and newest[1] | {"path": newest[0]}
 
@@ -93,7 +102,7 @@ def check_last_good(run: Run, saved: dict | None) -> None:
         if path.exists():
             path.replace(path.with_suffix(".damaged"))
         return
-    schema.describe_changes(good["identity"], run.identity)
+    schema.describe_changes(good["identity"], run.identity, path)
     with schema.reading(path):
         restore(run, good)
     restore(run, saved)
@@ -223,7 +232,7 @@ def optimizer_state(optimizer: Optimizer) -> dict:
 
 def load_whole_state(run: Run, state: dict) -> str:
     """Resume where a whole_state() ends. Returns where, and what differs now."""
-    changes = schema.describe_changes(state["identity"], run.identity)
+    changes = schema.describe_changes(state["identity"], run.identity, state["path"])
     with schema.reading(state["path"]):
         healing = state["healing"]
         run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})

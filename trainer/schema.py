@@ -31,7 +31,7 @@ from .record import Healing
 
 FIXED = (  # of a run
     "val_share", "model", "dataset", "num_classes", "images", "pixels", "labels", "muon",
-    "no_decay", "amsgrad",
+    "no_decay", "amsgrad", "init", "freeze", "class_weights",
 )  # fmt: skip
 MOST = 10**7  # steps
 MOST_ENTRIES = 10**5  # of a list, or of a dict
@@ -40,6 +40,15 @@ MOMENTS = {  # of a parameter, by an option of its optimizer
     "amsgrad": ("max_exp_avg_sq",),
     "ns_steps": ("momentum_buffer",),
 }
+
+
+class Start(TypedDict):
+    """What --init has brought."""
+
+    mean: list[float]
+    std: list[float]
+    image_size: int | None
+    loaded: list[str]
 
 
 class Identity(TypedDict):
@@ -51,6 +60,7 @@ class Identity(TypedDict):
     batch_size: int
     images: int
     drop_path: float
+    start: Start | None
 
 
 class OptimizerState(TypedDict):
@@ -205,10 +215,12 @@ def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                     raise ValueError(f"the {name} of parameter {i} cannot be")
 
 
-def describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def describe_changes(
+    saved: dict[str, Any], current: dict[str, Any], path: str | Path
+) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
-    CheckpointError for another run: one of FIXED differs.
+    CheckpointError for another run: one of FIXED differs. path: of the checkpoint.
     """
     changed = {
         key: f"{key[:40]}: {str(saved.get(key))[:80]} -> {current.get(key)}"
@@ -216,5 +228,9 @@ def describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str
         if saved.get(key) != current.get(key)
     }
     if refused := [changed[key] for key in FIXED if key in changed]:
-        raise CheckpointError(f"cannot resume, this is another run ({'; '.join(refused)})")
+        best = Path(path).with_name("best.pt")
+        raise CheckpointError(
+            f"cannot resume, this is another run ({'; '.join(refused)}): go on with the data and "
+            f"flags as they were, or start a new run from its weights: --init {best} and another "
+            "--out-dir")
     return list(changed.values())

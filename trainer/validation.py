@@ -35,6 +35,7 @@ from fp32 import disagreement, fp32_eval
 from models.classifier import Classifier
 from ranks import agreed, out_of_memory, share_buffers, together
 
+from . import classes
 from .record import Run
 
 SAMPLE = 500  # images that are compared in both precisions, and evaluated before a good save
@@ -65,7 +66,8 @@ def validate(run: Run) -> str:
     if run.ema:
         look_at_average(run)
     with evaluated_weights(run):
-        run.scores = evaluate_all(run)
+        rows = []
+        run.scores = evaluate_all(run, rows)
         scores = {**run.scores}
         if scores != run.healing.trend.scores:
             run.healing.trend.scores = scores
@@ -74,6 +76,8 @@ def validate(run: Run) -> str:
         is_best = all(map(math.isfinite, score)) and (run.best is None or score > run.best)
         if is_best:
             run.best = score
+            if rows:
+                classes.write(run, rows)
         if run.rank == 0:
             if is_best:
                 run.checkpoints.save_best(run.net.state_dict())
@@ -88,12 +92,12 @@ def validate(run: Run) -> str:
     return f"{run.policy.name} and fp32 evaluation differ: {gap}" if gap.parted else ""
 
 
-def evaluate_all(run: Run) -> dict[str, float]:
-    """The scores of all validation images, on all ranks."""
+def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
+    """The scores of all validation images, on all ranks. rows: see evaluate()."""
     split = batches.val_batches(
         *run.data.val, run.stream.normalize, batch_size=500, rank=run.rank,
         world_size=run.world_size, device=run.device, workers=run.args.workers)
-    return evaluate(run.model, split, graph=run.graph)
+    return evaluate(run.model, split, graph=run.graph, rows=rows)
 
 
 def judged(run: Run, scores: dict[str, float]) -> list[float]:
@@ -146,10 +150,11 @@ def sample(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bool = False,
-             graph: StepGraph | None = None) -> dict[str, float]:
+             graph: StepGraph | None = None, rows: list | None = None) -> dict[str, float]:
     """Mean of every metric over all validation images of all ranks (`alone`: of this rank only),
     under the names val_*.
 
+    rows: gets the labels, guesses and losses of each batch of a classifier.
     INDEPENDENT is 1 where different images of a label always have the same loss, and it is not 0.
     """
     model.eval()
@@ -157,9 +162,12 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bo
     for x, y in split:
         parts = [metrics for _, metrics in in_halves(model, x, y, graph)]
         metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        guess = metrics.pop("guess", None)
+        if guess is not None and rows is not None:
+            rows.append((y, guess, metrics["loss"]))
         pairs, differ = same_label_pairs(x, y, metrics["loss"])
-        rows = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
-        total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
+        table = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
+        total += table.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
     if together() and not alone:
         total = total.to(next(model.parameters()).device)

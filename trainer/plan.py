@@ -1,0 +1,88 @@
+"""
+Plan: how many images a step takes, how many steps a run has, and when it validates.
+
+A network learns by updates, not by epochs. Ten epochs of 60 pictures in batches of 256 would be ten
+updates: the run would end well and know nothing. So the plan is in updates where an epoch has few
+steps. This file is wiring: prepare.py calls it.
+"""
+
+import math
+from datetime import timedelta
+
+from ranks import refuse
+
+from .flags import scaled_lr
+from .record import Run
+
+
+def choose_batch(run: Run):
+    """Set the batch size and the learning rate, and a reason for them. The recipe's batch may be
+    larger than a small set: four batches an epoch, of 16 images or more, also learn from it."""
+    args, recipe, total = run.args, run.args.recipe, len(run.data.train[1])
+    pieces = run.world_size * args.accum_steps
+    quarter = 2 ** max(4, int(math.log2(max(total, 4) / 4)))
+    suits = min(recipe["batch_size"], quarter, total)
+    suits = max(pieces, suits - suits % pieces)
+    why = ""
+    if args.batch_size is None:
+        args.batch_size = suits
+        if suits != recipe["batch_size"]:
+            why = f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
+    if args.batch_size % pieces:
+        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
+                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+    if args.batch_size > total:
+        refuse(2, f"--batch-size {args.batch_size} is more than all {total} training images: "
+                  f"leave the flag out (it will be {suits}), or take at most {total}")
+    rate = f"lr {args.lr} as asked"
+    if args.lr is None:
+        args.lr, rate = scaled_lr(
+            recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
+        )
+    args.lr_reason = why + rate
+
+
+def length(run: Run, saved: dict | None, seconds: float | None) -> tuple[str, str]:
+    """Set the number of steps, and what is a share of it. Returns a sentence about it, and a
+    warning or "".
+
+    A GPU gets the whole recipe, and its least number of updates: ten epochs of 60 images are 40. A
+    CPU gets as many steps as take two minutes.
+    """
+    args, recipe = run.args, run.args.recipe
+    run.epoch_steps = run.stream.steps_per_epoch
+    epochs = max(recipe["epochs"], math.ceil(recipe["updates"] / run.epoch_steps))
+    why = "as asked"
+    if args.max_steps:
+        steps = args.max_steps
+    elif args.epochs:
+        steps = max(1, round(args.epochs * run.epoch_steps))
+    elif saved:
+        steps = saved["identity"]["total_steps"]
+        why = "as the checkpoint says"
+    else:
+        steps = epochs * run.epoch_steps
+        why = "the whole recipe"
+        if epochs > recipe["epochs"]:
+            why = f"the recipe's {recipe['epochs']} epochs would be too few updates"
+        if run.device.type == "cpu" and steps * seconds > 120:
+            # In tens, so that a second run has the same number.
+            steps = min(steps, max(10, int(120 / seconds) // 10 * 10))
+            why = f"short, for a CPU; the whole recipe is --epochs {epochs}"
+    run.total_steps = steps
+    # Several epochs of few steps have one validation and one save.
+    together = min(math.ceil(20 / run.epoch_steps), steps // run.epoch_steps // 20)
+    run.validate_every = run.epoch_steps * max(1, together)
+    if args.verify_every is None:
+        args.verify_every = run.validate_every
+    run.stream.start_small(round(steps * recipe["small"]))
+    if args.warmup_updates is None:
+        args.warmup_updates = int(steps * recipe["warmup"])
+    takes = f", about {timedelta(seconds=round(steps * seconds))} here" if seconds else ""
+    warning = ""
+    images = steps * args.batch_size  # half an epoch of a large set teaches as much
+    few = steps < recipe["updates"] and images < 32 * recipe["updates"]
+    if few and not args.max_steps:
+        warning = (f"{steps} updates are few to learn from: --epochs {epochs} makes "
+                   f"{epochs * run.epoch_steps}")
+    return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}", warning
