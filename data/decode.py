@@ -121,7 +121,7 @@ def decode(path: str, crop: Crop) -> tuple[bytes, list[str]]:
             unusual.append(LONG)
         keeps_upper_8 = ";16" in str(image.tile) and image.mode.startswith("RGB")
         try:
-            load(image, crop)
+            load_pixels(image, crop)
         except OSError:
             if image.format not in ("JPEG", "MPO"):
                 raise
@@ -139,7 +139,7 @@ def decode(path: str, crop: Crop) -> tuple[bytes, list[str]]:
     return pixels, unusual
 
 
-def load(image: Image.Image, crop: Crop) -> None:
+def load_pixels(image: Image.Image, crop: Crop) -> None:
     """Read the pixels. The JPEG decoder itself halves, at most three times."""
     image.draft(None, (2 * crop.short, 2 * crop.short))
     image.load()
@@ -148,7 +148,7 @@ def load(image: Image.Image, crop: Crop) -> None:
 def without_its_end(path: str, crop: Crop) -> Image.Image:
     """A JPEG that is cut short. Given an end, the decoder leaves what is missing gray."""
     image = Image.open(io.BytesIO(Path(path).read_bytes() + b"\xff\xd9"))
-    load(image, crop)
+    load_pixels(image, crop)
     seven_eighths = image.height * 7 // 8
     row = image.convert("RGB").crop((0, seven_eighths, image.width, seven_eighths + 1))
     if row.getextrema() == ((128, 128),) * 3:
