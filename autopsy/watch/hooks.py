@@ -7,11 +7,14 @@ exit code is 4. close() restores every function.
 """
 
 import os
+import signal
 import sys
 import threading
+import traceback
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
+from inspect import isfunction, ismethod
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..frames import HERE, said, script_frame
+from ..frames import HERE, LIBRARY, TORCH, said, script_frame
 
 WARNINGS = warnings.__file__
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
@@ -53,6 +56,23 @@ def is_of_fabric(module, *args):
     return "_forward_module" in module._modules
 
 
+def write_error(text):
+    """Print a line on standard error, which may be closed or full: the exit code tells then."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{text}\n")  # a script may replace print
+        sys.stderr.flush()
+
+
+def _came_from_another_thread(error):
+    """Whether a thread of the script has raised this here (a time limit, say): no function that
+    was called here knows an exception of its kind."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    called = frame.f_code.co_filename.startswith((HERE, TORCH, LIBRARY))
+    package = type(error).__module__.partition(".")[0]
+    known = package in ("torch", *sys.stdlib_module_names) and type(error) is not TimeoutError
+    return called and not known
+
+
 class Hooks:
     """Functions of torch that are wrapped, and whether a hook may run now."""
 
@@ -68,6 +88,7 @@ class Hooks:
         self.failure = ""  # why the watch is off; "" while it is on
         self.undo = ExitStack()
         self._grad = True  # the script's, while a hook runs
+        self._signals = []  # that came while a hook ran: (handler of the script, its arguments)
 
     def close(self):
         self.record(False)
@@ -109,19 +130,48 @@ class Hooks:
             with torch.no_grad():
                 return hook(*args)
         except Exception as error:
+            if _came_from_another_thread(error):
+                raise
             self.failure = f"the watch failed ({said(error)}) and is switched off"
             self.say(f"{self.failure}; the script goes on", every=True)
             self.close()
         finally:
             self.busy = locator.paused = False
             self.record(self.writing and self.on)
+            while self._signals:  # what a handler raises is the script's
+                handler, args = self._signals.pop(0)
+                handler(*args)
 
     def say(self, text, every=False):
         if self.rank == 0 or every:
             bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
             after = "\n" if getattr(bars, "_instances", None) else ""  # not in the line of a bar
-            sys.stderr.write(f"{after}autopsy: {text}\n")  # a script may replace print
-            sys.stderr.flush()
+            write_error(f"{after}autopsy: {text}")
+
+    def take_signals(self):
+        """Handlers of signals that the script installs wait while a hook runs."""
+        install, installed = signal.signal, signal.getsignal
+
+        def waits(handler):
+            @wraps(handler)
+            def wrapper(*args):
+                if self.busy:
+                    self._signals.append((handler, args))
+                else:
+                    handler(*args)
+
+            wrapper.waits_for_hooks = True
+            return wrapper
+
+        def own(handler):
+            return handler.__wrapped__ if hasattr(handler, "waits_for_hooks") else handler
+
+        self.replace(
+            signal,
+            "signal",
+            lambda number, h: own(install(number, waits(h) if isfunction(h) or ismethod(h) else h)),
+        )
+        self.replace(signal, "getsignal", lambda number: own(installed(number)))
 
     def take_warnings(self):
         self.replace(warnings, "_showwarnmsg", partial(self.warn, warnings._showwarnmsg))

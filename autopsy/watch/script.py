@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import SourcelessFileLoader
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +29,14 @@ from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
+from .files import save
 from .findings import Seen
+from .hooks import write_error
 from .watch import Watch
 
 USAGE = """python autopsy [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
-(or: -m package.module ARGS...; before either: --would-overflow [STEPS], --check-gradients [STEP])
+(or: -m package.module ARGS...; a folder or archive with a __main__.py, a .pyc, - for standard
+input; before any: --would-overflow [STEPS], --check-gradients [STEP])
 Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
 that the script reads. It draws no random number. What a step computes is written down: the calls of
 modules, and of torch's functions outside of modules. At the first bad step they are made again,
@@ -66,20 +71,23 @@ def main():
         ask = partial(question(args.would_overflow), *at)
     if not argv:
         parser.error("name a script")
-    if not (argv[0] == "-m" or os.path.isfile(argv[0])):
+    if not (argv[0] in ("-m", "-") or os.path.exists(argv[0])):
         sys.exit(f"autopsy: {argv[0]} is not a file")
     begin, path = args.from_step, args.report
     folder = os.environ.pop(RERUN, "")
     if folder:
         path = os.path.join(folder, "report")
-        begin, states = torch.load(os.path.join(folder, "start"), weights_only=False)
-        set_rng_states(states, "cpu")
+        try:
+            begin, states = torch.load(os.path.join(folder, "start"), weights_only=True)
+            set_rng_states(states, "cpu")
+        except Exception as error:
+            sys.exit(f"autopsy: {RERUN} is for its own second run only: unset it ({said(error)})")
     path = os.path.abspath(path)
-    start = Start(args.one_run)
+    start = Start(args.one_run, argv)
     sys.excepthook = partial(without_our_frames, sys.excepthook)
     if ask:
-        return answered(argv, path, ask())
-    return watched(argv, path, Watch(begin, bool(folder)), start)
+        return answered(start, path, ask())
+    return watched(start, path, Watch(begin, bool(folder)))
 
 
 def question(would_overflow):
@@ -105,14 +113,14 @@ def missing(folder):
         sys.exit(f"autopsy: this needs the folder autopsy/{folder}/, which is not here")
 
 
-def watched(argv, path, watch, start):
+def watched(start, path, watch):
     """Return the exit code: 3 for a finding, else 0. The script's own exit code and exceptions
     pass."""
     findings, failure, strange = watch.findings, None, None
     rank = watch.hooks.rank
     with suppress(SystemExit), watch:
         try:
-            run_script(argv)
+            run_script(start)
         except BaseException as error:
             failure = error
         watch.hooks.safely(last_look, watch, failure)
@@ -134,44 +142,56 @@ def watched(argv, path, watch, start):
         bad = [read for read in findings.reads if read.made == "nan" and not read.is_array]
         return 3 if bad else 0
     if rank == findings.rank_of_origin or watch.is_second_run:
-        Path(path).write_text(text + "\n", encoding="utf-8")
         if not watch.is_second_run:
-            shown = on_screen(text, ROWS - 1)
-            path = path.removeprefix(os.path.join(start.home, ""))
-            watch.hooks.say(f"{shown}\n  all of it: {path}", every=True)
+            watch.hooks.say(on_screen(text, ROWS - 1), every=True)
+        not_saved = save(path, text)
+        if not watch.is_second_run:
+            where = f"  all of it: {path.removeprefix(os.path.join(start.home, ''))}"
+            if not_saved:
+                where = f"  not saved ({not_saved}); all of it:\n{text}"
+            write_error(where)
     time.sleep(3 * (rank != findings.rank_of_origin))  # torchrun ends all ranks as soon as one has
     return 3
 
 
-def answered(argv, path, question):
+def answered(start, path, question):
     """Return the exit code: 3, 0, or 4 without an answer. The script ends with the answer; its
     exceptions pass."""
     ended = None
     try:
         with question:
-            run_script(argv)
+            run_script(start)
     except SystemExit as end:
         ended = end
     if int(os.environ.get("RANK", 0)) == 0:
-        sys.stderr.write(f"autopsy: {question.text}\n")
-        if question.code == 3:
-            Path(path).write_text(question.text + "\n", encoding="utf-8")
+        write_error(f"autopsy: {question.text}")
+        if question.code == 3 and (not_saved := save(path, question.text)):
+            write_error(f"  not saved ({not_saved})")
     if ended and ended.code and question.code == UNWATCHED:
         raise ended
     return question.code
 
 
-def run_script(argv):
+def run_script(start):
     """Do in this process what `python SCRIPT.py ARGS` or `python -m MODULE ARGS` does."""
-    if argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    name = start.argv[0]
+    if name == "-m":
+        sys.argv, sys.path[0] = start.argv[1:], os.getcwd()
+        runpy.run_module(start.argv[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.realpath(argv[0]))
+    sys.argv = start.argv
+    if os.path.isdir(name) or zipfile.is_zipfile(name):
+        del sys.path[0]
+        runpy.run_path(name, run_name="__main__")
+        return
     main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = os.path.abspath(argv[0])
-    source = Path(argv[0]).read_bytes()
-    exec(compile(source, main.__file__, "exec", dont_inherit=True), vars(main))
+    sys.path[0] = ""
+    if name != "-":
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+        main.__file__ = os.path.abspath(name)
+        if os.path.isfile(beside := os.path.join(sys.path[0], "torch.py")):
+            write_error(f"autopsy: without autopsy, Python imports {beside} as torch: rename it")
+    exec(start.code(), vars(main))
 
 
 def last_look(watch, failure):
@@ -247,10 +267,21 @@ def summary(watch, strange):
 class Start:
     """How this process was started, before the script can change it; for a second run."""
 
-    def __init__(self, one_run):
-        self.one_run = one_run
+    def __init__(self, one_run, argv):
+        self.one_run, self.argv = one_run, argv
+        self.source = sys.stdin.buffer.read() if argv[0] == "-" else None
         self.home, self.environment = os.getcwd(), dict(os.environ)
         self.rng = rng_states("cpu")
+
+    def code(self):
+        """The compiled script: of standard input, of a .pyc, of a file."""
+        name = self.argv[0]
+        if name == "-":
+            return compile(self.source, "stdin", "exec", dont_inherit=True)
+        if name.endswith(".pyc"):
+            return SourcelessFileLoader("__main__", name).get_code("__main__")
+        source = Path(name).read_bytes()
+        return compile(source, os.path.abspath(name), "exec", dont_inherit=True)
 
     def second_run(self, findings, say):
         """Run the script again, quietly, and watch every operation of the bad step. Return the
@@ -285,7 +316,7 @@ class Start:
                 cwd=self.home,
                 encoding="utf-8",
                 errors="replace",
-                stdin=subprocess.DEVNULL,
+                input=(self.source or b"").decode("utf-8", "replace"),
                 capture_output=True,
             )
             report = Path(folder, "report")
@@ -303,6 +334,10 @@ class Start:
 def without_our_frames(original, kind, error, tb):
     """Print the traceback that the script has without the watch (for sys.excepthook)."""
     frames = []
+    ours = tb
+    while ours and not ours.tb_frame.f_code.co_filename.startswith(HERE):
+        ours = ours.tb_next  # what stands around autopsy: its installed command
+    tb = ours or tb
     while tb:
         file = tb.tb_frame.f_code.co_filename
         if not (file.startswith(HERE) or file in (runpy.__file__, "<frozen runpy>")):

@@ -80,6 +80,7 @@ class Watch:
         for name in ("from_numpy", "frombuffer", "from_dlpack"):
             hooks.wrap(torch, name, self._enters)
         hooks.take_warnings()
+        hooks.take_signals()
         if hasattr(os, "register_at_fork"):  # not on Windows: no process is a fork there
             os.register_at_fork(after_in_child=hooks.close)  # the workers of a DataLoader
         if self.begin is not None:

@@ -1,12 +1,18 @@
 """The folder autopsy/: who imports whom, what can be carried away, and what can be deleted."""
 
 import ast
+import os
+import py_compile
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import zipapp
 
+import pytest
+import torch
 from helpers import HIDDEN, ROOT, needs_unix, run_script
 from test_house import imported, paste_block, strangers
 
@@ -62,6 +68,126 @@ def report_of(folder, script, *flags):
     code, _, said = run_script([folder / "autopsy", *flags, script], folder)
     assert "Traceback" not in said
     return code, said
+
+
+WRONG = """import sys
+import torch
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    loss = torch.log(net(torch.ones(8, 4)).abs() - (99 if step == 2 else -1)).mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@needs_unix
+def test_what_python_runs_runs_under_the_installed_command_too(tmp_path):
+    """A file, a module, a folder, an archive, compiled code, standard input; and a traceback."""
+    pytest.importorskip("setuptools")
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    shutil.copytree(ROOT / "autopsy", source / "autopsy")
+    shutil.copy(ROOT / "pyproject.toml", source)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+               "--target", site, source]  # fmt: skip
+    subprocess.run(install, check=True)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "raises.py").write_text("import torch\nraise ValueError('mine')\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(WRONG)
+    zipapp.create_archive(tmp_path / "folder", tmp_path / "archive.pyz")
+    py_compile.compile(tmp_path / "wrong.py", tmp_path / "compiled.pyc")
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    for words in (["wrong.py"], ["-m", "wrong"], ["folder"], ["archive.pyz"], ["compiled.pyc"],
+                  ["-"], ["raises.py"]):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, site / "bin" / "autopsy", *words], cwd=tmp_path, env=environment,
+            input=WRONG * (words == ["-"]), capture_output=True, text=True,
+        )  # fmt: skip
+        if words == ["raises.py"]:
+            assert done.returncode == 1 and done.stderr.count("File ") == 1, done.stderr
+        else:
+            assert done.returncode == 3 and ":6 in <module>" in done.stderr, (words, done.stderr)
+
+
+def test_a_torch_py_beside_the_script_is_told(tmp_path):
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    (tmp_path / "torch.py").write_text("")
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    code, said = report_of(tmp_path, tmp_path / "script.py")
+    assert code == 0 and "torch.py as torch: rename it" in said
+
+
+def test_the_report_is_printed_and_overwrites_only_a_report(tmp_path):
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    script, target = tmp_path / "wrong.py", tmp_path / "autopsy.txt"
+    script.write_text(WRONG)
+    whole = report_of(tmp_path, script)
+    assert whole[0] == 3 and "all of it: autopsy.txt" in whole[1]
+    assert report_of(tmp_path, script) == whole, "a report is written over"
+    report = target.read_text()
+    kinds = {
+        "a link": lambda: target.symlink_to(tmp_path / "precious"),
+        "dangling": lambda: target.symlink_to(tmp_path / "nothing"),
+        "a pipe": lambda: os.mkfifo(target),
+        "a folder": target.mkdir,
+        "notes": lambda: target.write_text("my notes\n"),
+    }
+    (tmp_path / "precious").write_text("mine\n")
+    for kind, make in kinds.items():
+        target.unlink()
+        make()
+        code, said = report_of(tmp_path, script)
+        assert code == 3 and "not saved" in said and report.splitlines()[-3] in said, kind
+        if kind == "a folder":
+            target.rmdir()
+            target.touch()
+    assert (tmp_path / "precious").read_text() == "mine\n" and target.read_text() == "my notes\n"
+    assert not (tmp_path / "nothing").exists()
+    for place in (script, tmp_path / "no" / "such" / "report.txt"):
+        code, said = report_of(tmp_path, script, "--report", place)
+        assert code == 3 and "not saved" in said and script.read_text() == WRONG
+
+
+def test_an_inherited_variable_runs_no_code_and_closed_output_keeps_the_exit_code(tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    torch.save((0, Planted()), tmp_path / "start")
+    (tmp_path / "wrong.py").write_text(WRONG)
+    command = [sys.executable, ROOT / "autopsy", "wrong.py"]
+    environment = {**os.environ, "AUTOPSY_RERUN": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "unset it" in done.stderr
+    assert not (tmp_path / "planted").exists()
+    words = " ".join(map(shlex.quote, map(str, command)))
+    for closed in ("2>&-", "2>/dev/full"):
+        assert subprocess.run(["bash", "-c", f"{words} {closed}"], cwd=tmp_path).returncode == 3
+
+
+LIMIT = """import signal, ctypes, threading, time, torch
+class Limit(Exception): pass
+def ring(*_): raise Limit
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=.01)
+signal.signal(signal.SIGALRM, ring)
+assert signal.getsignal(signal.SIGALRM) is ring
+signal.setitimer(signal.ITIMER_REAL, 0.7)
+try:
+    while True:
+        net(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+except Limit: print("timed out")
+"""
+
+
+@needs_unix
+def test_what_a_signal_handler_raises_in_a_hook_is_the_scripts(tmp_path):
+    (tmp_path / "script.py").write_text(LIMIT)
+    for _ in range(3):
+        code, out, said = run_script([ROOT / "autopsy", tmp_path / "script.py"], tmp_path)
+        assert code == 0 and out.endswith("timed out\n") and "failed" not in said
 
 
 def test_the_check_of_the_page_for_contributors_works(tmp_path):
