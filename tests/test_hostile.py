@@ -78,9 +78,9 @@ def test_a_strangers_file_is_one_sentence(name, written, run, tmp_path):
     edit(state)
     path = tmp_path / "stranger.pt"
     torch.save(state, path)
-    began, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer = run("--replay" if file == "bad_step" else "--resume", path)
-    assert time.monotonic() - began < 20  # by itself a second; a loop over all has no end
+    assert time.process_time() - began < 20  # a second or two; a loop over all has no end
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # KB
     refused(answer)
     assert answer[2].strip().isprintable() and len(answer[2]) < 1200
