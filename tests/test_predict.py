@@ -52,7 +52,7 @@ def test_the_loss_of_the_predictions_is_the_validations_and_ten_lines_say_the_sa
         image.convert("L").convert("I;16").point(lambda value: value * 16).save(
             run.folder / "12 bits.png")
     for path in (paths[77], run.folder / "on its side.jpg", run.folder / "12 bits.png"):
-        answer = predict.predict(net, known, str(path))
+        (answer,) = predict.predict(net, known, [str(path)])
         best = max(answer, key=answer.get)
         assert said(run.folder, path) == (0, f"{path}: {best} {answer[best]:.4g}\n", [])
         code = textwrap.dedent(lines).replace("runs/a", str(run.folder))
