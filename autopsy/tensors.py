@@ -229,6 +229,11 @@ def running_statistics(net):
     return {n: b for n, b in net.named_buffers() if STATISTIC.search(n)}
 
 
+def is_sharded(t):
+    """Whether ranks hold parts of it: to read it is a collective."""
+    return hasattr(t, "to_local")
+
+
 def few(items, n=8, between=", "):
     items = list(items)
     more = f" and {len(items) - n} more" if len(items) > n else ""

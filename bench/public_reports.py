@@ -179,6 +179,20 @@ for i in range(60):
     loss = F.mse_loss(out, y) + F.mse_loss(aux(h), y)
     opt.zero_grad(); loss.backward(); opt.step()
 """, "torch.tensor(head(h).detach().numpy())", "head(h)"),
+    "a soft update that misses its target": Row(
+        "github.com/AgileRL/AgileRL/pull/464", "state",
+        r"target\.\S+ .*never move, though script.py:\d+ in <module> computes an average",
+        """
+net = mlp(); target = copy.deepcopy(net).requires_grad_(False)
+mine = [p.clone() for p in target.parameters()]
+opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(60):
+    x, y = data(i)
+    with torch.no_grad(): y = y + 0.9 * target(x)
+    opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    with torch.no_grad():
+        for a, p in zip(mine, net.parameters()): a.mul_(0.9).add_(p, alpha=0.1)
+""", "[p.clone() for p in target.parameters()]", "[*target.parameters()]"),
     "freeze() is undone by train()": Row(
         "github.com/pgniewko/gt-pyg/issues/112", "state",
         r"running statistics move .*encoder.* eval\(\)",

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..tensors import few, running_statistics
+from ..tensors import few, is_sharded, running_statistics
 from ..watch.events import Events
 
 OFTEN = 3  # reads
@@ -57,6 +57,8 @@ def _statistics(module):
 def _frozen(module):
     """The largest parts of it in which no weight trains, and some statistics may move."""
     weights = [*module.parameters()]
+    if any(map(is_sharded, weights)):
+        return []
     if any(p.requires_grad for p in weights):
         return [part for child in module.children() for part in _frozen(child)]
     whole = any(p.dim() > 1 for p in weights)  # more than a BatchNorm alone

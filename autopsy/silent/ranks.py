@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from ..tensors import few, numbers_of
+from ..tensors import few, is_sharded, numbers_of
 from ..watch.deferred import moved_by
 from ..watch.events import Events
 
@@ -42,7 +42,7 @@ class Ranks(Events):
         self.first, step = id(optimizer), self.steps
         self.steps += 1
         if step % EVERY == 0:
-            params = moved_by(optimizer)
+            params = [p for p in moved_by(optimizer) if not is_sharded(p)]
             self.left, self.names_of = step, [self.names.of(p) for p in params]
             sample = [[_some(p), _some(p.grad)] for p in params]
             store.set(f"autopsy/weights/{step}/{self.hooks.rank}", json.dumps(sample))

@@ -9,8 +9,8 @@ is noted; those that never get a gradient and never move are told, with the line
 from collections import Counter
 
 from ..frames import line_now
-from ..tensors import few, storage_of
-from ..watch.deferred import params_of
+from ..tensors import few, is_sharded, storage_of
+from ..watch.deferred import moved_by, params_of
 from ..watch.events import Events
 from .gradient_path import leaves
 
@@ -37,7 +37,7 @@ class ReadAsNumber(Events):
             self.detached[storage_of(t)] = weights
         else:
             for p in weights:
-                if p.grad is None and id(p) not in self.found:
+                if p.grad is None and id(p) not in self.found and not is_sharded(p):
                     self.found[id(p)] = p, line_now(), self.deferred.norms([p])[0]
 
     def stepped(self, optimizer):
@@ -47,7 +47,7 @@ class ReadAsNumber(Events):
         for key, (p, *_) in [*self.found.items()]:
             if p.grad is not None:
                 del self.found[key]
-            elif key in mine:
+            elif key in mine and moved_by(optimizer):  # else something else is wrong
                 self.looks[key] += 1
 
     def sentences(self):

@@ -17,6 +17,7 @@ from ..watch.events import Events
 from ..watch.names import living
 
 FIRST = 3  # steps; then the schedulers are built
+MOST = 8  # optimizers: some scripts build one for each task
 LONG = 50  # steps in which a scheduler should step once
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
@@ -87,7 +88,7 @@ class Schedules(Events):
             elif not known or rate:
                 seen.zero.pop(k, None)
         seen.steps += 1
-        if seen.steps == FIRST:
+        if seen.steps == FIRST and len(self.optimizers) <= MOST:
             every = living(torch.optim.lr_scheduler.LRScheduler)
             seen.built = [type(x).__name__ for x in every if x.optimizer is optimizer]
 

@@ -3,7 +3,8 @@ Uncleared: do the gradients of many steps add up, because nobody clears them?
 
 After some steps the norm of each gradient is noted, and again after each backward pass. A gradient
 that has the same norm when the next pass begins was not cleared in between, in whatever way. One
-for which that holds before every pass up to the next step still has all that steps have used.
+for which that holds before every pass up to the next step, and to which a pass adds, still has all
+that steps have used.
 """
 
 from weakref import WeakKeyDictionary
@@ -11,11 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..frames import line_now
-from ..tensors import few
+from ..tensors import few, is_sharded
 from ..watch.deferred import moved_by
 from ..watch.events import Events
 
-EARLY = 8  # steps; then 8, 16, 32, ...
 OFTEN = 3  # steps at least
 SHARE = 0.75  # of the steps
 
@@ -26,6 +26,7 @@ class Gradients:
     def __init__(self, optimizer):
         self.name, self.line, self.steps = type(optimizer).__name__, "", 0
         self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
+        self.added = False  # which a backward pass has changed
         self.windows = []  # (parameters, which were not cleared) between two steps
 
 
@@ -33,7 +34,7 @@ class Uncleared(Events):
     """The gradients of all optimizers, from step to step."""
 
     def __init__(self, watch):
-        self.names, self.deferred = watch.names, watch.deferred
+        self.watch, self.names, self.deferred = watch, watch.names, watch.deferred
         self.optimizers = WeakKeyDictionary()
         self.all = []
         self.inside = None  # the optimizer whose step is under way, with all that it calls
@@ -48,7 +49,8 @@ class Uncleared(Events):
 
     def passed(self):
         for seen in self._open():
-            seen.norms = self._norms(seen.params)
+            before, seen.norms = seen.norms, self._norms(seen.params)
+            seen.added = seen.added | (seen.norms != before)
 
     def _norms(self, params):
         """Of their gradients; 0 of those that have none."""
@@ -60,10 +62,10 @@ class Uncleared(Events):
         if self.inside is None:
             self.inside = optimizer
             seen = self.optimizers.get(optimizer)
-            if seen and seen.kept is not None:
-                seen.windows.append((seen.params, seen.kept))
+            if seen and seen.kept is not None and not self.watch.with_closure:
+                seen.windows.append((seen.params, seen.kept & seen.added))
             if seen:
-                seen.params, seen.kept = (), None
+                seen.params, seen.kept, seen.added = (), None, False
 
     def stepped(self, optimizer):
         if self.inside is not optimizer:
@@ -72,8 +74,9 @@ class Uncleared(Events):
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Gradients(optimizer)
             self.all.append(self.optimizers[optimizer])
-        seen, params = self.optimizers[optimizer], moved_by(optimizer)
-        if params and (seen.steps < EARLY or seen.steps.bit_count() < 2):
+        seen = self.optimizers[optimizer]
+        params = [p for p in moved_by(optimizer) if not is_sharded(p)]
+        if params and seen.steps.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             seen.params, seen.norms, seen.line = params, self._norms(params), line_now()
         seen.steps += 1
 
