@@ -30,8 +30,8 @@ class ReadAsNumber(Events):
 
     def read(self, t, name):
         """The script reads a number, or detaches a tensor to read it."""
-        if self.recorder.steps not in STEPS:
-            return
+        if self.recorder.steps not in STEPS or self.recorder.hooks.world > 1:
+            return  # fully_shard() computes with parameters of its own, and frees them
         weights = leaves([t], MOST) if t.grad_fn else self.detached.get(storage_of(t), ())
         if name == "detach":
             self.detached[storage_of(t)] = weights
