@@ -661,10 +661,11 @@ def test_data_and_runs_may_lie_in_the_working_folder(run, tmp_path, monkeypatch)
     monkeypatch.chdir(folder)
     line = ("--dataset", "imagefolder", "--data-dir", ".", "--val-share", 0.2, "--max-steps", 2)
     line += ("--cache-dir", tmp_path / "cache")
-    for _ in range(2):  # the second time runs/ is there
-        code, last, err, _ = run(*line, "--out-dir", tmp_path / "out" / str(_))
+    for name in ("first", "second"):  # the second time runs/ is there
+        out = tmp_path / "out" / name
+        code, last, err, _ = run(*line, "--out-dir", out)
         assert code == 0, err
-        shutil.copytree(tmp_path / "out" / str(_), folder / "runs" / str(_))
+        shutil.copytree(out, folder / "runs" / name)
     assert last["warnings"] == [] or "runs" in last["warnings"][0]
 
 
