@@ -298,7 +298,7 @@ for i in range(90):
     a.zero_grad(); (-critic(torch.cat([x, actor(x)], 1)).mean()).backward(); a.step()
 """,
     "LBFGS, and two steps with a gradient by hand": """
-net = mlp(); opt = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4)
+net = mlp(); opt = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 for i in range(20):
     x, y = data(i)
     def closure(): opt.zero_grad(); loss = F.mse_loss(net(x), y); loss.backward(); return loss
@@ -347,7 +347,7 @@ def outcome(name):
     """(is it right, what was said of the fault, and of the twin)"""
     if name in OTHERS:
         code, said = run(PRELUDE + OTHERS[name])
-        return code == 0 and not said, "", said
+        return code == 0 and "autopsy:" not in said, "", said
     row = REPORTS[name]
     (code, said), (code_twin, said_twin) = run(PRELUDE + row.script), run(PRELUDE + row.twin)
     right = code == 0 and bool(re.search(row.words, said))
@@ -364,9 +364,9 @@ def main():
     with ThreadPoolExecutor(2) as pool:
         for name, (right, said, twin) in zip(names, pool.map(outcome, names), strict=True):
             about = REPORTS[name]._asdict() if name in REPORTS else {"script": OTHERS[name]}
-            rows[name] = {"right": right, "said": said, "said of the twin": twin} | about
+            rows[name] = {"named": right, "said": said, "said of the twin": twin} | about
             print(f"{'right' if right else 'WRONG'}  {name}\n    {said}\n    {twin}")
-    counts = {"named, and the twin is not accused": sum(r["right"] for r in rows.values())}
+    counts = {"named, and the twin is not accused": sum(r["named"] for r in rows.values())}
     counts["of"] = len(rows)
     if not (args.names or args.smoke):
         path = args.results / "public_reports-cpu.json"
