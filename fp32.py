@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 fp32 on request: a module in fp32, an evaluation in fp32, and where half precision differs.
 

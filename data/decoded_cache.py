@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 Decoded cache: image files, decoded once and in parallel into one memory-mapped file.
 

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 CifarNet: a convnet that learns CIFAR-10 in minutes on two CPU cores and in seconds on a GPU.
 

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 DiT: a diffusion transformer that draws images of a class (Peebles & Xie, arXiv 2212.09748), written
 anew, on pixels.

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 SLatVAE: a structured-latent autoencoder. AdamW once wrote NaN into every half weight of its
 original.

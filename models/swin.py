@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 Swin: attention in shifted windows. The logits of version 1 overflow fp16; the logits of version 2
 cannot.

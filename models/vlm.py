@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: MIT (finite 3.1.0, 2026-11-25)
+# SPDX-License-Identifier: MIT (finite 4.0.0, 2026-11-28)
 """
 VLM: nanoVLM in miniature. It reads an image and a question, and writes the answer byte by byte.
 
