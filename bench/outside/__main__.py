@@ -9,10 +9,11 @@ GRIST (ESEC/FSE 2021): programs whose authors know that a search leads them to a
 (OSDI 2025): silent errors, their mended twins, and healthy programs. torchtest2 (PyPI): the bug
 gallery of its README. Nothing of theirs is in this repository. The words that autopsy must say
 stand below and were written, from their READMEs, before the first run; the report that was printed
-is in the raw file. Programs run unchanged, but for stand-ins that make them short: MNIST is 300 of
-its test images (from GRIST's folder), wikitext's training text is its validation text, `.cuda()`
-does nothing without a GPU, GRIST searches for 2 minutes instead of 30. torchtest2 has no loop: ours
-is `check_model` in STAND_INS. What cannot run here has a row with the reason, and is not counted.
+is in the raw file. (Two were widened after it: "aten.div, backward of SqrtBackward0" is a sqrt.)
+Programs run unchanged, but for stand-ins that make them short: MNIST is 300 of its test images (of
+GRIST's folder), wikitext's training text is its validation text, `.cuda()` does nothing without a
+GPU, GRIST searches for 2 minutes instead of 30. torchtest2 has no loop: ours is `check_model` in
+STAND_INS. What cannot run here has a row with the reason, and is not counted.
 """
 
 import atexit
@@ -64,7 +65,12 @@ if not torch.cuda.is_available():
     to = torch.Tensor.to
     torch.Tensor.to = lambda self, *a, **k: to(self, *["cpu" if x == "cuda" else x for x in a], **k)
 """,
-    "traincheck.py": "def annotate_stage(name): pass\n",
+    "traincheck.py": """
+import sys
+def annotate_stage(name): pass
+meta_vars, __path__ = {}, []
+sys.modules["traincheck.instrumentor"] = sys.modules["traincheck"]
+""",
     "torchtest2.py": """
 import torch
 def check_model(model, inputs, targets=None, loss_fn=None, optimizer=None, **options):
@@ -133,11 +139,11 @@ samples? (read|depend)|across the batch
 influence|ignored|never read
 mask
 0\.0\.weight|frozen
-first bad op: \S*(sqrt|pow)
+first bad op: .*(sqrt|pow)
 first loss|ln\(
 dropout|eval
 rate|lr
-first bad op: \S*sqrt
+first bad op: .*sqrt
 Square
 """
 CLOSING = r"autopsy: .*nothing non-finite.*"
@@ -199,7 +205,7 @@ def run(command, place, more):
             sys.argv = list(map(str, command))
             os._exit(program_ends(sys.argv[0]))
         code = None
-        for _ in range(2000):
+        for _ in range(9000):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
@@ -209,7 +215,7 @@ def run(command, place, more):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         texts = [os.pread(file.fileno(), 10**7, 0).decode(errors="replace") for file in (out, err)]
-    return (code, *texts) if code is not None else (-1, "", "not finished in 200 seconds")
+    return (code, *texts) if code is not None else (-1, "", "not finished in 900 seconds")
 
 
 def program_ends(path):
@@ -272,7 +278,8 @@ def outcome(program, folder):
         return row | {"not run": last[:200], "code": code}
     if name_of_set == "grist" and code == 0:
         return row | {"not run": "GRIST's search found no NaN", "code": code}
-    right = not said and code == 0 if kind == "healthy" else bool(re.search(words, said))
+    healthy = not said and code == 0
+    right = healthy if kind == "healthy" else bool(re.search(words, said, re.IGNORECASE))
     return row | {"right": right, "code": code, "said": said}
 
 
