@@ -131,7 +131,8 @@ class Checks:
         return any(c.name != "detach" and not COPIES.fullmatch(c.name) for c in calls)
 
     def check_write(self, p, writes, t, value):
-        """Report the last write before which the weight was good, or what made its value bad."""
+        """A weight is bad after writes by hand: report the last one before which it was good. Ends
+        the script, unless nothing asks for the bad rows."""
         before = self.deferred.to_host(write.before for write in writes)
         good = [k for k, norm in enumerate(before) if norm <= LIMIT]
         write = writes[good[-1] if good else -1]
@@ -140,30 +141,23 @@ class Checks:
             return
         made = extent(t).bad_end
         symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
-        for bad in bad_values:
-            if good or write.name == "data":  # what is bad in it is this very write
-                p.nan_to_num_(0.0, 0.0, 0.0)
-            made_by = self.recorder.known.get(bad)
-            report = self.findings.explain([made_by.number], [bad])
-            kind = report.source.kind if report and report.source else None
-            if kind in (Kind.WRITTEN, Kind.OUTSIDE):  # not a number of the batch
-                report = replace(report, verdict=Verdict.WEIGHTS, fix=NOT_FINITE)
-            if report and report.op:  # else it was loaded, and no operation has used it
-                self.findings.stop(symptom, report)
-        report = Report(Verdict.WEIGHTS, step=write.step, result_value=made, repeated=False)
-        if write.cannot_make_bad(p):
+        if bad_values and (good or write.name == "data"):  # what is bad in it is this very write
+            p.nan_to_num_(0.0, 0.0, 0.0)
+        report = next(filter(None, map(self._value_was_bad, bad_values)), None)
+        if not report and write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
-            unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
-            fix = Advice(
-                "look for what writes weights past torch: NumPy, a kernel, another library"
-            )
-            self.findings.stop(symptom, replace(report, names=(unseen,), fix=fix))
-        op = f"torch.{SAME.get(write.plain, write.plain)}"
-        report = replace(report, op=op, line=write.line)
-        if not all(map(isfinite, write.numbers or ())):
-            self.findings.stop(symptom, replace(report, fix=NOT_FINITE))
-        verdict = Verdict.WEIGHTS if write.overwrites else Verdict.DIVERGENCE
-        self.findings.stop(symptom, replace(report, verdict=verdict))
+            report = _written_unseen(write, made)
+        self.findings.stop(symptom, report or _write_itself(write, made))
+
+    def _value_was_bad(self, value):
+        """The report on the operation that made a bad value, before it was written into a weight;
+        or None: it was loaded, and no operation has used it."""
+        made_by = self.recorder.known.get(value)
+        report = self.findings.explain([made_by.number], [value])
+        kind = report.source.kind if report and report.source else None
+        if kind in (Kind.WRITTEN, Kind.OUTSIDE):  # not a number of the batch
+            report = replace(report, verdict=Verdict.WEIGHTS, fix=NOT_FINITE)
+        return report if report and report.op else None
 
     def check_gradients(self, optimizer, why=""):
         params = moved_by(optimizer)
@@ -228,6 +222,24 @@ class Checks:
             return
         report = self.findings.explain(results=[t])
         self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
+
+
+def _written_unseen(write, made):
+    """The write left the weight finite; something wrote it later, past torch."""
+    unseen = f"{write.line} left it finite, and what wrote it after that was not seen"
+    fix = Advice("look for what writes weights past torch: NumPy, a kernel, another library")
+    about = {"step": write.step, "result_value": made, "repeated": False}
+    return Report(Verdict.WEIGHTS, names=(unseen,), fix=fix, **about)
+
+
+def _write_itself(write, made):
+    """The write made the weight bad."""
+    op = f"torch.{SAME.get(write.plain, write.plain)}"
+    about = {"step": write.step, "result_value": made, "repeated": False}
+    report = Report(Verdict.WEIGHTS, op=op, line=write.line, **about)
+    if not all(map(isfinite, write.numbers or ())):
+        return replace(report, fix=NOT_FINITE)
+    return replace(report, verdict=Verdict.WEIGHTS if write.overwrites else Verdict.DIVERGENCE)
 
 
 def _why_bad(group, p, rate, gradient):
