@@ -416,13 +416,14 @@ def on_exception(error):
 def advice_on(report) -> Advice:
     """What to do. Advice on the source comes first, then on the batch, on the operation, and last
     on the verdict."""
-    return (
+    found = (
         report.fix
         or _of_source(report)
         or _of_batch(report)
         or _of_operation(report)
         or _of_verdict(report)
     )
+    return found if isinstance(found, Advice) else Advice(found)
 
 
 def _of_source(report):
@@ -430,46 +431,46 @@ def _of_source(report):
     if not source:
         return None
     if source.kind is Kind.WRITTEN:
-        return Advice(
+        return (
             f"the script writes this number itself, at {report.line}: "
             "leave it out of the loss, or write another"
         )
     if source.kind is Kind.EARLIER_STEP:
-        return Advice("that line made it or passed it on: --from-step 0 names the operation")
+        return "that line made it or passed it on: --from-step 0 names the operation"
     if source.kind in MADE_ELSEWHERE:
         where = f", at {source.line}" if source.line else ": NumPy, a constant, a table"
-        return Advice(f"mend this number where it is made{where}")
+        return f"mend this number where it is made{where}"
     return None
 
 
 def _of_batch(report):
     every = 0 < len(report.samples) == report.batch_size
-    return Advice(ALL_BAD) if every and report.verdict is Verdict.DATA else None
+    return ALL_BAD if every and report.verdict is Verdict.DATA else None
 
 
 def _of_operation(report):
     if report.consumed_by and report.verdict is not Verdict.DATA:
-        return Advice(ENTERED)
+        return ENTERED
     weak = report.fragile_op
-    blames_it = report.verdict in (Verdict.DIVERGENCE, Verdict.PRECISION)
-    if not blames_it or not weak or report.source:
+    of_operation = report.verdict in (Verdict.DIVERGENCE, Verdict.PRECISION)
+    if not of_operation or not weak or report.source:
         return None
     lowest = [low for low, _ in report.spans] or [0.0]  # of whole numbers nothing is known
     # not 0, or its rounding
     below_0 = report.phase == "forward" and lowest[0] < -1e-3 * report.largest
     if WEAK[weak].change is CLAMP and below_0:
-        return Advice(NEGATIVE.format(weak, lowest[0]))
+        return NEGATIVE.format(weak, lowest[0])
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
-        return Advice(TINY.format(f"{lowest[-1]:.3g}"))
+        return TINY.format(f"{lowest[-1]:.3g}")
     if report.no_cure_helped:
         return None
     cure = cure_of(report)
     tried = [trial for trial in report.tried if trial.what == cure.code]
     if any(trial.same_step is False for trial in tried):
         other = f"{cure.code} is finite, but {ANOTHER} than in float64: see what was tried"
-        return Advice(f"{cure.why}; {other}")
-    return Advice(cure.text)
+        return f"{cure.why}; {other}"
+    return cure.text
 
 
 def cure_of(report):
@@ -488,21 +489,22 @@ def _limits(report, text):
 
 def _of_verdict(report):
     in_flags, in_code = VERDICTS[report.verdict]
+    advice = in_flags if report.advice == "flags" else in_code
     if report.verdict is Verdict.OPTIMIZER:
-        return Advice(in_code, Topic.RATE)
+        return Advice(advice, Topic.RATE)
     if report.verdict is not Verdict.DIVERGENCE:
-        return Advice(in_flags if report.advice == "flags" else in_code)
+        return advice
     if report.inputs_are_huge:
-        return _of_growth(report, in_flags if report.advice == "flags" else in_code)
+        return _of_growth(report, advice)
     if not report.op:
-        return Advice(NOT_SEEN)
+        return NOT_SEEN
     if report.source and report.source.kind is Kind.UNINITIALISED:
-        return Advice(UNWRITTEN)
+        return UNWRITTEN
     if any(lowest == -inf for lowest, _ in report.spans):
-        return Advice(MASKED)
+        return MASKED
     wide = report.in_wider_types[1:]
     in_float64 = wide and wide[0].span.is_bad and isfinite(float(wide[0].span.bad_end))
-    return Advice(TOO_LARGE if in_float64 else NO_VALUE)
+    return TOO_LARGE if in_float64 else NO_VALUE
 
 
 def _of_growth(report, advice):

@@ -247,7 +247,7 @@ class Locator(Operations):
     def _in_fewer_samples(self, origin, t, span):
         """Made elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
         rows count: a step in time, say, may show some of them only."""
-        spreads = origin.samples and not (origin.result_value == "-inf" and not span.is_mask)
+        spreads = origin.samples and (origin.result_value != "-inf" or span.is_mask)
         samples, size = self.samples.of(t), self.samples.size
         if not spreads and 0 < len(samples) < (len(origin.samples) or size):
             return replace(origin, samples=samples, batch_size=size)

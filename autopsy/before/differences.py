@@ -3,7 +3,7 @@ Differences: is the backward of a function the slope of its forward?
 
 It records the calls of custom autograd.Functions and of operations that are not torch's, and
 compares their backward with central differences in a few random directions: in float64, or in fp32
-if a kernel has no float64. It accuses no function whose forward is a step or the identity: there
+if a kernel has no float64. It reports no function whose forward is a step or the identity: there
 the backward is a choice (straight-through, gradient reversal). It also finds what makes a backward
 wrong unseen: writes to what the forward saved, or to a gradient; results that fp32 rounds away. It
 draws from generators of its own and writes into copies.

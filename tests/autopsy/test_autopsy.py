@@ -72,7 +72,7 @@ def expect(report, says="", advice="", cure=(), **fields):
 FAULTS = []  # see the last test of this file
 
 
-def blames(sentence, between=lambda h: h, batch=(X, Y), half=False, loss_of=F.cross_entropy,
+def tells(sentence, between=lambda h: h, batch=(X, Y), half=False, loss_of=F.cross_entropy,
            **expected):
     """A step of Net(between), and what its report says: see `expect`."""
     step = between, batch, half, loss_of
@@ -100,7 +100,7 @@ WRITES = {
     "new_full": lambda h: h + h.new_full((5,), math.nan),
 }
 for name, write in WRITES.items():
-    blames(f"a number that the script writes by {name} is data", write,
+    tells(f"a number that the script writes by {name} is data", write,
            verdict="data", in_wider_types=(), names=(), says="writes", advice="test_autopsy.py")
 
 
@@ -125,7 +125,7 @@ def test_a_bad_scaled_step_that_is_finite_without_the_scale_is_calibration():
     expect(report, verdict="calibration", op="")
 
 
-blames("an in-place operation does not hide its own fault", lambda h: h.clone().sub_(h).log_(),
+tells("an in-place operation does not hide its own fault", lambda h: h.clone().sub_(h).log_(),
        op="aten.log_.default", module="")
 
 
@@ -177,9 +177,9 @@ def test_an_embedding_index_out_of_range_is_data():
     expect(autopsied(net, (ids, Y)), verdict="data", module="0", samples=(6,))
 
 
-blames("a bug in the code is an error", lambda h: h.view(3, 7),
+tells("a bug in the code is an error", lambda h: h.view(3, 7),
        verdict="error", op="aten.view.default", says="raised")
-blames("a bug outside of torch is an error", lambda h: [1][5],
+tells("a bug outside of torch is an error", lambda h: [1][5],
        verdict="error", op="IndexError", says="raised")
 
 
@@ -236,9 +236,9 @@ def block(h):
 
 
 ROOT = dict(phase="backward", node="SqrtBackward0", cure=("eps", "sqrt"), says="in block: ")
-blames("a checkpointed block is named by its own line and the eps is tried in its second forward",
+tells("a checkpointed block is named by its own line and the eps is tried in its second forward",
        lambda h: checkpoint(block, h, use_reentrant=False), **ROOT)
-blames("a reentrant checkpoint is named by its own line and the eps is tried in its second forward",
+tells("a reentrant checkpoint is named by its own line and the eps is tried in its second forward",
        lambda h: checkpoint(block, h, use_reentrant=True), **ROOT)
 
 
@@ -255,10 +255,10 @@ def test_a_tensor_that_wraps_another_is_looked_into():
     assert locator.origin_of([out.a]).op == "aten.div.Tensor"
 
 
-blames("sparse numbers are looked at",
+tells("sparse numbers are looked at",
        lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
        verdict="divergence", op="aten.log.default")
-blames("float8 is looked at", lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
+tells("float8 is looked at", lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
        verdict="divergence", op="aten.log.default")
 
 
@@ -296,7 +296,7 @@ SUMMED = {
 }
 
 
-def blamed(use, *batch):
+def origin_seen(use, *batch):
     with Locator(batch=batch) as locator:
         bad = 1 / use(batch[0])
     return locator.origin_of([bad])
@@ -311,7 +311,7 @@ def test_samples_are_named_by_their_place_in_the_batch_or_not_guessed(use):
     h = Net().first(X).detach()
     h[3] = 0
     for seen in (plain, entered):
-        origin = blamed(seen, h, h[1:], Y)  # as many columns, not as many rows
+        origin = origin_seen(seen, h, h[1:], Y)  # as many columns, not as many rows
         assert origin.samples == ((3,) if use in KNOWN else ())
         assert use in KNOWN or "no sample is named" in origin.names[0], origin
 
@@ -320,7 +320,7 @@ def test_samples_are_named_by_their_place_in_the_batch_or_not_guessed(use):
 def test_what_is_summed_over_the_batch_has_no_samples(use):
     h = torch.ones(8, 8)
     h[:, 3] = 0
-    assert blamed(SUMMED[use], h).samples == ()
+    assert origin_seen(SUMMED[use], h).samples == ()
 
 
 # --- Cures
@@ -359,12 +359,12 @@ def test_what_no_module_can_mend_is_tried_at_its_line():
     assert report.tried[-1].outcome is Outcome.FINITE
 
 
-blames("an operation that it does not know is repeated in fp64 and gets no advice on the rate",
+tells("an operation that it does not know is repeated in fp64 and gets no advice on the rate",
        lambda h: torch.sinh(h * 0 + 1e3), verdict="divergence",
        advice="no finite value at these inputs")
-blames("an operation that is finite in fp64 is said to be so", lambda h: torch.sinh(h * 0 + 100),
+tells("an operation that is finite in fp64 is said to be so", lambda h: torch.sinh(h * 0 + 100),
        says="inf in float32, 1.34e+43 in float64", advice="not for float64")
-blames("0 * inf needs no trial", lambda h: (h * 0) * torch.tensor(-math.inf),
+tells("0 * inf needs no trial", lambda h: (h * 0) * torch.tensor(-math.inf),
        advice="0 * inf", tried=())
 
 
@@ -445,7 +445,7 @@ def test_minus_infinity_is_lawful_only_while_it_is_a_mask():
     assert "write 0 before the sum" in report.suggestion
 
 
-blames("a value that half cannot hold raises and is precision",
+tells("a value that half cannot hold raises and is precision",
        lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", result_value="")
 
 
@@ -463,7 +463,7 @@ def test_a_teacher_beside_the_net_has_a_name():
 # --- Kinds that were met in other people's code
 
 
-blames("a determinant below zero is an operation and no number that the script writes",
+tells("a determinant below zero is an operation and no number that the script writes",
        lambda h: h + torch.logdet(-torch.eye(3) * (1 + 0 * h.sum())),
        verdict="divergence", op="torch.logdet", advice="slogdet", says="in the model itself")
 
@@ -499,7 +499,7 @@ def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_t
            advice="first.float(), and then with torch.autocast")
 
 
-blames("a conversion to half in the script is guilty itself",
+tells("a conversion to half in the script is guilty itself",
        lambda h: (h * 1e5).half().float(), half=True, verdict="precision",
        op="aten._to_copy.default", says="  try: this number does not fit into half")
 
@@ -514,10 +514,10 @@ def test_a_bad_running_statistic_is_named(train, value, name, advice):
     expect(autopsied(net), verdict="weights", names=(name,), advice=advice)
 
 
-blames("a clamp is no advice where it hides a negative number",
+tells("a clamp is no advice where it hides a negative number",
        lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
        cure=("eps",), advice="find out why")
-blames("a clamp is the advice for a zero", lambda h: h * (0 * h + torch.linspace(0, 1, 5)).log(),
+tells("a clamp is the advice for a zero", lambda h: h * (0 * h + torch.linspace(0, 1, 5)).log(),
        cure=("eps",), advice="clamp(min=1e-6)")
 
 
@@ -532,29 +532,29 @@ for loss_of, value, name in (
     (F.smooth_l1_loss, -math.inf, "target holds -inf"),  # which no softmax takes
     (lambda out, y: F.one_hot(y.long(), 3).sum() * out.sum(), 9, "label 9 is not in 0..2"),
 ):
-    blames(f"a number that is no target is data and its sample is named: {name}",
+    tells(f"a number that is no target is data and its sample is named: {name}",
            batch=targets(value), loss_of=loss_of, verdict="data", samples=(5,), names=(name,))
 
 
 OUTSIDE = bytearray(struct.pack("5f", *[math.nan] * 5))
-blames("a number from outside of torch is data",
+tells("a number from outside of torch is data",
        lambda h: h * torch.frombuffer(OUTSIDE, dtype=torch.float32),
        verdict="data", advice="NumPy, a constant")
 
 
 MASK = torch.tensor([[1.0] + [rest] * 4 for rest in (0, 0, 0, 1, 0, 0, 0, 0)]).half()
-blames("the samples of a mask that overflows are those that it makes nan",
+tells("the samples of a mask that overflows are those that it makes nan",
        lambda h: h * (h.half() * 0 + -1e10 * MASK).softmax(1), half=True,
        verdict="precision", samples=(3,), advice="finfo")
 
 
-blames("a sample that alone overflows is looked at before the learning rate",
+tells("a sample that alone overflows is looked at before the learning rate",
        lambda h: torch.exp(h.abs()) ** 3, (X * (1 + 9999 * torch.eye(8)[2][:, None]), Y),
        verdict="divergence", samples=(2,),
        says="  try: look at these samples, no other does this; else")
 
 
-blames("a cure that was tried in vain is not advised", lambda h: torch.exp(h * 0 + 2e3) ** 3,
+tells("a cure that was tried in vain is not advised", lambda h: torch.exp(h * 0 + 2e3) ** 3,
        advice="learning rate",
        says="  tried: exp(x.clamp(max=40)) at  ... : still bad")
 
@@ -564,7 +564,7 @@ def attention(h):
     return F.scaled_dot_product_attention(h, h, h)[0, 0]
 
 
-blames("large numbers whose sum is inf minus inf have grown", attention,
+tells("large numbers whose sum is inf minus inf have grown", attention,
        verdict="divergence", result_value="nan", advice="learning rate")
 
 
@@ -594,7 +594,7 @@ def test_a_cure_is_tried_at_every_line_that_has_the_same_weak_operation():
         assert f"test_autopsy.py:{line} in loss_of" in report.tried[0].where, report
 
 
-blames("a batch that is wholly bad is no matter of samples", batch=(X / 0, Y),
+tells("a batch that is wholly bad is no matter of samples", batch=(X / 0, Y),
        verdict="data", samples=(0, 1, 2, 3, 4, 5, 6, 7), advice="every sample is bad")
 
 
