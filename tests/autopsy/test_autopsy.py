@@ -101,7 +101,7 @@ WRITES = {
 }
 for name, write in WRITES.items():
     tells(f"a number that the script writes by {name} is data", write,
-           verdict="data", in_wider_types=(), names=(), says="writes", advice="test_autopsy.py")
+          verdict="data", in_wider_types=(), names=(), says="writes", advice="test_autopsy.py")
 
 
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
@@ -126,7 +126,7 @@ def test_a_bad_scaled_step_that_is_finite_without_the_scale_is_calibration():
 
 
 tells("an in-place operation does not hide its own fault", lambda h: h.clone().sub_(h).log_(),
-       op="aten.log_.default", module="")
+      op="aten.log_.default", module="")
 
 
 def test_bad_input_is_data_with_its_sample_and_index_though_the_step_has_soiled_batch_norm():
@@ -178,9 +178,9 @@ def test_an_embedding_index_out_of_range_is_data():
 
 
 tells("a bug in the code is an error", lambda h: h.view(3, 7),
-       verdict="error", op="aten.view.default", says="raised")
+      verdict="error", op="aten.view.default", says="raised")
 tells("a bug outside of torch is an error", lambda h: [1][5],
-       verdict="error", op="IndexError", says="raised")
+      verdict="error", op="IndexError", says="raised")
 
 
 def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soils_is_not():
@@ -237,9 +237,9 @@ def block(h):
 
 ROOT = dict(phase="backward", node="SqrtBackward0", cure=("eps", "sqrt"), says="in block: ")
 tells("a checkpointed block is named by its own line and the eps is tried in its second forward",
-       lambda h: checkpoint(block, h, use_reentrant=False), **ROOT)
+      lambda h: checkpoint(block, h, use_reentrant=False), **ROOT)
 tells("a reentrant checkpoint is named by its own line and the eps is tried in its second forward",
-       lambda h: checkpoint(block, h, use_reentrant=True), **ROOT)
+      lambda h: checkpoint(block, h, use_reentrant=True), **ROOT)
 
 
 def test_a_module_used_twice_is_told_by_the_number_of_its_call():
@@ -256,10 +256,10 @@ def test_a_tensor_that_wraps_another_is_looked_into():
 
 
 tells("sparse numbers are looked at",
-       lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
-       verdict="divergence", op="aten.log.default")
+      lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
+      verdict="divergence", op="aten.log.default")
 tells("float8 is looked at", lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
-       verdict="divergence", op="aten.log.default")
+      verdict="divergence", op="aten.log.default")
 
 
 # --- Samples
@@ -360,12 +360,12 @@ def test_what_no_module_can_mend_is_tried_at_its_line():
 
 
 tells("an operation that it does not know is repeated in fp64 and gets no advice on the rate",
-       lambda h: torch.sinh(h * 0 + 1e3), verdict="divergence",
-       advice="no finite value at these inputs")
+      lambda h: torch.sinh(h * 0 + 1e3), verdict="divergence",
+      advice="no finite value at these inputs")
 tells("an operation that is finite in fp64 is said to be so", lambda h: torch.sinh(h * 0 + 100),
-       says="inf in float32, 1.34e+43 in float64", advice="not for float64")
+      says="inf in float32, 1.34e+43 in float64", advice="not for float64")
 tells("0 * inf needs no trial", lambda h: (h * 0) * torch.tensor(-math.inf),
-       advice="0 * inf", tried=())
+      advice="0 * inf", tried=())
 
 
 @pytest.mark.parametrize("name", ["fp32", "float32", torch.float32, "O0", "no", "bf16"])
@@ -446,7 +446,7 @@ def test_minus_infinity_is_lawful_only_while_it_is_a_mask():
 
 
 tells("a value that half cannot hold raises and is precision",
-       lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", result_value="")
+      lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", result_value="")
 
 
 def test_a_teacher_beside_the_net_has_a_name():
@@ -464,8 +464,8 @@ def test_a_teacher_beside_the_net_has_a_name():
 
 
 tells("a determinant below zero is an operation and no number that the script writes",
-       lambda h: h + torch.logdet(-torch.eye(3) * (1 + 0 * h.sum())),
-       verdict="divergence", op="torch.logdet", advice="slogdet", says="in the model itself")
+      lambda h: h + torch.logdet(-torch.eye(3) * (1 + 0 * h.sum())),
+      verdict="divergence", op="torch.logdet", advice="slogdet", says="in the model itself")
 
 
 def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_comes_too_late():
@@ -500,8 +500,8 @@ def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_t
 
 
 tells("a conversion to half in the script is guilty itself",
-       lambda h: (h * 1e5).half().float(), half=True, verdict="precision",
-       op="aten._to_copy.default", says="  try: this number does not fit into half")
+      lambda h: (h * 1e5).half().float(), half=True, verdict="precision",
+      op="aten._to_copy.default", says="  try: this number does not fit into half")
 
 
 @pytest.mark.parametrize(("train", "value", "name", "advice"), [
@@ -515,10 +515,10 @@ def test_a_bad_running_statistic_is_named(train, value, name, advice):
 
 
 tells("a clamp is no advice where it hides a negative number",
-       lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
-       cure=("eps",), advice="find out why")
+      lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
+      cure=("eps",), advice="find out why")
 tells("a clamp is the advice for a zero", lambda h: h * (0 * h + torch.linspace(0, 1, 5)).log(),
-       cure=("eps",), advice="clamp(min=1e-6)")
+      cure=("eps",), advice="clamp(min=1e-6)")
 
 
 def targets(value):
@@ -533,30 +533,30 @@ for loss_of, value, name in (
     (lambda out, y: F.one_hot(y.long(), 3).sum() * out.sum(), 9, "label 9 is not in 0..2"),
 ):
     tells(f"a number that is no target is data and its sample is named: {name}",
-           batch=targets(value), loss_of=loss_of, verdict="data", samples=(5,), names=(name,))
+          batch=targets(value), loss_of=loss_of, verdict="data", samples=(5,), names=(name,))
 
 
 OUTSIDE = bytearray(struct.pack("5f", *[math.nan] * 5))
 tells("a number from outside of torch is data",
-       lambda h: h * torch.frombuffer(OUTSIDE, dtype=torch.float32),
-       verdict="data", advice="NumPy, a constant")
+      lambda h: h * torch.frombuffer(OUTSIDE, dtype=torch.float32),
+      verdict="data", advice="NumPy, a constant")
 
 
 MASK = torch.tensor([[1.0] + [rest] * 4 for rest in (0, 0, 0, 1, 0, 0, 0, 0)]).half()
 tells("the samples of a mask that overflows are those that it makes nan",
-       lambda h: h * (h.half() * 0 + -1e10 * MASK).softmax(1), half=True,
-       verdict="precision", samples=(3,), advice="finfo")
+      lambda h: h * (h.half() * 0 + -1e10 * MASK).softmax(1), half=True,
+      verdict="precision", samples=(3,), advice="finfo")
 
 
 tells("a sample that alone overflows is looked at before the learning rate",
-       lambda h: torch.exp(h.abs()) ** 3, (X * (1 + 9999 * torch.eye(8)[2][:, None]), Y),
-       verdict="divergence", samples=(2,),
-       says="  try: look at these samples, no other does this; else")
+      lambda h: torch.exp(h.abs()) ** 3, (X * (1 + 9999 * torch.eye(8)[2][:, None]), Y),
+      verdict="divergence", samples=(2,),
+      says="  try: look at these samples, no other does this; else")
 
 
 tells("a cure that was tried in vain is not advised", lambda h: torch.exp(h * 0 + 2e3) ** 3,
-       advice="learning rate",
-       says="  tried: exp(x.clamp(max=40)) at  ... : still bad")
+      advice="learning rate",
+      says="  tried: exp(x.clamp(max=40)) at  ... : still bad")
 
 
 def attention(h):
@@ -565,7 +565,7 @@ def attention(h):
 
 
 tells("large numbers whose sum is inf minus inf have grown", attention,
-       verdict="divergence", result_value="nan", advice="learning rate")
+      verdict="divergence", result_value="nan", advice="learning rate")
 
 
 def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
@@ -595,7 +595,7 @@ def test_a_cure_is_tried_at_every_line_that_has_the_same_weak_operation():
 
 
 tells("a batch that is wholly bad is no matter of samples", batch=(X / 0, Y),
-       verdict="data", samples=(0, 1, 2, 3, 4, 5, 6, 7), advice="every sample is bad")
+      verdict="data", samples=(0, 1, 2, 3, 4, 5, 6, 7), advice="every sample is bad")
 
 
 def test_a_column_of_each_sample_is_taken_and_the_samples_are_still_known():
