@@ -9,7 +9,7 @@ report alone: no tensor, no step.
 import re
 from collections.abc import Callable
 from enum import Enum
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -503,7 +503,7 @@ def _of_verdict(report):
     if any(lowest == -inf for lowest, _ in report.spans):
         return MASKED
     wide = report.in_wider_types[1:]
-    in_float64 = wide and wide[0].span.is_bad and isfinite(float(wide[0].span.bad_end))
+    in_float64 = wide and not wide[0].span.is_bad
     return TOO_LARGE if in_float64 else NO_VALUE
 
 

@@ -260,7 +260,8 @@ class Locator(Operations):
 
     def _earliest(self, spans, func=None):
         """The earliest origin among these tensors, which `func` uses."""
-        bad = (self._origin_of_input(t, span, func, spans) for t, span in spans if span.is_bad)
+        used = [entry for entry in spans if entry[1].is_bad or entry[1].is_mask]
+        bad = (self._origin_of_input(t, span, func, spans) for t, span in used)
         return min(bad, default=NO_ORIGIN, key=lambda origin: origin[0])
 
     def _origin_of_input(self, t, span, func, spans):
@@ -270,9 +271,9 @@ class Locator(Operations):
         source = self.known.get(storage)
         never = source and (source.kind is Kind.PARAMETER or STATISTIC.search(source.name))
         mask = span.is_mask and not never
-        if mask and (not source or source.kind in STATE):
+        if mask and (not span.is_bad or not source or source.kind in STATE):
             return INTENDED_MASK, None
-        if not source or not func:
+        if not source or not func or not span.is_bad:
             return NO_ORIGIN
         self.samples.cut(t)
         origin = replace(self.describe(func, spans, t), source=source)

@@ -9,6 +9,7 @@ from advice.py.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from .advice import ANOTHER, WEAK, Advice, Verdict, advice_on
 from .facts import STATE, Cure, Kind, Outcome, Repeat, Source, Trial
 from .frames import NOWHERE, Line
-from .tensors import HALF, few, is_real
+from .tensors import HALF, few
 
 COLUMNS, ROWS = 80, 12  # of a screen
 PREFIX = len("autopsy: ")  # what the command writes before a report
@@ -93,7 +94,7 @@ class Report:
     @property
     def largest(self) -> float:
         """The largest finite magnitude among the inputs."""
-        return max((abs(v) for span in self.spans for v in span if is_real(v)), default=0.0)
+        return max((abs(v) for span in self.spans for v in span if isfinite(v)), default=0.0)
 
     @property
     def inputs_are_huge(self) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .frames import frames_in, line_of, said
 from .locator import Locator
 from .report import Report
-from .tensors import STATISTIC, extent
+from .tensors import LARGE, STATISTIC, Span, extent, numbers_of
 
 
 class Rerun:
@@ -31,6 +31,7 @@ class Rerun:
         self.run_step, self.record, self.net, self.about = run_step, record, net, about
         self.loss_factor, self.last_micro_batch = 1.0, 0
         self.written = []  # buffers that were clean before the micro-batch
+        self.spans = {}  # of its loss, gradients and these
         self.trace = None  # of an error, until watch() has read it
 
     def __call__(self, context=None, fp32=False):
@@ -75,8 +76,15 @@ class Rerun:
             written = {n: extent(b) for n, b in buffers.items()}
         masks = {n for n, span in written.items() if span.is_mask and not STATISTIC.search(n)}
         spans |= {f"buffer {n}": span for n, span in written.items() if n not in masks}
-        self.written = list(buffers.values())
+        self.written, self.spans = list(buffers.values()), spans
         return next((f"{what} is {s.bad_end}" for what, s in spans.items() if s.is_bad), "")
+
+    def too_large(self):
+        """Of a finite step: which number is so large that its square is not, in words; or ""."""
+        norm = sum(float(g.double().norm()) ** 2 for g in map(numbers_of, self.gradients.values()))
+        spans = {**self.spans, "the gradient norm": Span(high=norm**0.5)}
+        found = (f"{what} is {s.bad_end}" for what, s in spans.items() if s.is_large)
+        return next((f"{text}, {LARGE}" for text in found), "")
 
     def _forget_frames(self):
         """They hold all that the step has computed before it raised, its autograd graph too."""

@@ -8,6 +8,7 @@ within a batch of any shape.
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import inf, isfinite
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
+LARGE = "finite, but its square is not"  # what is beyond LIMIT, in words
+MASK = -1e29  # -1e30 and finfo.min stand for -inf in a mask
 HALF = (torch.float16, torch.bfloat16)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*NARROW, torch.float32, torch.float64)
@@ -87,17 +90,23 @@ class Span(NamedTuple):
 
     @property
     def is_bad(self):
-        return not (self.low >= -LIMIT and self.high <= LIMIT)  # True for NaN
+        return not (isfinite(self.low) and isfinite(self.high))
+
+    @property
+    def is_large(self):
+        """Finite, and its square is not."""
+        return LIMIT < self.largest < inf
 
     @property
     def is_mask(self):
-        """Bad, but only at the negative end: what -inf or finfo.min in a mask looks like."""
-        return self.low < -LIMIT and self.high <= LIMIT
+        """Beyond all use, but only at the negative end: -inf or finfo.min in a mask."""
+        return self.low < MASK and self.high <= LIMIT
 
     @property
     def bad_end(self):
-        """As text."""
-        return f"{self.high:.3g}" if self.high > LIMIT else f"{self.low:.3g}"
+        """As text; of what is finite, the larger one."""
+        high = self.high == inf or (not self.is_bad and self.high > -self.low)
+        return f"{self.high if high else self.low:.3g}"
 
     @property
     def largest(self):
@@ -128,8 +137,9 @@ def type_of(t):
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
-def beyond_limit(t):
-    return (t.detach().abs().float() <= LIMIT).logical_not()  # True for NaN
+def non_finite(t):
+    t = t.detach()
+    return (t.float() if t.itemsize == 1 else t).isfinite().logical_not()
 
 
 def rows_beyond(table):
@@ -137,7 +147,7 @@ def rows_beyond(table):
     plain = type(table) in PLAIN and table.layout is torch.strided
     if not plain or table.dim() < 2 or table.element_size() == 1:  # not of shards, nor of fp8
         return []
-    rows = beyond_limit(table).flatten(1).any(1).nonzero().flatten().tolist()
+    rows = non_finite(table).flatten(1).any(1).nonzero().flatten().tolist()
     return rows if len(rows) < len(table) else []
 
 
@@ -149,7 +159,7 @@ def bad_rows(table):
 
 def bad_columns(table):
     """Of a table in which each row is bad, but not each column: which columns, as text."""
-    if table.dim() != 2 or not (wrong := beyond_limit(table)).any(1).all():
+    if table.dim() != 2 or not (wrong := non_finite(table)).any(1).all():
         return ""
     columns = wrong.any(0).nonzero().flatten().tolist()
     return f" in columns {few(columns)} of {len(wrong[0])}" * (len(columns) < len(wrong[0]))

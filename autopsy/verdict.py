@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .advice import WEAK, Advice, Topic, Verdict, on_exception
+from .advice import VERDICTS, WEAK, Advice, Topic, Verdict, on_exception
 from .cures import first_cure
 from .facts import Kind, Outcome, Source, Trial
 from .labels import labels_in, out_of_range
@@ -80,8 +80,8 @@ def examine(
 
 
 def _bad_state(rerun, state):
-    """Weights, moments and running statistics that were bad before the step: (Source, what is bad
-    in it)."""
+    """Weights, moments and running statistics that were bad, or hopelessly large, before the step:
+    (Source, what is bad in it)."""
     rerun.record.restore()
     parameters = rerun.net.named_parameters()
     held = {Source(Kind.PARAMETER, n): p for n, p in parameters if p.requires_grad}
@@ -92,6 +92,8 @@ def _bad_state(rerun, state):
     statistics = running_statistics(rerun.net)
     held |= moments | {Source(Kind.BUFFER, n): b for n, b in statistics.items()}
     bad = [(source, bad_rows(t)) for source, t in held.items() if extent(t).is_bad]
+    large = {s: extent(t) for s, t in held.items() if s not in moments}  # moments hold squares
+    bad += [(s, f" holds {span.bad_end}") for s, span in large.items() if span.is_large]
     roots = [s for s, t in moments.items() if SECOND_MOMENT.search(s.name) and extent(t).low < 0]
     return [*bad, *((source, " (below 0: its root is NaN)") for source in roots)]
 
@@ -213,5 +215,8 @@ def _finite(rerun, report, state, num_classes, run_compiled):
                 samples, size = where.samples.of(labels, wrong), where.samples.size
                 report = replace(report, verdict=Verdict.DATA, names=names, micro_batch=k)
                 return replace(report, samples=samples, batch_size=size)
+    if large := rerun.too_large():  # a guard refuses it
+        fix = Advice(VERDICTS[Verdict.DIVERGENCE][report.advice == "code"], Topic.GROWTH)
+        return replace(report, verdict=Verdict.DIVERGENCE, symptom=large, fix=fix)
     scaled = report.scale > 1
     return replace(report, verdict=Verdict.CALIBRATION if scaled else Verdict.NOT_REPRODUCIBLE)

@@ -7,6 +7,7 @@ symptom and hands it to findings.py, which may end the script.
 """
 
 from dataclasses import replace
+from functools import wraps
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -18,7 +19,18 @@ from ..advice import NOT_FINITE, RISES, SAME, Advice, Topic, Verdict, advice_on
 from ..facts import Kind, Source
 from ..operations import OVERWRITES
 from ..report import Report
-from ..tensors import HALF, LIMIT, bad_rows, extent, few, floats_in, is_real, rows_beyond, type_of
+from ..tensors import (
+    HALF,
+    LARGE,
+    LIMIT,
+    bad_rows,
+    extent,
+    few,
+    floats_in,
+    is_real,
+    rows_beyond,
+    type_of,
+)
 from .deferred import held_by, moved_by
 from .names import modules
 from .recorder import COPIES
@@ -68,6 +80,22 @@ def given_to(values, maker):
     return made, numbers if known else None
 
 
+def _of_elements(check):
+    """The norm of `t` may be inf where each of its numbers is finite: that is no finding."""
+
+    @wraps(check)
+    def judge(self, *args):
+        *_, t, norm = args
+        if norm != norm or extent(t).is_bad:
+            check(self, *args)
+        elif check.__name__ == "check_loss":
+            self.findings.finite("the loss", t)
+        elif isinstance(t, nn.Parameter) or check.__name__ == "check_buffer":
+            self.findings.finite(self.names.of(t), t)  # a moment holds squares, which are large
+
+    return judge
+
+
 class Checks:
     """One method for each kind of number that is read."""
 
@@ -77,11 +105,14 @@ class Checks:
         self.recorder, self.deferred = findings.recorder, findings.deferred
         self.unasked = torch.utils.weak.WeakIdKeyDictionary()  # table: rows
 
+    @_of_elements
     def check_loss(self, loss, value):
         self.findings.stop(f"loss is {value:.3g}", self.findings.explain(results=[loss]))
 
     def check_output(self, call, value):
         """A bad number under no_grad does not end a script: autopsy reports it at the end."""
+        if isfinite(value):
+            return
         symptom = f"the output of {type(call.function).__name__} under no_grad is {value:.3g}"
         if call.uninitialised:  # a warm-up, a count of operations
             why = "its input is what torch.empty found in memory"
@@ -92,6 +123,7 @@ class Checks:
         else:  # a count of operations, or of memory
             self.hooks.unwatched.add(f"{symptom}, before any backward pass: passed over")
 
+    @_of_elements
     def check_buffer(self, call, b, value):
         """The forward pass spoilt it; the loss may show it in a later step or in evaluation."""
         names = [n for n, other in call.function.named_buffers() if other is b]
@@ -130,6 +162,7 @@ class Checks:
         calls = (call for call in self.recorder.calls if made and call.number == made.number)
         return any(c.name != "detach" and not COPIES.fullmatch(c.name) for c in calls)
 
+    @_of_elements
     def check_write(self, p, writes, t, value):
         """A weight is bad after writes by hand: report the last one before which it was good. Ends
         the script, unless nothing asks for the bad rows."""
@@ -162,8 +195,13 @@ class Checks:
     def check_gradients(self, optimizer, why=""):
         params = moved_by(optimizer)
         norms = self.deferred.to_host(self.deferred.norms(p.grad for p in params))
-        bad = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
-        if bad or self.hooks.world > 1:
+        beyond = [p for p, norm in zip(params, norms, strict=True) if not norm <= LIMIT]
+        bad = [p for p in beyond if extent(p.grad).is_bad]
+        for p in beyond if not bad else ():
+            history = self.findings.history
+            history.largest = max(history.largest, extent(p.grad).largest)
+            self.findings.finite(f"the gradient of {self.names.of(p)}", p.grad)
+        if bad or (self.hooks.world > 1 and not beyond):
             name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
             made = extent(bad[0].grad).bad_end if bad else "nan"
             report = self.findings.explain(results=[p.grad for p in bad])
@@ -171,12 +209,13 @@ class Checks:
 
     def _held(self, optimizer, t):
         """(group, parameter, name) of a bad tensor that the optimizer holds; None if it no longer
-        does, or if it is a finite moment: squares of gradients may lie beyond LIMIT."""
+        does."""
         for k, p, key, held in held_by(optimizer):
-            if held is t and not (key and all(map(isfinite, extent(t)))):
+            if held is t:
                 return k, p, f"{key} of {self.names.of(p)}" if key else self.names.of(p)
         return None
 
+    @_of_elements
     def check_moment(self, optimizer, origin, t, value):
         """A checkpoint brought it: no step of the optimizer made it."""
         held = self._held(optimizer, t)
@@ -186,6 +225,7 @@ class Checks:
             symptom = f"{held[-1]} is {extent(t).bad_end} {origin}"
             self.findings.stop(symptom, Report(Verdict.WEIGHTS))
 
+    @_of_elements
     def check_update(self, update, t, value):
         """The gradients were good and the weights or moments are bad: the optimizer made that."""
         optimizer = update.optimizer
@@ -217,6 +257,7 @@ class Checks:
         step = max(0, steps - counted)
         self.findings.stop(f"{symptom} after good gradients", report, step)
 
+    @_of_elements
     def bad_at_the_end(self, t, value):
         if self._unasked(t, t):
             return
@@ -249,6 +290,10 @@ def _why_bad(group, p, rate, gradient):
     if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:
         why = f"eps={group['eps']:g} is exactly 0 in {p.dtype}: it divides 0 by 0"
         fix, topic = "eps=1e-8", Topic.OTHER
+    elif gradient > LIMIT:
+        why += f": {LARGE}"
+        fix = "find what makes gradients of this size (an exp, a product, an input, a loss scale); "
+        fix += "clip_grad_value_ bounds them, clip_grad_norm_ needs a finite norm"
     if p.dtype in HALF:
         fix += ", and weights and moments in fp32"
     if group.get("centered"):  # E[g^2] - E[g]^2

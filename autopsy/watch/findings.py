@@ -22,7 +22,7 @@ from ..advice import RISES, Advice, Topic, Verdict, advice_on, in_its_words
 from ..facts import STATE, Kind
 from ..frames import Line, line_now, said
 from ..report import with_rank
-from ..tensors import extent, few
+from ..tensors import LARGE, extent, few
 from .events import Events
 from .recorder import ASKS, buffers_back
 from .replay import replay, verdict_on_origin
@@ -63,6 +63,7 @@ class Findings:
         self.seen = Seen.COMPUTED
         self.about = set()  # Sources that a report is about
         self.rank_of_origin = 0
+        self.large = {}  # what holds a finite number beyond LIMIT: the step, the number
         self.unasked = {}  # "parameter emb.weight": bad rows that nothing asked for, their origin
 
     @property
@@ -109,11 +110,23 @@ class Findings:
 
     def sentences(self):
         """Sentences about bad numbers that had no effect."""
+        yield from self._large()
         for source, (rows, written) in self.unasked.items():
             yield (
                 f"{source} holds NaN or inf {rows} ({written}), and nothing has asked for them: "
                 "a batch that does makes the loss NaN"
             )
+
+    def finite(self, what, t):
+        """A finite number that is too large to be squared. (A norm may be large without one.)"""
+        if (span := extent(t)).is_large:
+            self.large.setdefault(what, (self.recorder.steps, span.bad_end))
+
+    def _large(self):
+        """The same in a sentence."""
+        told = [f"{what} was {made} at step {step}" for what, (step, made) in self.large.items()]
+        if told:
+            yield f"{few(told, 2, '; ')}: {LARGE}"
 
     # What made it, and what is said
 
@@ -170,12 +183,18 @@ class Findings:
         names = list(report.names)
         if report.op and report.step < self.step:
             names.append(f"it was made at step {report.step}")
+        if report.verdict in (Verdict.DIVERGENCE, Verdict.OPTIMIZER):
+            names += self._large()
         if report.verdict is Verdict.DIVERGENCE:
             names += self.history.growth()
             negative = self.history.negative()
             if negative and not report.fix and advice_on(report).topic is Topic.GROWTH:
                 climbs = Advice(f"{negative}, and each step climbs: {RISES}", Topic.RATE)
                 report = replace(report, fix=climbs)
+            grown = next(self.history.grown(self.deferred), "")
+            if grown and not (report.source or report.fix):
+                first = f"a lower learning rate: {grown}; else {report.suggestion}"
+                report = replace(report, fix=Advice(first, Topic.RATE))
         if report.source in self.unasked:
             names.append(self.unasked[report.source][1])
         report = self.scaling.overrule(report, raised=self.seen is Seen.RAISED)

@@ -6,10 +6,11 @@ number; if there was none, the last lines quote them.
 """
 
 from collections import deque
+from math import hypot, isfinite
 from weakref import ref
 
 from ..advice import GROWN
-from .deferred import moved_by
+from .deferred import moved_by, params_of
 
 EVERY = 16  # steps: gradients of these are kept, too, five of them
 
@@ -23,7 +24,8 @@ class History:
         self.largest = 0.0  # gradient norm
         # id: (optimizer, its last gradient norms, those of every 16th step); each with its tensors'
         self._recent = {}
-        self._rates = set()  # of all optimizers and steps
+        self._rates = {}  # of all optimizers and steps: the first step with it
+        self._start = {}  # id: (optimizer, the norms of its weights before its first step)
 
     def gradients(self, optimizer, step, norm, each):
         """Note a good gradient norm before a step, and that of each tensor."""
@@ -38,7 +40,24 @@ class History:
         """Note the rates: a tensor, which may be on a device, after few steps only."""
         now = steps.bit_count() < 2  # 0, 1, 2, 4, 8, ...
         plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
-        self._rates.update(map(float, plain))
+        for rate in map(float, plain):
+            self._rates.setdefault(rate, steps)
+
+    def begin(self, optimizer, norms):
+        """Note the norms of its weights before its first step; they stay on their device."""
+        self._start[id(optimizer)] = ref(optimizer), norms
+
+    def grown(self, deferred):
+        """A sentence for each optimizer whose weights have grown tenfold, with the rates."""
+        for alive, start in self._start.values():
+            params = params_of(alive()) if alive() else []
+            now, before = map(deferred.to_host, (deferred.norms(params), start))
+            now, before = hypot(*filter(isfinite, now)), hypot(*before)
+            if self._rates and 0 < 10 * before < now:
+                low, high = min(self._rates), max(self._rates)
+                rates = f"{high:g}" if low == high else f"up to {high:g} (step {self._rates[high]})"
+                grown = f"the norm of the weights has grown from {before:.3g} to {now:.3g}"
+                yield f"{grown} at a rate of {rates}"
 
     def grew(self):
         """Whether the gradients of an optimizer have grown tenfold in its last steps."""

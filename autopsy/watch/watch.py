@@ -20,7 +20,7 @@ from ..locator import Locator
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
 from .checks import Checks, Update, Write, given_to
-from .deferred import DeferredChecks, held_by, moved_by, over_ranks
+from .deferred import DeferredChecks, held_by, moved_by, over_ranks, params_of
 from .events import silent_faults
 from .findings import Findings
 from .history import History
@@ -264,6 +264,7 @@ class Watch:
         if id(optimizer) not in self.recorder.steps_of:
             self.recorder.steps_of[id(optimizer)] = 0
             self._note_moments(optimizer, "before the optimizer's first step")
+            self.history.begin(optimizer, self.deferred.norms(params_of(optimizer)))
         scale = getattr(optimizer, "grad_scale", None)  # a fused step unscales by itself
         scales = [] if scale is None else [scale]
         moved = moved_by(optimizer)
