@@ -164,6 +164,22 @@ RAISED = (
     ),
     Raised("without overflow", verdict=Verdict.PRECISION),
     Raised(
+        "backward through the graph a second time",
+        "something of an earlier step is used again (a hidden state, a loss that adds up, what was "
+        "computed before the loop): x = x.detach() between the steps, or compute it in each; "
+        "retain_graph=True only where one step has several backward passes",
+    ),
+    Raised(
+        "modified by an inplace operation",
+        "what the backward needs was written over after it was used: x = x + y instead of x += y, "
+        "or clone() before; backward() before step()",
+    ),
+    Raised(
+        "does not require grad and does not have a grad_fn",
+        "the loss does not depend on a weight that learns: detach(), .data, item(), no_grad, a new "
+        "tensor of numbers, or requires_grad is False",
+    ),
+    Raised(
         "more than 1 value per channel", "a batch of one has no spread: drop_last=True"
     ),
     Raised(
@@ -203,6 +219,10 @@ NOT_FINITE = Advice(
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)",
     Topic.BAD_SCALAR,
+)
+WHERE = (
+    "what is masked after it still has a gradient of 0 * inf: torch.where(ok, x, 1) before the "
+    "operation, and the mask after it, too (a clamp is finite, but it changes the step)"
 )
 ANOTHER = "another step"  # a cure is finite, and computes something else
 SUBTRACT = (
@@ -466,6 +486,8 @@ def _of_operation(report):
     if report.no_cure_helped:
         return None
     cure = cure_of(report)
+    if report.phase == "backward" and weak.startswith("log") and report.result_value == "nan":
+        return Advice(f"{cure.why}: {WHERE}")  # else the loss would be inf
     tried = [trial for trial in report.tried if trial.what == cure.code]
     if any(trial.same_step is False for trial in tried):
         other = f"{cure.code} is finite, but {ANOTHER} than in float64: see what was tried"

@@ -8,6 +8,7 @@ compared with the step in float64, where that is finite. Only what was tried is 
 """
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -204,7 +205,8 @@ def _islands(rerun, report):
                 back = None if stays else half
                 seen = []
                 context = islands([modules[each] for each in names], back, seen)
-                advice = partial(_in_fp32, title, names, weights, back, seen)
+                called = [name_in_script(rerun.net), *names]
+                advice = partial(_in_fp32, title, called, weights, back, seen)
                 if flags:
                     advice = f"--keep-fp32 '{title}'"
                 what = f"{title} in fp32, result in fp32" if stays else f"{title} in fp32"
@@ -216,10 +218,18 @@ def _pattern(name):
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _in_fp32(title, names, weights, back, seen):
+def name_in_script(net):
+    """The variable of the script that holds the network, where it is a global one; or ""."""
+    variables = [*vars(sys.modules["__main__"]).items()]
+    return next((name for name, value in variables if value is net), "")
+
+
+def _in_fp32(title, called, weights, back, seen):
     """Advice in words, and as code where the module takes one tensor and returns one: the code is
     what was tried."""
-    code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f"net.{names[0]}")  # net.blocks[9].fc1
+    net, *names = called
+    path = ".".join(filter(None, (net, names[0])))
+    code = re.sub(r"\.(\d+)(?![^.])", r"[\1]", path)  # net.blocks[9].fc1
     begin = "with torch.autocast(x.device.type, enabled=False)"
     if weights:
         begin = f"{code}.float(), and then {begin}"

@@ -24,14 +24,16 @@ class Labels:
     def __init__(self):
         self.ignored = {-100}  # every ignore_index seen
         self.all_are = None  # the ignore_index of a loss that ignores every label here
+        self.none = False  # is there a loss without a label?
 
     def begin(self):
         """Another micro-batch."""
-        self.all_are = None
+        self.all_are, self.none = None, False
 
     def see(self, index, ignore_index):
         self.ignored.add(ignore_index)
-        if (index == ignore_index).all():
+        self.none |= not index.numel()
+        if index.numel() and (index == ignore_index).all():
             self.all_are = ignore_index
 
 

@@ -36,6 +36,7 @@ from .tensors import (
     inner_tensors,
     is_part,
     is_real,
+    non_finite,
     range_of,
     spans_of,
     storage_of,
@@ -249,7 +250,8 @@ class Locator(Operations):
         rows count: a step in time, say, may show some of them only."""
         spreads = origin.samples and (origin.result_value != "-inf" or span.is_mask)
         samples, size = self.samples.of(t), self.samples.size
-        if not spreads and 0 < len(samples) < (len(origin.samples) or size):
+        enters = not (self.samples.holds_few(t) and non_finite(t).all())
+        if not spreads and enters and 0 < len(samples) < (len(origin.samples) or size):
             return replace(origin, samples=samples, batch_size=size)
         return origin
 

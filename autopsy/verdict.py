@@ -148,7 +148,8 @@ def _raised(rerun, report, exact):
 
 def _well_known(rerun, report):
     """Decide by the operation and its arguments, without another run; or None."""
-    ignored = rerun.locator.labels.all_are
+    labels = rerun.locator.labels
+    ignored = labels.all_are
     means = ("nll_loss", "nll_loss2d", "div", "reciprocal")
     no_label = f"every label is ignored ({ignored}): their mean is 0/0"
     roots = ("batch_norm", "sqrt", "rsqrt", "pow")
@@ -160,6 +161,7 @@ def _well_known(rerun, report):
     inf_of_ctc = op == "ctc_loss" and report.result_value == "inf"
     for fits, verdict, name, entry in (
         (ignored is not None and op in means, Verdict.DATA, no_label, "nll_loss"),
+        (labels.none and op in means, Verdict.DATA, "no label is left: 0/0", "nll_loss"),
         (negative and op in roots, Verdict.WEIGHTS, below, "batch_norm"),
         (inf_of_ctc, Verdict.DATA, unaligned, "ctc_loss"),
     ):

@@ -8,8 +8,9 @@ So autopsy/ examines every rejected step, and heal.py responds to its verdict:
     precision          finite in fp32           that module runs in fp32 from now on. If there is no
                                                 such module, or it is in fp32 already, the run goes
                                                 fp16 -> bf16 (native only) -> fp32
-    data               a bad input or label     the samples are named and never drawn again; over
-                                                1 % of the steps: exit 4
+    data               a bad input or label     the samples are named and never drawn again (not if
+                                                the whole batch is bad); over 1 % of the steps:
+                                                exit 4
     weights            bad before the step      back to last_good, past these batches
     divergence         bad in fp32 too          back to last_good, past these batches, with half the
                                                 learning rate
@@ -156,7 +157,10 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
         if cures.count(verdict) > max(3, 0.01 * report.step):
             end = End("bad data", 4, report.symptom)
         action = "passed over"
-        if report.indices:  # else no sample was named
+        whole = 1 < len(report.samples) == report.batch_size
+        if whole:  # what made the batch may be at fault; a bad sample is bad in the next one, too
+            action += ", all of its samples are bad: none is left out"
+        elif report.indices:  # else no sample was named
             run.stream.leave_out(report.indices)
             action += ", these samples are never drawn again"
     elif verdict is Verdict.COMPILER:

@@ -86,7 +86,8 @@ def _of_elements(check):
     @wraps(check)
     def judge(self, *args):
         *_, t, norm = args
-        if norm != norm or extent(t).is_bad:
+        span, moved = extent(t), check.__name__ == "check_update" and isinstance(t, nn.Parameter)
+        if norm != norm or span.is_bad or (moved and span.is_large):  # such a weight is lost
             check(self, *args)
         elif check.__name__ == "check_loss":
             self.findings.finite("the loss", t)
@@ -180,7 +181,7 @@ class Checks:
         if not report and write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
             report = _written_unseen(write, made)
-        self.findings.stop(symptom, report or _write_itself(write, made))
+        self.findings.stop(symptom, report or _write_itself(write, made), write.step)
 
     def _value_was_bad(self, value):
         """The report on the operation that made a bad value, before it was written into a weight;
@@ -236,7 +237,8 @@ class Checks:
         rows = set(rows_beyond(t))
         if rows and rows <= self.unasked.get(p, set()):
             return  # bad before the first step
-        symptom = f"{name} is {extent(t).bad_end}"
+        span = extent(t)
+        symptom = f"{name} is {span.bad_end}{f' ({LARGE})' if span.is_large else ''}"
         group, rate = optimizer.param_groups[k], update.rates[k]
         origin = self.hooks.locator and self.hooks.locator.origin_of([t])
         why, fix = _why_bad(group, p, rate, update.gradient)

@@ -24,6 +24,19 @@ def watch_loop(hooks, deferred, silent):
             hooks.safely(event, owner)
         return out
 
+    within = []  # schedulers under way
+
+    def schedule(original, scheduler, *args, **kwargs):
+        """What a lambda of the script reads in it is seen."""
+        within.append(scheduler)
+        try:
+            out = original(scheduler, *args, **kwargs)
+        finally:
+            within.pop()
+        if not (within or hooks.depth or original.__name__ == "_initial_step"):
+            hooks.safely(silent.scheduled, scheduler)
+        return out
+
     def unscale(original, scaler, optimizer):
         hooks.unseen(original, scaler, optimizer)
         hooks.safely(silent.unscaled, optimizer)
@@ -44,11 +57,12 @@ def watch_loop(hooks, deferred, silent):
     for owner, name, event in (
         (torch.optim.Optimizer, "zero_grad", silent.cleared),
         (nn.Module, "zero_grad", silent.cleared),
-        *((kind, "step", silent.scheduled) for kind in _schedulers()),
     ):
         hooks.wrap(owner, name, partial(tell, event))
     hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)
-    hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", hooks.unseen)
+    hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", schedule)
+    for kind in _schedulers():
+        hooks.wrap(kind, "step", schedule)
     for name in CLIPS:
         for owner in (nn.utils, nn.utils.clip_grad):
             if hasattr(owner, name):

@@ -200,7 +200,12 @@ def _with_its_line(report, buffer, line):
 
 def _batch(recorder, calls):
     """Of the tensors that the calls were given: the batch, and others by their names."""
-    first = sorted(calls, key=lambda call: (not call.shape, not call.grad))  # of modules
+    used = {made.number for made in calls[-1].uses()} | {calls[-1].number}
+    for call in reversed(calls):
+        if call.leads_to(used):
+            used.update(made.number for made in call.uses())
+    # Of modules, of those that lead to the loss: a policy that acts has a batch of its own.
+    first = sorted(calls, key=lambda c: (not c.shape, c.number not in used, not c.grad))
     names = _names(first)
     given = dict.fromkeys(t for call in first for _, t in call.given())
     batch, named = [], []

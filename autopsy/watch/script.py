@@ -24,7 +24,7 @@ from types import ModuleType
 
 import torch
 
-from ..advice import Verdict
+from ..advice import Advice, Verdict, on_exception
 from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
@@ -225,6 +225,13 @@ def last_look(watch, failure):
         raises = report and not report.result_value
         if report and not (knew or raises):
             report = None  # the script's own affair
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(failure.__traceback__)]
+        in_backward = by_torch and any(file == torch.autograd.graph.__file__ for file in files)
+        if in_backward and not (report and report.result_value):  # the graph itself is at fault
+            line = line_of(frames_in(traceback.format_tb(failure.__traceback__)))
+            known = on_exception(failure).fix
+            fix = Advice(known) if known else None
+            report = Report(Verdict.ERROR, type(failure).__name__, line=line, fix=fix)
     if report and report.verdict is Verdict.ERROR:
         about = {"symptom": raised, "step": steps, "rank": watch.hooks.rank}
         watch.hooks.say(str(replace(report, **about)), every=True)
