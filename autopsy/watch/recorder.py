@@ -81,6 +81,7 @@ class Call:
     shape: tuple = ()  # of a module's first input
     scaler: Any = None  # that multiplies a loss here
     uninitialised: bool = False  # a module was given memory that nothing has written
+    raised: bool = False  # while it is under way, and for ever if the script catches what it raises
     writes: set = frozenset()  # ids of the storages into which it writes
 
     @property
@@ -223,7 +224,9 @@ class CallRecorder(TorchFunctionMode):
         call.writes = {id(storage_of(t)) for t in written}
         if random:
             call.rng = rng_states(device_of(args))
+        call.raised = True
         out = func(*args, **kwargs)
+        call.raised = False
         if "empty" in name:
             self._note_uninitialised(out)
             call.function = partial(_as_it_is_now, out.detach())
@@ -327,6 +330,8 @@ class CallRecorder(TorchFunctionMode):
 
     def write(self, function, args, kwargs):
         args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
+        if self.calls and self.calls[-1].raised:  # the script has caught that, and goes on
+            self.calls.pop()
         self.number += 1
         if function in SLOPES:
             self.first, self.slope = min(self.first, self.number), self.number

@@ -29,7 +29,7 @@ from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
-from .files import save
+from .files import MARK, save
 from .findings import Seen
 from .hooks import write_error
 from .watch import Watch
@@ -328,7 +328,7 @@ class Start:
             )
             report = Path(folder, "report")
             if report.exists():
-                text = report.read_text(encoding="utf-8")
+                text = report.read_text(encoding="utf-8").rstrip().removesuffix(MARK)
                 return text.rstrip() + "\n  (seen in a second run)"
         last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         return (
