@@ -180,7 +180,7 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_the_same_step(few_images, tmp
 
 
 def test_a_signal_during_set_up_ends_the_run_with_its_number_and_writes_nothing(run, monkeypatch):
-    monkeypatch.setattr(prepare, "network", lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(prepare, "network", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     code, last, error, lines = run()
     assert code == 143 and last["status"] == "stopped by signal 15" and lines == []
     assert error.strip() == "train.py: stopped by signal 15 during set-up, nothing is saved"
