@@ -295,7 +295,7 @@ PATHS = {  # path: what is run, the lines that may ask the device (no other may)
     "a step": (one_step, set(), (Guard, "close")),
     "the average": (average, set(), (torch, "_fused_sgd_")),
     "validation": (evaluate, {
-        "validation.py: total += rows.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
+        "validation.py: total += table.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
     }, (validation, "in_halves")),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import torch
-from helpers import refused
+from helpers import needs_rescue, refused
 
 import checkpoint
 import report
@@ -87,6 +87,7 @@ def test_a_strangers_file_is_one_sentence(name, written, run, tmp_path):
     assert not run.folder.exists()
 
 
+@needs_rescue
 def test_the_verdict_of_a_capsule_cannot_command_the_terminal(written, tmp_path, capsys):
     state = written("bad_step")
     put("verdict", ESCAPES)(state)

@@ -1551,8 +1551,10 @@ KINDS_OF_TENSORS = ("meta", "meta step", "meta buffer", "lazy", "sparse", "csr",
                     "mkldnn", "nested", "refuses", "subclass", "bsr", "no value", "jagged",
                     "complex", "empty", "bool", "expanded", "inference",
                     *["fp4"] * hasattr(torch, "float4_e2m1fn_x2"))
-tells("a tensor of any kind beside the fault does not end the watch", TENSORS, 3,
-      dict.fromkeys(KINDS_OF_TENSORS, "-> divergence"))
+AGAIN = {"sparse", "csr", "bsr", "no value", "quantised", "nested", "jagged"}
+tells("a tensor of any kind beside the fault does not end the watch", TENSORS, 3, {
+    kind: "runs again ... -> divergence" if kind in AGAIN else "-> divergence"
+    for kind in KINDS_OF_TENSORS})
 
 
 WRITTEN = PREAMBLE + """
