@@ -7,7 +7,6 @@ the script itself, somebody's notes.
 """
 
 import os
-import tempfile
 from contextlib import suppress
 
 MARK = "(autopsy may write over this file)"
@@ -23,10 +22,10 @@ def save(path, text):
             return f"{path} is no report of autopsy"
     new = None
     try:
-        handle, new = tempfile.mkstemp(prefix=name, dir=folder)
-        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        name = os.path.join(folder, f"{name}.{os.getpid()}.new")
+        with open(name, "x", encoding="utf-8", errors="backslashreplace") as file:
+            new = name
             file.write(f"{text}\n{MARK}\n")
-        os.chmod(new, 0o666 & ~_umask())
         os.replace(new, path)
     except OSError as error:
         if new:
@@ -36,16 +35,10 @@ def save(path, text):
     return ""
 
 
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def _is_a_report(path):
     """Whether it is empty, or ends with our mark."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 200))
         tail = file.read().rstrip()
-        return not tail or tail.endswith(MARK.encode())
+        return not tail or tail[-len(MARK) :] == MARK.encode()
     return False

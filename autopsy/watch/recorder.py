@@ -278,7 +278,7 @@ class CallRecorder(TorchFunctionMode):
         if _is_plain(t) and storage.nbytes() <= COPIED:
             self._copy(storage, t)
         elif t.numel() <= COPIED >> 2:  # a part of a data set
-            self._replace(t)
+            self._exchange(t)
         else:
             return False
         return True
@@ -298,7 +298,7 @@ class CallRecorder(TorchFunctionMode):
             )
         self.calls = [*self.calls[start:], *self.calls[:start]]  # the copy, and parts of it
 
-    def _replace(self, t):
+    def _exchange(self, t):
         """The same for this tensor alone: a copy, in all calls that were given it."""
         symbol, before = self.symbol(t), t.detach().clone()
         for call in self.calls:

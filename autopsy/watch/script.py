@@ -328,7 +328,8 @@ class Start:
             )
             report = Path(folder, "report")
             if report.exists():
-                text = report.read_text(encoding="utf-8").rstrip().removesuffix(MARK)
+                text = report.read_text(encoding="utf-8").rstrip()
+                text = text[: -len(MARK)] if text[-len(MARK) :] == MARK else text
                 return text.rstrip() + "\n  (seen in a second run)"
         last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         return (
