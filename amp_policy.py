@@ -416,7 +416,7 @@ class LossScaler(torch.amp.GradScaler):
         if self.floor <= scale <= self.ceiling:
             super().load_state_dict(state)
         elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
+            held = f"holds a loss scale of {scale}" if "scale" in state else "holds no loss scale"
             warnings.warn(
-                f"the checkpoint's loss scale is {scale}: it starts at {self._init_scale:g}",
-                stacklevel=2,
+                f"the checkpoint {held}: it starts at {self._init_scale:g}", stacklevel=2
             )

@@ -48,7 +48,7 @@ from models import MODELS, wrap
 from optim import ClippedAdamW, param_groups
 from ranks import agreed, parallel
 from train import train_step
-from trainer.record import Run
+from trainer.record import Run, loss_names
 
 GOALS = {  # ours / its partner, at most
     ("ours", "cpu"): 1.02,
@@ -212,12 +212,13 @@ def ours(work, graph=False):
     """train.py's step."""
     model, forward = work.copied()
     net = getattr(model, "net", model)  # some networks compute their own loss
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     run = Run(
         net=net, model=model, ddp=forward, compiled=forward, device=work.device, accum=1,
-        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        world_size=ranks,
         policy=choose_policy("bf16", capabilities(work.device), trial=None, stopwatch=None),
         scaler=LossScaler(work.device.type, enabled=False),
-        guard=Guard(net, num_classes=len(NAMES), ignore_index=None),
+        guard=Guard(net, num_classes=len(NAMES), ignore_index=None, carries=loss_names(ranks)),
         optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
     )  # fmt: skip
     take = work.fed(partial(train_step, run), graph)

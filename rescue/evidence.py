@@ -35,13 +35,14 @@ def has_not_learnt(run: Run) -> str:
     trend = run.healing.trend
     if run.updates < ENOUGH or trend.mean <= 1e-3 * trend.start:
         return ""
+    signs = run.healing.signs
     for name, p in run.net.named_parameters():
         states = [optimizer.state.get(p, {}) for optimizer in run.optimizers]
         moments = [t for state in states for t in state.values() if t.dim()]
-        if moments and not any(t.any() for t in moments):
+        _, graded, _ = signs.get(name, [0, 0, 0])  # moments in fp16 lose gradients of 1e-9
+        if moments and not graded and not any(t.any() for t in moments):
             return f"the gradient of {name} was always 0: it has never learnt"
     named, _ = movement.learning(run)
-    signs = run.healing.signs
     is_on = any(rated for _, _, rated in signs.values())
     # A rate of 0 beside others is how some freeze a part.
     still = [name for name in named if name in signs and not signs[name][0]

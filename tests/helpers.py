@@ -149,7 +149,8 @@ def run_script(argv, folder):
 def script(folder, text):
     """A script in `folder` that can import what a test can."""
     path = folder / "script.py"
-    places = str(ROOT), str(ROOT / "tests")
+    tests = ROOT / "tests"
+    places = tuple(map(str, (ROOT, tests, tests / "rescue", tests / "autopsy")))
     path.write_text(f"import sys\nsys.path[:0] = {places}\n{text}")
     return path
 

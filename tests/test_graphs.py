@@ -185,7 +185,9 @@ def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
 def test_compile_auto_is_for_long_runs_with_a_graph(monkeypatch, flag, steps, compiled):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic: "compiled")
     monkeypatch.setattr(train.prepare, "seconds_of", lambda *_: 0.01)
-    args = SimpleNamespace(compile=flag, inject="", batch_size=40, model="cifarnet")
+    args = SimpleNamespace(
+        compile=flag, inject="", batch_size=40, model="cifarnet", recipe=train.MODELS["cifarnet"][1]
+    )
     run = Run(args=args, graph=object(), ddp="eager", total_steps=steps, policy=policy_for("bf16"))
     run.compiled = run.ddp
     train.prepare.compilation(run)

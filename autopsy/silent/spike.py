@@ -182,6 +182,8 @@ class Spike(Events):
             jump.whole = rows.whole
             if rows.rare:
                 return
+        if past.born == step and past.unlike:
+            jump.why = jump.why or self.changes.sentence(past)
         larger = self._whole() if times[k] > ALL else ""
         if not (rows.labels and larger):  # else that says more
             jump.why = jump.why or rows.text + rows.labels

@@ -36,14 +36,16 @@ class Target(Events):
             weights = [p for p in weights if not is_sharded(p)]
             copies = {storage_of(p): p for p in weights if storage_of(p) not in self.trained}
             calls = [c for c in self.recorder.calls if c.number > self.last and copies]
-            self._look([c for c in calls if not isinstance(c.function, nn.Module)], copies)
+            copied = {made: p for p in weights if (made := self.recorder.maker(p))}  # deepcopy()
+            self._look([c for c in calls if not isinstance(c.function, nn.Module)], copies, copied)
             self.last = self.recorder.number
 
-    def _look(self, calls, copies):
+    def _look(self, calls, copies, copied):
         scaled, sources, made, detached = {}, {}, {}, {}
         for call in calls:
             given = [t for _, t in call.given()]
             given += [detached[ref.number] for ref in call.uses() if ref.number in detached]
+            given += [copied[ref] for ref in call.uses() if ref in copied]
             if call.name == "detach" and given:
                 detached[call.number] = given[0]
             p = next((copies[at] for t in given if (at := storage_of(t)) in copies), None)

@@ -40,5 +40,6 @@ dist.destroy_process_group()
 def test_ranks_with_other_weights_and_the_same_gradients_are_named(tmp_path, fault, words):
     (tmp_path / "script.py").write_text(RANKS)
     done = run_ranks([ROOT / "autopsy", "script.py", fault], tmp_path)
-    said = "".join(one.stderr for one in done)
+    said = "".join(err for _, _, err in done)
+    assert [code for code, _, _ in done] == [0, 0], said
     assert (words in said) if words else "holds other weights" not in said
