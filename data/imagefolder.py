@@ -334,6 +334,8 @@ def readable_names(path: Path, classes: list[str]) -> list[str]:
     """ImageNet's folders are WordNet numbers; words.txt beside them has the names."""
     if not path.is_file():
         return classes
+    if path.stat().st_size > 2**24:  # ImageNet's has 3 MB
+        raise ValueError(f"{path} is too long to hold the names of classes: rename or delete it")
     lines = path.read_text("utf-8", errors="replace").splitlines()
     meanings = dict(line.split("\t", 1) for line in lines if "\t" in line)
     names = [meanings.get(number, number).split(",")[0].strip() for number in classes]

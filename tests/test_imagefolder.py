@@ -315,6 +315,11 @@ def test_a_file_with_two_labels_or_in_both_splits_is_named(folder, place, words,
     assert str(folder / place) in warnings[0]
 
 
+def gigabytes(path):
+    with open(path, "wb") as file:
+        file.truncate(2 * 2**30)  # a sparse file
+
+
 def deep(folder):
     """A folder whose path is too long to be read."""
     here = os.getcwd()
@@ -339,6 +344,7 @@ def emptied(folder):
     (lambda f: emptied(f / "train/dog"), ValueError, "train holds no readable image of dog"),
     (lambda f: (f / "train/Cat").mkdir(), ValueError, "are one class to some file systems: merge"),
     (lambda f: deep(f / "train/cat"), OSError, "File name too long"),
+    (lambda f: gigabytes(f / "words.txt"), ValueError, "words.txt is too long to hold the names"),
 ])  # fmt: skip
 def test_a_folder_that_makes_no_sense_is_refused_in_a_sentence(folder, damage, kind, words):
     damage(folder)

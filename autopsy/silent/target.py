@@ -36,7 +36,9 @@ class Target(Events):
             weights = [p for p in weights if not is_sharded(p)]
             copies = {storage_of(p): p for p in weights if storage_of(p) not in self.trained}
             calls = [c for c in self.recorder.calls if c.number > self.last and copies]
-            copied = {made: p for p in weights if (made := self.recorder.maker(p))}  # deepcopy()
+            memory = self.recorder.memory
+            copied = {memory.get(storage_of(p)): p for p in weights}  # what deepcopy() made
+            copied |= {self.recorder.maker(p): p for p in weights}
             self._look([c for c in calls if not isinstance(c.function, nn.Module)], copies, copied)
             self.last = self.recorder.number
 
@@ -46,7 +48,7 @@ class Target(Events):
             given = [t for _, t in call.given()]
             given += [detached[ref.number] for ref in call.uses() if ref.number in detached]
             given += [copied[ref] for ref in call.uses() if ref in copied]
-            if call.name == "detach" and given:
+            if call.name in ("detach", "_part") and given:  # a part is p.data
                 detached[call.number] = given[0]
             p = next((copies[at] for t in given if (at := storage_of(t)) in copies), None)
             line = line_of(call.frames)
