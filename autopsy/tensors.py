@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
 LARGE = "finite, but its square is not"  # what is beyond LIMIT, in words
 MASK = -1e29  # -1e30 and finfo.min stand for -inf in a mask
+ALONE = 1e12  # times the median
 HALF = (torch.float16, torch.bfloat16)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*NARROW, torch.float32, torch.float64)
@@ -127,6 +128,12 @@ def extent(t):
     low, high = torch.aminmax(t)
     number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
     return Span(float(number(low)), float(number(high)))
+
+
+def stands_alone(t):
+    """Whether the largest number is beyond anything that training does to one among others."""
+    sizes = numbers_of(t).detach().abs().flatten().float()
+    return sizes.numel() > 1 and bool(sizes.max() > ALONE * sizes.median())
 
 
 def is_real(x):

@@ -22,7 +22,7 @@ from .modes import Functions, compiled_code, was_compiled
 from .report import Report
 from .rerun import Rerun
 from .step import StepRecord, rng_states, set_rng_states
-from .tensors import bad_rows, extent, few, inner_tensors, running_statistics
+from .tensors import bad_rows, extent, few, inner_tensors, running_statistics, stands_alone
 
 SECOND_MOMENT = re.compile("(exp_avg_sq|square_avg|sum)$")  # of which an optimizer takes the root
 EXACT = r"(torch\.)?(fp32|float32|float|32|32-true|o0|no|none|fp64|float64|double)"  # no half
@@ -79,9 +79,8 @@ def examine(
     return replace(report, indices=indices)
 
 
-def _bad_state(rerun, state):
-    """Weights, moments and running statistics that were bad, or hopelessly large, before the step:
-    (Source, what is bad in it)."""
+def _held(rerun, state):
+    """{Source: tensor} before the step: weights and running statistics, and the moments alone."""
     rerun.record.restore()
     parameters = rerun.net.named_parameters()
     held = {Source(Kind.PARAMETER, n): p for n, p in parameters if p.requires_grad}
@@ -90,12 +89,28 @@ def _bad_state(rerun, state):
         state = {names.get(key, key): value for key, value in state.items()}
     moments = {Source(Kind.MOMENT, n): t for n, t in inner_tensors(state)}
     statistics = running_statistics(rerun.net)
-    held |= moments | {Source(Kind.BUFFER, n): b for n, b in statistics.items()}
-    bad = [(source, bad_rows(t)) for source, t in held.items() if extent(t).is_bad]
-    large = {s: extent(t) for s, t in held.items() if s not in moments}  # moments hold squares
-    bad += [(s, f" holds {span.bad_end}") for s, span in large.items() if span.is_large]
+    return held | {Source(Kind.BUFFER, n): b for n, b in statistics.items()}, moments
+
+
+def _bad_state(rerun, state):
+    """What was bad, or hopelessly large, before the step: (Source, what is bad in it)."""
+    held, moments = _held(rerun, state)
+    bad = [(s, bad_rows(t)) for s, t in (held | moments).items() if extent(t).is_bad]
+    bad += [(s, f" holds {extent(t).bad_end}") for s, t in held.items() if extent(t).is_large]
     roots = [s for s, t in moments.items() if SECOND_MOMENT.search(s.name) and extent(t).low < 0]
     return [*bad, *((source, " (below 0: its root is NaN)") for source in roots)]
+
+
+def _struck(rerun, state):
+    """A large number among ordinary ones, as of a bit that flipped: training makes no such. Moments
+    hold squares: as a whole they may be large."""
+    held, moments = _held(rerun, state)
+    spans = {source: (t, extent(t)) for source, t in (held | moments).items()}
+    return tuple(
+        f"{source} holds {span.bad_end} among smaller ones"
+        for source, (t, span) in spans.items()
+        if span.is_large and stands_alone(t)
+    )
 
 
 def _judge(rerun, report, state):
@@ -109,6 +124,8 @@ def _judge(rerun, report, state):
         return _ready_made(rerun, report, state)
     if report.op and not report.result_value:  # the step raised, and not because of a bad number
         return _raised(rerun, report, exact)
+    if names := _struck(rerun, state):
+        return replace(report, verdict=Verdict.WEIGHTS, names=names)
     return _well_known(rerun, report) or _by_precision(rerun, report, exact)
 
 
@@ -204,7 +221,8 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             compiled = Trial("compiled", Outcome.BAD, symptom)
             tried = compiled, Trial("in eager mode", Outcome.FINITE)
             return replace(report, verdict=Verdict.COMPILER, tried=tried)
-    if names := tuple(f"{source}{what}" for source, what in _bad_state(rerun, state)):
+    names = _struck(rerun, state)
+    if names := names or tuple(f"{source}{what}" for source, what in _bad_state(rerun, state)):
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict=Verdict.WEIGHTS, names=names, symptom=symptom)
     where = rerun.locator

@@ -73,7 +73,8 @@ def validate(run: Run) -> str:
             run.healing.trend.scores = scores
             run.healing.trend.same_since = run.step
         score = judged(run, scores)
-        is_best = all(map(math.isfinite, score)) and (run.best is None or score > run.best)
+        real = all(abs(x) <= checkpoint.LIMIT for x in score)
+        is_best = real and (run.best is None or score > run.best)
         if is_best:
             run.best = score
             if rows:
