@@ -514,6 +514,28 @@ def test_a_bad_running_statistic_is_named(train, value, name, advice):
     expect(autopsied(net), verdict="weights", names=(name,), advice=advice)
 
 
+@pytest.mark.parametrize(("grown", "verdict"), [(False, "weights"), (True, "divergence")])
+def test_one_large_number_among_ordinary_ones_is_the_weights_and_growth_is_divergence(
+        grown, verdict):
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    with torch.no_grad():
+        if grown:
+            net[0].weight.mul_(1e30)
+        else:
+            net[0].weight[2, 3] = 1e30
+    names = () if grown else ("parameter 0.weight holds 1e+30 among smaller ones",)
+    expect(autopsied(net, loss_of=lambda out, y: out.square().mean()), verdict=verdict, names=names)
+
+
+@pytest.mark.parametrize(("moments", "names"), [
+    ([1e-3, 1e30, 1e-3], ("optimizer state 0.bias.exp_avg holds 1e+30 among smaller ones",)),
+    ([1e30, 1e30, 1e30], ())])
+def test_one_large_moment_is_named_and_moments_that_are_large_by_right_are_not(moments, names):
+    net = nn.Sequential(nn.Linear(6, 3))
+    state = {net[0].bias: {"exp_avg": torch.tensor(moments)}}
+    expect(autopsied(net, state=state), names=names)
+
+
 tells("a clamp is no advice where it hides a negative number",
       lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
       cure=("eps",), advice="find out why")
