@@ -141,7 +141,9 @@ def is_real(x):
 
 
 def type_of(t):
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+    """Its dtype and shape; a nested tensor of strided layout has none."""
+    shape = ["nested"] if has_no_shape(t) else [*t.shape]
+    return f"{str(t.dtype).removeprefix('torch.')}{shape}"
 
 
 def non_finite(t):
@@ -214,16 +216,21 @@ def floats_in(tree):
     return [t for t in flat_tensors(tree) if t.is_floating_point()]
 
 
+def has_no_shape(t):
+    return t.is_nested and t.layout is torch.strided
+
+
 def batched(tensors):
     """Those with a batch dimension: a row of real numbers may be one observation."""
-    plain = (t for t in tensors if not (t.is_nested and t.layout is torch.strided))  # it has none
+    plain = (t for t in tensors if not has_no_shape(t))
     return (t for t in plain if t.dim() > 1 or (t.dim() and not t.is_floating_point()))
 
 
 def batch_size_of(tensors):
     """Most tensors have the batch first, or after time; 0: there are none."""
     # of two dimensions of real numbers the second is no time, but columns
-    heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in tensors]
+    shaped = [t for t in tensors if not has_no_shape(t)]
+    heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in shaped]
     counts = Counter(n for head in heads for n in dict.fromkeys(head))
     return max(counts, key=counts.get, default=0)  # of equals the one that came first
 

@@ -244,9 +244,141 @@ for row in ids:
     loss = F.cross_entropy(head(e), row % 3); opt.zero_grad(); loss.backward()
     nn.utils.clip_grad_norm_(params, 1.0); opt.step()
 """, "1e-17", "0.5"),
+    "softmax before cross_entropy": Row(
+        "github.com/bkitano/llama-from-scratch/issues/5", "loss",
+        r"loss at script.py:\d+ .*: its input went through softmax",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(9, 32), nn.Linear(32, 9)
+    def forward(self, ids, targets):
+        a = self.head(self.emb(ids)); logits = F.softmax(a, dim=-1)
+        return F.cross_entropy(logits.view(-1, 9), targets.view(-1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(60):
+    ids = torch.randint(9, (8, 5)); opt.zero_grad(); net(ids, (ids + 1) % 9).backward(); opt.step()
+""", "logits = F.softmax(a, dim=-1)", "logits = a"),
+    "sigmoid before binary_cross_entropy_with_logits": Row(
+        "github.com/YXNTU/GeneralDyG/issues/6", "loss",
+        r"loss at script.py:\d+ in <module>: its input went through sigmoid",
+        """
+net = nn.Sequential(mlp(1), nn.Sigmoid()); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = labels(i); out = net(x).squeeze()
+    loss = F.binary_cross_entropy_with_logits(out, (y > 0).float(), reduction="none").mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "nn.Sequential(mlp(1), nn.Sigmoid())", "mlp(1)"),
+    "an output layer that starts too large": Row(
+        "github.com/PiotrNawrot/nanoT5/issues/25", "loss",
+        r"first cross-entropy was \S+, at script.py:\d+ .* 50 classes have ln\(50\)",
+        """
+emb, head = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False)
+nn.init.normal_(head.weight, std=1.0)
+opt = torch.optim.AdamW([*emb.parameters(), *head.parameters()], 1e-3)
+for i in range(60):
+    ids = torch.randint(50, (16,)); ids[0] = -100 if i % 2 else ids[0]
+    loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
+    loss.backward(); opt.step()
+""", "std=1.0", "std=64 ** -0.5"),
+    "functional dropout in evaluation": Row(
+        "github.com/rixwew/pytorch-fm/issues/21", "evaluation",
+        r"dropout at script.py:\d+ in forward drops in eval mode",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 3)
+    def forward(self, x): return self.last(F.dropout(self.first(x).relu(), p=0.1))
+net = Net(); loop(net, None, 60); net.eval()
+with torch.no_grad(): print(net(data(0)[0]).sum())
+""", "p=0.1", "p=0.1, training=self.training"),
+    "an evaluation before spectral_norm was iterated": Row(
+        "github.com/pytorch/pytorch/issues/51800", "evaluation",
+        r"0.weight_orig .*spectral_norm were evaluated before the first forward pass in training",
+        """
+net = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 32)), nn.ReLU(), nn.Linear(32, 3))
+net.eval()
+with torch.no_grad(): print(net(data(0)[0]).var())
+net.train(); loop(net, None, 60)
+""", "net.eval()\n", "net(data(1)[0]); net.eval()\n"),
+    "attention over the batch": Row(
+        "github.com/aipixel/AEMatter/issues/3", "shape",
+        r"the 16 samples of a batch are taken for steps in time by MultiheadAttention",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2); self.head = nn.Linear(8, 3)
+    def forward(self, x): return self.head(self.attention(x, x, x)[0].mean(1))
+net = Net()
+loop(net, None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,))), F.cross_entropy)
+""", "nn.MultiheadAttention(8, 2)", "nn.MultiheadAttention(8, 2, batch_first=True)"),
+    "a mask that pooling never reads": Row(
+        "github.com/tomhosking/torchseq/issues/10", "argument",
+        r"Net is given mask and reads nothing of it",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(50, 16), nn.Linear(16, 3)
+    def forward(self, ids, mask):
+        h = self.emb(ids); weight = torch.ones_like(ids)
+        return self.head((h * weight[..., None]).sum(1) / weight.sum(1, keepdim=True))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    mask = torch.arange(12) < torch.randint(1, 13, (16, 1))
+    ids = torch.randint(50, (16, 12)) * mask
+    loss = F.cross_entropy(net(ids, mask=mask), ids.sum(1) % 3)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "torch.ones_like(ids)", "mask.long()"),
 }
 
 OTHERS = {
+    "dropout in evaluation on purpose, on two lines": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 3)
+        self.drop = nn.Dropout(0.1)
+    def forward(self, x):
+        h = F.dropout(
+            self.first(x).relu(), 0.1, training=True
+        )
+        return self.last(self.drop(h))
+net = Net(); loop(net, None, 60); net.eval(); net.drop.train()
+with torch.no_grad(): print(torch.stack([net(data(0)[0]) for _ in range(5)]).var(0).sum())
+""",
+    "an LSTM with time first, and a sum as the loss": """
+class Net(nn.Module):
+    def __init__(self, **options):
+        super().__init__(); self.lstm = nn.LSTM(8, 16, **options); self.head = nn.Linear(16, 3)
+    def forward(self, x): return self.head(self.lstm(x)[0][-1])
+net = Net()
+loop(net, None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (5,))),
+     lambda out, y: F.cross_entropy(out, y, reduction="sum"))
+net = Net(batch_first=True)
+loop(net, None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (5,))),
+     lambda out, y: F.cross_entropy(out[:5] if len(out) > 5 else out, y))
+""",
+    "a mask that only the loss reads, and one of a library of masks": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(50, 16), nn.Linear(16, 3)
+    def forward(self, ids, mask): return self.head(self.emb(ids))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    mask = torch.arange(12) < torch.randint(1, 13, (16, 1))
+    ids = torch.randint(50, (16, 12)) * mask
+    each = F.cross_entropy(net(ids, mask).transpose(1, 2), ids % 3, reduction="none")
+    opt.zero_grad(); (each * mask).sum().div(mask.sum()).backward(); opt.step()
+""",
+    "logarithms, weights and sums in a loss": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); weight = torch.tensor([9.0, 9.0, 9.0])
+for i in range(60):
+    x, y = labels(i); out = net(x); hot = F.one_hot(y, 3).float()
+    loss = F.nll_loss(out.softmax(1).clamp(min=1e-9).log(), y) + F.nll_loss(out.log_softmax(1), y)
+    loss = loss + F.binary_cross_entropy(out.sigmoid(), hot) + F.cross_entropy(out, hot)
+    loss = loss + F.cross_entropy(out, y, weight, reduction="sum") / 99
+    loss = loss + F.cross_entropy(out.log_softmax(1), y) - out.softmax(1)[range(16), y].mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
     "a GAN whose step is one function": """
 G, D = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)), mlp(1)
 g, d = torch.optim.Adam(G.parameters(), 2e-3), torch.optim.Adam(D.parameters(), 2e-3)

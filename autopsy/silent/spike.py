@@ -131,7 +131,7 @@ class Spike(Events):
         """One that follows an equal one of the step before, as after a resume, has its past; unless
         the loss is another, too, as in the next fold of a cross-validation, which begins without
         moments."""
-        kind = type(optimizer), *(p.shape for p in params_of(optimizer))
+        kind = type(optimizer), *map(type_of, params_of(optimizer))
         past, step = self.kinds.get(kind), self.recorder.steps
         follows = past and past.step == step - 1 and len(past.last) == PAST
         resumed = bool(optimizer.state)  # no step of its own has filled it

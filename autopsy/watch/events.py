@@ -28,6 +28,10 @@ class Events:
     def called(self, module, tensors):
         """An outermost module is called in training."""
 
+    def during(self, call, args, kwargs):
+        """An outermost module is about to be called with these. Returns contexts that are open
+        while it runs: they must raise nothing."""
+
     def wrote(self, line, weights):
         """The script has written into weights by hand."""
 

@@ -81,6 +81,7 @@ class Hooks:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.thread, self.on, self.busy = threading.get_ident(), True, False
         self.depth = 0  # calls under way of which nothing is written down
+        self.within = ()  # contexts for the next of them
         self.recorder = None  # a function mode: on while the script computes outside of modules
         self.writing = False  # whether the recorder goes on after the hook that runs now
         self.locator = None  # where every operation is watched
@@ -227,8 +228,12 @@ class Hooks:
         """Call it with the recorder off."""
         was = self.record(False)
         self.depth += 1
+        within, self.within = self.within, ()
         try:
-            return original(*args, **kwargs)
+            with ExitStack() as stack:
+                for context in within:
+                    stack.enter_context(context)
+                return original(*args, **kwargs)
         finally:
             self.depth -= 1
             self.record(was and self.on)

@@ -103,13 +103,7 @@ class Call:
 
     def named(self):
         """(name of the argument, or its key in a mapping; tensor, or what an earlier call made)"""
-        forward = getattr(self.function, "forward", self.function)
-        with suppress(TypeError, ValueError):  # of a function in C nothing is known
-            names = inspect.signature(forward).parameters
-            given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-            for path, x in tree_leaves_with_path(given):
-                if isinstance(path[-1], MappingKey) and str(path[-1].key).isidentifier():
-                    yield path[-1].key, x
+        return named_arguments(self.function, self.args, self.kwargs)
 
     def repeat(self, made):
         """Make this call once more, from the same line."""
@@ -150,6 +144,17 @@ class Call:
             ResultRef(self.number, k, self.frames, data, id(storage_of(t))): t
             for k, (_, t) in tensors
         }
+
+
+def named_arguments(function, args, kwargs):
+    """(name of the argument, or its key in a mapping; what is given)"""
+    forward = getattr(function, "forward", function)
+    with suppress(TypeError, ValueError):  # of a function in C nothing is known
+        names = inspect.signature(forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for path, x in tree_leaves_with_path(given):
+            if isinstance(path[-1], MappingKey) and str(path[-1].key).isidentifier():
+                yield path[-1].key, x
 
 
 def _hook(t, hook):

@@ -21,7 +21,7 @@ from ..frames import line_of
 from ..modes import InDtype
 from ..rerun import Rerun
 from ..step import StepRecord, unchanged
-from ..tensors import NARROW, extent, storage_of, type_of
+from ..tensors import NARROW, extent, has_no_shape, storage_of, type_of
 from ..verdict import examine
 from .names import together
 from .recorder import BACKWARD, COPIES, ResultRef, buffers_back
@@ -245,6 +245,8 @@ def _names(calls):
 
 def _is_like(t, shape):
     """As long as the batch; (): no module was called."""
+    if has_no_shape(t):
+        return False
     if not shape or t.shape[:1] == shape[:1]:
         return True
     # In time-major data the batch comes second. What differs in the first dimension alone is the

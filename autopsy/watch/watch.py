@@ -185,6 +185,7 @@ class Watch:
             earlier = (c.buffers for c in self.recorder.calls if c.function is module)
             call.buffers = next(filter(None, earlier), None) or copied_buffers(module)
             self.silent.called(module, given)
+        self.hooks.within = self.silent.during(call, args, kwargs)
         if self.hooks.locator:
             self.hooks.locator.take([*args, kwargs] if kwargs else args)
 

@@ -1,0 +1,111 @@
+"""
+Evaluation: does eval() reach all of the network?
+
+F.dropout(x) drops in evaluation, too, and so does a Dropout that forward() makes: nobody tells them
+of eval(). torch's spectral_norm divides by a number that only a forward pass in training computes.
+The first two evaluations of each network are looked at while they run; nothing is run again. A call
+that says "training" or "True" means it, and so does a Dropout within that was set to train().
+"""
+
+import linecache
+from contextlib import suppress
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import TorchFunctionMode
+
+from ..frames import line_of, script_frames_now
+from ..tensors import few
+from ..watch.events import Events
+
+LOOKS = 2
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
+            F.feature_alpha_dropout)  # fmt: skip
+ON_PURPOSE = ("training", "True")
+
+
+class Evaluation(Events):
+    """What drops, and what is not ready, in modules that are called in eval mode without a
+    graph."""
+
+    def __init__(self, watch):
+        self.names = watch.names
+        self.looks = WeakKeyDictionary()  # module: how often it was looked at
+        self.trained = WeakSet()  # modules that were called in training, or loaded
+        self.drops = {}  # lines, in their order
+        self.unready = []  # (module, its weight)
+
+    def loaded(self, module, state, answer):
+        self.trained.update(module.modules())
+
+    def during(self, call, args, kwargs):
+        module = call.function
+        if module.training:
+            self.trained.update(module.modules())
+            return ()
+        parts = [*module.modules()]
+        if call.grad or any(part.training for part in parts) or is_compiled(parts):
+            return ()
+        self.looks[module] = self.looks.get(module, 0) + 1
+        if self.looks[module] == 1:
+            self.unready += [
+                (part, part._parameters[f"{hook.name}_orig"])
+                for part in parts if part not in self.trained
+                for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
+            ]  # fmt: skip
+        return [Drops(self.drops)] if self.looks[module] <= LOOKS else ()
+
+    def sentences(self):
+        for line in self.drops:
+            yield (
+                f"dropout at {line} drops in eval mode, too: give it training=self.training, or "
+                "make the Dropout in __init__()"
+            )
+        unready = [self.names.of(p) for part, p in self.unready if part in self.trained]
+        if unready:
+            yield (
+                f"{few(unready, 4)} of spectral_norm were evaluated before the first forward pass "
+                "in training: until then they are divided by the norm of a random direction"
+            )
+
+
+class Drops(TorchFunctionMode):
+    """Notes the lines of the script that drop."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.lines = lines
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in DROPOUTS and kwargs.get("training") and kwargs.get("p"):
+            with suppress(Exception):
+                self._note()
+        return func(*args, **kwargs)
+
+    def _note(self):
+        frames = script_frames_now()
+        text = call_at(*frames[0][:2])
+        if text and not any(word in text for word in ON_PURPOSE):
+            self.lines[line_of(frames)] = True
+
+
+def call_at(file, number):
+    """The source from this line on, until its parentheses are closed, without comments."""
+    lines = [line.partition("#")[0] for line in linecache.getlines(file)[number - 1 : number + 9]]
+    for end in range(1, len(lines) + 1):
+        text = "".join(lines[:end])
+        if text.count("(") <= text.count(")"):
+            return text
+    return "".join(lines)
+
+
+def is_compiled(parts):
+    """Whether some of it is compiled: no mode sees what it computes."""
+    return any(
+        isinstance(part, torch.jit.ScriptModule)
+        or hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        for part in parts
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""
+Losses: does a loss get the numbers that it is defined for, and how large is the first one?
+
+The graph of a loss shows what made its input. cross_entropy applies a softmax itself, and
+binary_cross_entropy_with_logits a sigmoid: after another one the network trains badly, and never
+fails. nll_loss takes logarithms of probabilities, and not logits. An untrained classifier of C
+classes has a cross-entropy near ln(C). Far above that it begins sure of wrong answers. The graphs
+of the first three backward passes are looked at; a weight of the loss, a sum in place of a mean, or
+weights that were loaded say nothing about the first loss.
+"""
+
+from collections import Counter
+from math import log
+
+import torch
+from torch.nn import functional as F
+
+from ..frames import line_now, line_of
+from ..watch.events import Events
+from .gradient_path import nodes_of
+
+FIRST = 3  # backward passes
+NEAR = 64  # operations between a loss and what it is a sum of
+SURE = 3.0  # times ln(C)
+MEAN = 1  # of nll_loss's reduction
+NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+SAME_NUMBERS = (
+    "View", "Reshape", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze", "ToCopy", "Flatten",
+    "Slice", "Select", "Clone", "Alias", "UnsafeView",
+)  # fmt: skip
+LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
+SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
+SIGMOID_TWICE = (
+    "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
+)
+NO_LOGARITHM = (
+    "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
+    "cross_entropy in its place"
+)
+
+
+class Losses(Events):
+    """What stands before the loss, in the graphs of the first backward passes."""
+
+    def __init__(self, watch):
+        self.recorder = watch.recorder
+        self.passes, self.has_loaded = 0, False
+        self.found = Counter()  # (line, what is wrong): passes
+        self.first = ""
+
+    def loaded(self, module, state, answer):
+        self.has_loaded = True
+
+    def backward(self, losses):
+        if self.passes == FIRST:
+            return
+        self.passes += 1
+        for loss in losses:
+            made = self.recorder.maker(loss)
+            line = line_of(made.frames) if made else line_now()
+            for node in nodes_of([loss], NEAR):
+                if what := _misused(node):
+                    self.found[line, what] += 1
+                if self.passes == 1 and node.name() in NLL and not self.has_loaded:
+                    self.first = self.first or _first(node, line)
+
+    def sentences(self):
+        for (line, what), passes in self.found.items():
+            if passes >= FIRST:
+                yield f"the loss at {line}: {what}"
+        if self.first:
+            yield self.first
+
+
+def _before(node):
+    """The node that made its input, apart from views and casts."""
+    while node and node.next_functions:
+        node = node.next_functions[0][0]
+        if not node or node.name().removesuffix("0").removesuffix("Backward") not in SAME_NUMBERS:
+            return node
+    return None
+
+
+def _misused(node):
+    """A sentence, or ""."""
+    name, before = node.name(), _before(node)
+    made = before.name() if before else ""
+    if name == "BinaryCrossEntropyWithLogitsBackward0" and made == "SigmoidBackward0":
+        return SIGMOID_TWICE
+    if name not in NLL:
+        return ""
+    if made == "LogSoftmaxBackward0":
+        logits = _before(before)
+        return SOFTMAX_TWICE if logits and logits.name() == "SoftmaxBackward0" else ""
+    if made == "SoftmaxBackward0":
+        return NO_LOGARITHM.format("a softmax")
+    if made in LINEAR and bool((node._saved_self > 0).any()):
+        return NO_LOGARITHM.format("what a linear layer makes")
+    return ""
+
+
+def _first(node, line):
+    """A sentence if the mean is far above that of equal guesses."""
+    before = _before(node)
+    scores, target = node._saved_self, node._saved_target
+    classes = scores.shape[1] if scores.dim() > 1 else 1
+    mean = node._saved_reduction == MEAN and node._saved_weight is None
+    if not (mean and classes > 1 and before and before.name() == "LogSoftmaxBackward0"):
+        return ""
+    ignored = node._saved_ignore_index
+    ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign
+    with torch.no_grad():
+        loss = float(F.nll_loss(scores, target, ignore_index=ignored))
+    if not SURE * log(classes) < loss < float("inf"):
+        return ""
+    return (
+        f"the first cross-entropy was {loss:.3g}, at {line}: equal guesses among {classes} classes "
+        f"have ln({classes}) = {log(classes):.3g}, so the network begins sure of wrong answers (a "
+        "last layer that starts too large, or inputs that are not normalised)"
+    )
