@@ -43,19 +43,22 @@ class Evaluation(Events):
     def during(self, call, args, kwargs):
         module = call.function
         if module.training:
-            self.trained.update(module.modules())
+            if module not in self.trained:
+                self.trained.update(module.modules())
+            return ()
+        looks = self.looks[module] = self.looks.get(module, 0) + 1
+        if call.grad or looks > LOOKS:
             return ()
         parts = [*module.modules()]
-        if call.grad or any(part.training for part in parts) or is_compiled(parts):
+        if any(part.training for part in parts) or is_compiled(parts):
             return ()
-        self.looks[module] = self.looks.get(module, 0) + 1
-        if self.looks[module] == 1:
+        if looks == 1:
             self.unready += [
                 (part, part._parameters[f"{hook.name}_orig"])
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
-        return [Drops(self.drops)] if self.looks[module] <= LOOKS else ()
+        return [Drops(self.drops)]
 
     def sentences(self):
         for line in self.drops:
