@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import batches, cifar10, imagefolder, synthetic
+from . import batches, cifar10, synthetic
 
 NAMES = {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")}
 NAMES = sorted(NAMES - {"batches", "decode", "decoded_cache"})
@@ -183,8 +183,8 @@ def load(
     name None: CIFAR-10 from `folder` or by download; the synthetic images if neither works.
     image_size: for imagefolder; the images of cifar10 and synthetic are 32 x 32. cache_dir None:
     imagefolder decodes at every access. val_share: for a folder without a split: 0.2. Raises
-    WrongArgument and FileNotFoundError for a wrong argument, decoded_cache.NoCache, and OSError and
-    ValueError for bad data: each a sentence that names the folder or file.
+    WrongArgument and FileNotFoundError for a wrong argument, OSError and ValueError for bad data:
+    each a sentence that names the folder or file.
     """
     if folder and not Path(folder).is_dir():
         raise WrongArgument(f"--data-dir {folder} is not a folder")
@@ -195,6 +195,8 @@ def load(
                 "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
                 "or with <class>/"
             )
+        from . import imagefolder  # with the cache, for nobody else
+
         if val_share is None and None in imagefolder.split_folders(Path(folder)):
             val_share = 0.2
         try:
@@ -203,6 +205,11 @@ def load(
             )
         except imagefolder.WrongShare as error:
             raise WrongArgument(error) from error
+        except imagefolder.NoCache as error:
+            raise WrongArgument(
+                f"{error}. --cache-dir names another folder; --workers 2 decodes at every access, "
+                "without a cache"
+            ) from error
         return Dataset(name, *loaded, scale=(0.35, 1.0), val_share=val_share)
     if val_share is not None:
         raise WrongArgument("--val-share is for --dataset imagefolder")
@@ -218,6 +225,8 @@ def load(
     def from_images(folder):
         """CIFAR-10 takes 184 MB. Without a writable folder the cache is temporary (Windows
         keeps it: it is mapped)."""
+        from . import imagefolder
+
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             home = writable(cache_dir or ".cache", temporary)
             return imagefolder.load(folder, 32, only="CIFAR-10", cache_dir=home, **how)

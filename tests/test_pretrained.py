@@ -12,7 +12,7 @@ from helpers import last_state, refused
 
 from data import batches
 from models import build
-from trainer import pretrained, record
+from trainer import plan, pretrained, record
 
 CLASSES = [f"class{i}" for i in range(10)]
 
@@ -50,7 +50,7 @@ def test_every_form_of_a_file_loads_and_brings_its_normalisation(run, learnt, fo
     start = lines[0]["start"]
     assert len(start["loaded"]) == len(torch.load(run.folder / "best.pt", weights_only=True))
     rates = {group["lr_scale"] for group in last_state(run)["optimizers"][0]["param_groups"]}
-    assert rates == {pretrained.SLOW}, "nothing is new"
+    assert rates == {plan.SLOW}, "nothing is new"
 
 
 def other_classes(folder):

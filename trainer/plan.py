@@ -14,6 +14,8 @@ from ranks import refuse
 from .flags import scaled_lr
 from .record import Run
 
+SLOW = 0.1  # of the rate, for weights that --init has loaded
+
 
 def choose_batch(run: Run):
     """Set the batch size and the learning rate, and a reason for them. The recipe's batch may be

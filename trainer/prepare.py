@@ -11,6 +11,8 @@ of the run and fills in its part of it. Two rules:
                     is not wrapped: whoever forks this repository needs its traceback.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import fnmatch
 import functools
@@ -18,6 +20,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,7 +32,7 @@ import fp32
 import guards
 import optim
 import report
-from data import WrongArgument, batches, decoded_cache, load
+from data import WrongArgument, batches, load
 from extras import ema, graphs, muon
 from models import DoesNotFit, build, fitting, set_drop_path, wrap
 from ranks import (
@@ -43,8 +46,11 @@ from ranks import (
     refusing,
 )
 
-from . import classes, plan, pretrained, progress, resume
+from . import classes, plan, resume
 from .record import Plain, Run, loss_names
+
+if TYPE_CHECKING:
+    from .pretrained import Weights
 
 
 def setup(run: Run, train_step: Callable):
@@ -76,7 +82,9 @@ def setup(run: Run, train_step: Callable):
     hidden = hides_progress()
     run.bar = tqdm(total=run.total_steps, initial=run.step, disable=hidden, unit="step")
     if hidden and run.rank == 0:
-        run.bar = progress.Lines(run)
+        from .progress import Lines
+
+        run.bar = Lines(run)
     decided = {
         "device": f"{run.identity['hardware']}, torch {torch.__version__}",
         "precision": str(run.policy),
@@ -85,7 +93,7 @@ def setup(run: Run, train_step: Callable):
                  + compiled,
         "init": began,
         "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up"
-                     + (f"; {pretrained.SLOW} times the rate for what was loaded" if began else ""),
+                     + (f"; {plan.SLOW} times the rate for what was loaded" if began else ""),
         "length": length,
         "output": f"{run.folder}{resumed}",
         "start": f"{sum(spent.values()):.1f} s: "
@@ -124,7 +132,7 @@ def process(run: Run) -> int:
     return local_rank
 
 
-def read_init(run: Run, saved: dict | None, local_rank: int) -> pretrained.Weights | None:
+def read_init(run: Run, saved: dict | None, local_rank: int) -> Weights | None:
     """Read --init, unless the run goes on from a checkpoint. The normalisation goes with the
     weights, and the size of the images too."""
     if saved:
@@ -134,6 +142,8 @@ def read_init(run: Run, saved: dict | None, local_rank: int) -> pretrained.Weigh
             refusing(checkpoint.CheckpointError, OSError),
             first_on_each_machine(local_rank),
         ):
+            from . import pretrained  # for nobody else
+
             weights = pretrained.read(run.args.init, run.args.model)
         facts = ("mean", "std", "image_size")
         run.start = {name: weights.known.get(name) for name in facts}
@@ -160,8 +170,6 @@ def data(run: Run, local_rank: int) -> list[str]:
     with (
         refusing(OSError, ValueError, code=4),
         refusing(WrongArgument, FileNotFoundError),
-        refusing(decoded_cache.NoCache, advice=". --cache-dir names another folder; --workers 2 "
-                 "decodes at every access, without a cache"),
         first_on_each_machine(local_rank),
     ):
         run.data = load(
@@ -209,7 +217,7 @@ def data(run: Run, local_rank: int) -> list[str]:
     return left_out
 
 
-def network(run: Run, weights: pretrained.Weights | None) -> str:
+def network(run: Run, weights: Weights | None) -> str:
     """Build the network, bare and with its loss, on the device. Returns a sentence about --init."""
     args = run.args
     recipe = args.recipe
@@ -229,6 +237,10 @@ def network(run: Run, weights: pretrained.Weights | None) -> str:
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
         seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
+    if not (weights or args.freeze):
+        return ""
+    from . import pretrained
+
     began = pretrained.start_from(run, weights) if weights else ""
     pretrained.freeze(run.net, args.freeze)
     return began
@@ -295,7 +307,7 @@ def training(run: Run):
     args, recipe = run.args, run.args.recipe
     masters = run.policy.masters
     matrices = muon.matrices(run.net, args.muon)
-    loaded = dict.fromkeys(run.start["loaded"] if run.start else (), pretrained.SLOW)
+    loaded = dict.fromkeys(run.start["loaded"] if run.start else (), plan.SLOW)
     groups = optim.param_groups(
         run.net, args.weight_decay, args.no_decay, loaded | recipe["lr_scale"], skip=matrices
     )

@@ -12,8 +12,8 @@ named. Three things go wrong in silence elsewhere, and not here:
                     in eval().
 
 The head is fitted first, on the features of the loaded weights (Kumar et al., arXiv 2202.10054):
-gradients of a random head would spoil what was loaded. Then all learn, the loaded tensors at SLOW
-times the rate. This file is wiring.
+gradients of a random head would spoil what was loaded. Then all learn, the loaded tensors at
+plan.SLOW times the rate. This file is wiring.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from ranks import refuse
 
 from .record import Run
 
-SLOW = 0.1  # of the rate, for what was loaded
 LEAST = 0.1  # of the numbers of a network: timm's swin shares the last norm's names with ours alone
 IMAGENET = {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]}  # in 0..255
 INSIDE = ("state_dict", "model_state_dict", "model")  # where other programs keep the weights
