@@ -5,7 +5,7 @@ The graph of a loss shows what made its input. cross_entropy applies a softmax i
 binary_cross_entropy_with_logits a sigmoid: after another one the network trains badly, and never
 fails. nll_loss takes logarithms of probabilities, and not logits. An untrained classifier of C
 classes has a cross-entropy near ln(C). Far above that it begins sure of wrong answers. The graphs
-of the first three backward passes are looked at; a weight of the loss, a sum in place of a mean, or
+of the first backward passes are looked at; a weight of the loss, a sum in place of a mean, or
 weights that were loaded say nothing about the first loss.
 """
 
@@ -19,7 +19,8 @@ from ..frames import line_now, line_of
 from ..watch.events import Events
 from .gradient_path import nodes_of
 
-FIRST = 3  # backward passes
+FIRST = 12  # backward passes, of all losses
+OFTEN = 3  # of one line
 NEAR = 64  # operations between a loss and what it is a sum of
 SURE = 3.0  # times ln(C)
 MEAN = 1  # of nll_loss's reduction
@@ -58,15 +59,15 @@ class Losses(Events):
         for loss in losses:
             made = self.recorder.maker(loss)
             line = line_of(made.frames) if made else line_now()
-            for node in nodes_of([loss], NEAR):
-                if what := _misused(node):
-                    self.found[line, what] += 1
+            nodes = nodes_of([loss], NEAR)
+            self.found.update((line, what) for what in {*map(_misused, nodes)} - {""})
+            for node in nodes:
                 if self.passes == 1 and node.name() in NLL and not self.has_loaded:
                     self.first = self.first or _first(node, line)
 
     def sentences(self):
         for (line, what), passes in self.found.items():
-            if passes >= FIRST:
+            if passes >= OFTEN:
                 yield f"the loss at {line}: {what}"
         if self.first:
             yield self.first
