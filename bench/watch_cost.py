@@ -4,10 +4,12 @@ alone.
 
     python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
 
-The script trains a transformer of 10.7 million parameters, or a network of eight convolutions with
-BatchNorm (`--model conv`), with AdamW, and prints the seconds of each step. It runs as a process of
-its own, alone and under autopsy in turns. A ratio is that of the two medians of one turn; the first
-steps of each run, in which memory is allocated, do not count.
+The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of
+each step. `--model`: a network of eight convolutions with BatchNorm, or steps of many small calls:
+an MLP, a cart-pole with a policy gradient (rl), an ODE solver (ode), a recurrent loop in Python
+(rnn). It runs as a process of its own, alone and under autopsy in turns. A ratio is that of the two
+means of one turn, because only some of the small steps are recorded; the first fifth of a run, in
+which memory is allocated and every step is recorded, does not count.
 """
 
 import statistics
@@ -31,7 +33,7 @@ optimizer = torch.optim.AdamW(net.parameters())
 x, y = x.to(device), y.to(device)
 for step in range(STEPS):
     began = time.CLOCK()
-    loss = torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)
+    loss = LOSS
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -39,6 +41,10 @@ for step in range(STEPS):
         torch.cuda.synchronize()
     print(f"{loss.item():.6f} {time.CLOCK() - began:.6f}")
 '''
+
+CLASSIFIER = "torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)"
+LOSSES = {"rl": "episode()", "ode": "(solve(x) - y).abs().mean()"}
+SMALL = 600  # steps of what takes a few milliseconds
 
 MODELS = {
     "transformer": '''
@@ -55,15 +61,73 @@ for k, wider in enumerate((32, 32, 64, 64, 128, 128, 256, 256)):
 net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256 * 4, 10))
 x, y = torch.randn(4 * BATCH, 3, 32, 32), torch.randint(0, 10, (4 * BATCH,))
 ''',
+    "mlp": '''
+net = torch.nn.Sequential(torch.nn.Linear(4, 120), torch.nn.ReLU(), torch.nn.Linear(120, 84),
+                          torch.nn.ReLU(), torch.nn.Linear(84, 10))
+x, y = torch.randn(128, 4), torch.randint(0, 10, (128,))
+''',
+    "rl": '''
+import math
+net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+x = y = torch.zeros(1)
+
+def moved(state, push):  # a cart-pole
+    x, v, angle, turn = state
+    force = 10.0 if push else -10.0
+    part = (force + 0.05 * turn * turn * math.sin(angle)) / 1.1
+    bend = 9.8 * math.sin(angle) - math.cos(angle) * part
+    bend /= 0.5 * (4 / 3 - 0.1 * math.cos(angle) ** 2 / 1.1)
+    push = part - 0.05 * bend * math.cos(angle) / 1.1
+    return x + 0.02 * v, v + 0.02 * push, angle + 0.02 * turn, turn + 0.02 * bend
+
+def episode():
+    state, logs = (0.0, 0.0, 0.01, 0.0), []
+    while len(logs) < 50 and abs(state[2]) < 0.2:
+        policy = torch.distributions.Categorical(logits=net(torch.tensor(state)))
+        action = policy.sample()
+        logs.append(policy.log_prob(action))
+        state = moved(state, action.item())
+    returns = torch.arange(len(logs), 0, -1.0) / 50
+    return -(torch.stack(logs) * returns).mean()
+''',
+    "ode": '''
+net = torch.nn.Sequential(torch.nn.Linear(2, 50), torch.nn.Tanh(), torch.nn.Linear(50, 2))
+x, y = torch.randn(20, 2), torch.randn(20, 2)
+
+def solve(y, h=0.05):
+    for _ in range(10):  # Runge and Kutta
+        a = net(y ** 3)
+        b = net((y + h * a / 2) ** 3)
+        c = net((y + h * b / 2) ** 3)
+        d = net((y + h * c) ** 3)
+        y = y + h * (a + 2 * b + 2 * c + d) / 6
+    return y
+''',
+    "rnn": '''
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = torch.nn.GRUCell(16, 64), torch.nn.Linear(64, 10)
+
+cells = Recurrent()
+def net(x):
+    h = torch.zeros(x.shape[1], 64)
+    for row in x:
+        h = cells.cell(row, h)
+    return cells.head(h)
+net.to, net.parameters = lambda device: net, cells.parameters
+x, y = torch.randn(30, 32, 16), torch.randint(0, 10, (32,))
+''',
 }
 
 
 def steps(command, folder):
-    """(the losses as printed, median seconds of a step)."""
+    """(the losses as printed, mean seconds of a step)."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     rows = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 2]
     rows = [row for row in rows if row[0].replace(".", "").isdigit()]
-    return [loss for loss, _ in rows], statistics.median(float(seconds) for _, seconds in rows[4:])
+    late = rows[len(rows) // 5 :]
+    return [loss for loss, _ in rows], statistics.mean(float(second) for _, second in late)
 
 
 def main():
@@ -73,13 +137,15 @@ def main():
                         default="perf_counter",
                         help="process_time: of the CPU, where other work runs beside it")
     args = parser.parse_args()
-    turns, count, batch = (1, 6, 2) if args.smoke else (TURNS[args.device], 20, 16)
+    many = SMALL if args.model in ("mlp", "rl", "ode", "rnn") else 20
+    turns, count, batch = (1, 6, 2) if args.smoke else (TURNS[args.device], many, 16)
     name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
     head = record.begin(name, args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
         script = SCRIPT.replace("MODEL", MODELS[args.model]).replace("CLOCK", args.clock)
         script = script.replace("DEVICE", args.device)
+        script = script.replace("LOSS", LOSSES.get(args.model, CLASSIFIER))
         script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
         Path(folder, "script.py").write_text(script)
         for turn in range(len(rounds), turns):

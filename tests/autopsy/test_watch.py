@@ -10,8 +10,11 @@ import pytest
 import torch
 from helpers import ROOT, rows_of, run_ranks, run_script
 
+from autopsy.watch.budget import Budget
 from autopsy.watch.deferred import DeferredChecks
 from autopsy.watch.events import Events, Listeners
+from autopsy.watch.hooks import Hooks
+from autopsy.watch.recorder import CallRecorder
 from bench import finite_faults
 
 PREAMBLE = """
@@ -1961,3 +1964,74 @@ def test_a_check_that_raises_ends_alone():
     listeners.over()
     assert good.n == 2 and len(listeners.failures) == 1
     assert "the check Broken failed (KeyError: 'its own fault')" in listeners.failures[0]
+
+
+@pytest.mark.parametrize("share, cost, steps", [
+    (0.2, 0.001, 100), (0.2, 10.0, 14), (0.0, 0.001, 14), (1.0, 10.0, 100),
+])  # fmt: skip
+def test_what_costs_more_than_its_share_is_not_recorded(share, cost, steps):
+    now = 0.0
+    budget = Budget(share, clock=lambda: now)
+    for step in range(100):
+        now += 0.1  # of the script
+        if budget.recording:
+            began, before = now, budget.spent
+            now += cost
+            budget.spend(began, before)
+        budget.over(step + 1)
+    assert budget.recorded == steps and bool([*budget.sentences()]) == (steps < 100)
+
+
+UNRECORDED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+@torch.jit.script
+def bad(x):
+    return torch.isnan(x).any()
+masked = torch.masked.masked_tensor(torch.eye(2), torch.eye(2).bool())
+for step in range(30):
+    x = torch.randn(5, 4)
+    out = net(x)
+    if fault == "beside":  # what a step that is not recorded must not disturb
+        bad(out), (masked * 2).sum().item(), out[0, 0].tolist(), float(out[0, 0]), masked != masked
+        with torch.no_grad(): net(torch.empty(2, 4).fill_(1)).numpy()
+    if step == 20 and fault == "loss": out = out / (out * 0)  # loss
+    if step == 20 and fault == "raised": torch.distributions.Normal(out * torch.nan, 1)  # raised
+    loss = out.square().mean()
+    if step == 20 and fault in ("asked", "skipped"):
+        loss = loss * torch.inf * 0  # asked skipped
+        if torch.isnan(loss):
+            if fault == "skipped": continue
+            raise ValueError("what is wrong?")
+    optimizer.zero_grad(); loss.backward()
+    if step == 20 and fault == "gradient": net[0].weight.grad.fill_(torch.nan)  # gradient
+    optimizer.step()
+    if step == 20 and fault == "written":
+        with torch.no_grad(): net[0].weight.mul_(torch.nan)  # written
+if fault == "evaluated":
+    with torch.no_grad(): net(torch.full((2, 4), torch.nan))  # evaluated
+print(loss.item().hex(), torch.rand(1).item())
+"""
+
+
+@pytest.mark.parametrize("fault, line, words", [
+    ("loss", "loss", "-> divergence"), ("asked", "asked skipped", "-> data"),
+    ("skipped", "asked skipped", "-> data"), ("raised", "raised", ""),
+    ("gradient", "", ""), ("written", "written", "0.weight is nan"),
+    ("evaluated", "evaluated", "under no_grad"), ("beside", "", ""), ("", "", ""),
+])  # fmt: skip
+def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
+    bare = run(UNRECORDED, fault, watched=False)
+    done = run(UNRECORDED, fault, before=["--share", "0"])
+    assert bare.stdout == done.stdout or fault in ("loss", "gradient", "written")
+    if fault in ("beside", ""):
+        assert done.returncode == 0 and "10 of 30 steps were recorded" in done.stderr, done.stderr
+        return
+    assert done.returncode == 3 and "was not recorded: the script runs again" in done.stderr
+    text = (run.folder / "autopsy.txt").read_text()
+    assert "seen in a second run" in text and words in text, text
+    if line:
+        assert f"script.py:{line_of(UNRECORDED, line)} " in text, text
+    once = run(UNRECORDED, fault, before=["--share", "0", "--one-run"])
+    if fault != "evaluated":
+        assert once.returncode == 3 and "the step was not recorded" in once.stderr, once.stderr
