@@ -2,14 +2,14 @@
 What `python autopsy SCRIPT` costs: time of a training step under autopsy, beside the same script
 alone.
 
-    python bench/watch_cost.py          # about 3 minutes on 2 CPU cores
+    python bench/watch_cost.py          # about 15 minutes on 2 CPU cores
 
-The script trains a transformer of 10.7 million parameters with AdamW, and prints the seconds of
-each step. `--model`: a network of eight convolutions with BatchNorm, or steps of many small calls:
-an MLP, a cart-pole with a policy gradient (rl), an ODE solver (ode), a recurrent loop in Python
-(rnn). It runs as a process of its own, alone and under autopsy in turns. A ratio is that of the two
-means of one turn, because only some of the small steps are recorded; the first fifth of a run, in
-which memory is allocated and every step is recorded, does not count.
+A transformer of 10.7 million parameters, and four kinds of small steps: an MLP, a cart-pole with a
+policy gradient (rl), an ODE solver (ode), a recurrent loop in Python (rnn), each with AdamW.
+`--model` takes one of them, or a network of eight convolutions with BatchNorm (conv). A script runs
+as a process of its own, alone and under autopsy in turns, and prints the seconds of each step. A
+ratio is that of the two means of one turn: only some of the small steps are recorded. The first
+four steps of each run, in which memory is allocated, do not count. On a GPU it runs the transformer.
 """
 
 import statistics
@@ -44,7 +44,7 @@ for step in range(STEPS):
 
 CLASSIFIER = "torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)"
 LOSSES = {"rl": "episode()", "ode": "(solve(x) - y).abs().mean()"}
-SMALL = 600  # steps of what takes a few milliseconds
+STEPS = {"mlp": 5000, "rl": 600, "ode": 1000, "rnn": 1000}  # of a run: some seconds
 
 MODELS = {
     "transformer": '''
@@ -126,38 +126,43 @@ def steps(command, folder):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     rows = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 2]
     rows = [row for row in rows if row[0].replace(".", "").isdigit()]
-    late = rows[len(rows) // 5 :]
-    return [loss for loss, _ in rows], statistics.mean(float(second) for _, second in late)
+    return [loss for loss, _ in rows], statistics.mean(float(second) for _, second in rows[4:])
 
 
-def main():
+def main(argv=None):
     parser = record.arguments(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="transformer")
+    parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--clock", choices=("perf_counter", "process_time"),
                         default="perf_counter",
                         help="process_time: of the CPU, where other work runs beside it")
-    args = parser.parse_args()
-    many = SMALL if args.model in ("mlp", "rl", "ode", "rnn") else 20
-    turns, count, batch = (1, 6, 2) if args.smoke else (TURNS[args.device], many, 16)
-    name = "watch_cost" + ("" if args.model == "transformer" else f"_{args.model}")
-    head = record.begin(name, args)
+    args = parser.parse_args(argv)
+    turns, batch = (1, 2) if args.smoke else (TURNS[args.device], 16)
+    kinds = ["transformer", *STEPS] if args.device == "cpu" else ["transformer"]
+    kinds = [args.model] if args.model else kinds
+    head = record.begin("watch_cost" + (f"_{args.model}" if args.model else ""), args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
-        script = SCRIPT.replace("MODEL", MODELS[args.model]).replace("CLOCK", args.clock)
-        script = script.replace("DEVICE", args.device)
-        script = script.replace("LOSS", LOSSES.get(args.model, CLASSIFIER))
-        script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
-        Path(folder, "script.py").write_text(script)
         for turn in range(len(rounds), turns):
-            printed, seconds = {}, {}
-            for way in list(WAYS)[:: 1 if turn % 2 else -1]:
-                printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
-            assert len(printed["alone"]) == count
-            assert printed["alone"] == printed["watched"], "autopsy changed a printed figure"
-            rounds.append(seconds)
-            print(f"turn {turn + 1}: seconds a step {seconds}")
+            rounds.append({})
+            for kind in kinds:
+                count = 6 if args.smoke else STEPS.get(kind, 20)
+                script = SCRIPT.replace("MODEL", MODELS[kind]).replace("CLOCK", args.clock)
+                script = script.replace("LOSS", LOSSES.get(kind, CLASSIFIER))
+                script = script.replace("DEVICE", args.device)
+                script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
+                Path(folder, "script.py").write_text(script)
+                printed, seconds = {}, {}
+                for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                    printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
+                assert len(printed["alone"]) == count
+                assert printed["alone"] == printed["watched"], "autopsy changed a printed figure"
+                print(f"turn {turn + 1}, {kind}: seconds a step {seconds}")
+                rounds[-1] |= {f"{kind} {way}": second for way, second in seconds.items()}
             record.keep(head, args)
-    head["watched / alone"] = record.ratio(rounds, "watched", "alone")
+    ratios = {kind: record.ratio(rounds, f"{kind} watched", f"{kind} alone") for kind in kinds}
+    head["watched / alone"] = ratios
+    small = [spread["median"] for kind, spread in ratios.items() if kind in STEPS]
+    head["small steps"] = {"mean": statistics.mean(small), "worst": max(small)} if small else {}
     head["printed figures"] = "the same"
     record.write(head, args, ("samples",))
 

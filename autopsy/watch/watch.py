@@ -178,8 +178,7 @@ class Watch:
         if self.recorder.full:
             self.transfer(calm=True)
             self.recorder.forget()
-            if not self.budget.recording:  # there may be no step any more
-                self.budget.recording = True
+            if not self.budget.recording:
                 self._go_on()
         return module, fresh
 
@@ -264,6 +263,8 @@ class Watch:
             self.recorder.note(BACKWARD)
         losses = [t for _, t in inner_tensors(args[0] if args else kwargs["tensors"])]
         self.losses += [t.detach() for t in losses]
+        if len(self.losses) > 99 and not self.budget.recording:
+            self._go_on()  # there may be steps by hand, which only the recorder sees
         self.silent.backward(losses)
 
     def _backward_ends(self, out):
@@ -370,18 +371,19 @@ class Watch:
 
     def _count(self, optimizer):
         """A step is over, with or without an update."""
-        was_recorded = self.budget.recording
         self.recorder.stepped(id(optimizer))
+        was_recorded = self.budget.recording
         self.budget.over(self.recorder.steps, by_hand=id(None) in self.recorder.steps_of)
         if not was_recorded:
-            self._go_on()
+            self._go_on(self.budget.recording)
         self.losses, self.deferred.clipped = [], []
         self.noted.clear()
         self._watch_operations()
         self.silent.over()
 
-    def _go_on(self):
-        """After a part that was not recorded."""
+    def _go_on(self, recording=True):
+        """After a part that was not recorded, is the next one?"""
+        self.budget.recording = recording
         self.recorder.gap = self.recorder.number
         self.hooks.writing = not self.hooks.depth
 

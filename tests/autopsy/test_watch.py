@@ -2035,3 +2035,35 @@ def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
     once = run(UNRECORDED, fault, before=["--share", "0", "--one-run"])
     if fault != "evaluated":
         assert once.returncode == 3 and "the step was not recorded" in once.stderr, once.stderr
+
+
+class NeverSearched(list):
+    """Of calls: nobody walks all of them, nor searches from the front."""
+
+    def __iter__(self):
+        raise AssertionError("walked")
+
+    index = remove = __contains__ = __iter__
+
+
+def test_a_call_and_a_write_cost_the_same_however_many_calls_are_held(monkeypatch):
+    monkeypatch.setattr("autopsy.watch.recorder.COPIED", 8)
+    hooks = Hooks(Budget(1))
+    recorder = hooks.recorder = CallRecorder(hooks)
+    recorder.calls, data = NeverSearched(), torch.arange(40.0)
+    hooks.record(True)
+    try:
+        y = data[0] * 2
+        part = data[3:5]
+        for _ in range(3):
+            y = y * 0.5
+            y.is_floating_point()
+            part += 1
+            data[7].add_(5)
+        z = part * data[7]
+    finally:
+        hooks.close()
+    made = {}
+    for call in list.__getitem__(recorder.calls, slice(None)):
+        call.repeat(made)
+    assert made[recorder.known[y]].equal(y) and made[recorder.known[z]].equal(z)
