@@ -169,7 +169,7 @@ class Watch:
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
-        root = module._modules.get("_orig_mod", module)  # what was compiled
+        root = getattr(module, "_orig_mod", module)  # what was compiled
         fresh = root not in self.names.roots
         if fresh:
             self.names.roots.add(root)

@@ -1931,6 +1931,38 @@ tells("a warm-up on memory that somebody writes is one", STRANGE, 3, {
 })
 
 
+FILLED = PREAMBLE + """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    with torch.autocast("cpu", torch.float16):
+        scores = net(torch.randn(8, 4)) * 1
+        if step == 3 and fault == "too large": scores[:, 1] = float(2 ** 30)  # too large
+        if step == 3 and fault == "infinite": scores[:, 1] = torch.inf  # infinite
+    loss = scores.float().logsumexp(1).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(loss.item())
+"""
+tells("a number that fp16 cannot hold is its fault, an inf is the script's", FILLED, 3, {
+    "too large": "-> precision ... the number 1.07e+09", "infinite": "-> data ... writes inf"})
+
+ACTS = PREAMBLE + """
+policy, target = nn.Linear(4, 2), nn.Linear(4, 2)
+optimizer = torch.optim.Adam(policy.parameters())
+for step in range(5):
+    if fault == "acts": policy(torch.randn(1, 4)).argmax(dim=1).numpy()
+    done, state, after = torch.zeros(16, 1), torch.randn(16, 4), torch.randn(16, 4)
+    done[[3, 7]] = 1
+    done, state, after = (torch.tensor(t.numpy()) for t in (done, state, after))
+    with torch.no_grad():
+        goal = 1 + 0.99 * target(after).amax(1) / (1 - done.flatten())  # here
+    loss = nn.functional.mse_loss(goal, policy(state).amax(1))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("samples are those of the batch though a policy acts before", ACTS, 3,
+      dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"))
+
+
 def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
     deferred, judged, bad = DeferredChecks(), [], torch.tensor([math.nan])
     losses = deferred.entries([bad], lambda t, norm: judged.append("loss"))
