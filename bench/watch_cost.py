@@ -9,7 +9,8 @@ policy gradient (rl), an ODE solver (ode), a recurrent loop in Python (rnn), eac
 `--model` takes one of them, or a network of eight convolutions with BatchNorm (conv). A script runs
 as a process of its own, alone and under autopsy in turns, and prints the seconds of each step. A
 ratio is that of the two means of one turn: only some of the small steps are recorded. The first
-four steps of each run, in which memory is allocated, do not count. On a GPU it runs the transformer.
+four steps of each run, in which memory is allocated, do not count. On a GPU the transformer alone
+runs.
 """
 
 import statistics
