@@ -7,7 +7,6 @@ It also starts a second, quiet run if a step cannot be repeated.
 import argparse
 import gc
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from types import ModuleType
 
 import torch
 
-from ..advice import Advice, Verdict, on_exception
+from ..advice import Advice, Verdict, names_bad_number, on_exception
 from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
@@ -58,7 +57,6 @@ checkpoints, and in wider types, and compares the gradients; those of custom fun
 with central differences."""
 UNWATCHED = 4
 UNRECORDED = "the step was not recorded, because to record takes long here: --share 1 records all"
-NON_FINITE = re.compile(r"\b(nan|inf)\b", re.IGNORECASE)  # in the text of an exception
 RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 
 
@@ -225,7 +223,7 @@ def last_look(watch, failure):
         calls = watch.recorder.calls
         computed = [c.number for c in calls if c.uses() or c.given()]  # no mere table
         report = findings.explain(computed, raised=raised)
-        if not watch.recorder.whole and NON_FINITE.search(str(failure)):
+        if not watch.recorder.whole and names_bad_number(failure):
             findings.found(raised, None, seen=Seen.RAISED)
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
