@@ -428,6 +428,11 @@ def in_its_words(framework, report):
     return f"; in the words of {framework.split('/')[1]}: {words}"
 
 
+def names_bad_number(error):
+    """Whether its text speaks of NaN or inf."""
+    return bool(re.search(r"\b(nan|inf)\b", str(error), re.IGNORECASE))
+
+
 def on_exception(error):
     """What is known of an exception of torch."""
     return next((known for known in RAISED if re.search(known.words, str(error))), Raised(""))

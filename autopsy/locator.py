@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .advice import BY_ZERO, NOT_FINITE, TOO_LOW, UNDERFLOW, Advice
-from .facts import STATE, Kind, Source
+from .facts import STATE, Kind, Repeat, Source
 from .frames import NOWHERE, frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
@@ -30,6 +30,7 @@ from .step import attributes_of
 from .tensors import (
     HALF,
     STATISTIC,
+    Span,
     bad_columns,
     extent,
     flat_tensors,
@@ -228,6 +229,11 @@ class Locator(Operations):
         # Some versions of torch fill with a tensor of one number, or copy it.
         fills = rule.constant or (rule.name == "copy" and spans[-1][0].dim() == 0)
         constant = origin.source and origin.source.kind is Kind.CONSTANT
+        number = self.functions.written  # torch makes a tensor of it unseen, where it overflows
+        if fills and isinstance(number, int | float) and isfinite(number):
+            wide = (Repeat(torch.float32, Span(number, number)),)
+            inputs = (f"the number {number:.3g}",)
+            return replace(origin, source=None, inputs=inputs, in_wider_types=wide)
         if fills and (constant or (given_inf and not origin.source)):
             # A function that fills with NaN by itself is an operation.
             name = self.functions.name

@@ -1,4 +1,5 @@
 import json
+import os
 
 import helpers
 import pytest
@@ -12,6 +13,8 @@ from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
 from trainer import prepare
+
+os.environ.setdefault("AUTOPSY_SHARE", "1")  # every step is recorded, however long that takes
 
 # `-m quick` leaves out what is slow: these files (they start processes, or train for long), every
 # test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.

@@ -72,6 +72,7 @@ class Changes:
             "others": any(not written & mine for _, written in self.written),
             "moved": moved,
             "fresh": self._fresh(optimizer) if more else {},
+            "whole": self.recorder.whole,
         }
         self.written = []
         for call in calls:
@@ -97,6 +98,10 @@ class Changes:
         others = [step["others"] and not step["written"] for step in past.noted]
         return any(others[-LATELY:]) and not all(others[:-LATELY])
 
+    def seen(self, past):
+        """Whether the last few steps were recorded: else writes by hand were not seen."""
+        return all(step["whole"] for step in past.noted[-LATELY:])
+
     def sentence(self, past):
         """What is new since a few steps, or lines that ran for the first time; or ""."""
         before, late = past.noted[:-LATELY], past.noted[-LATELY:]
@@ -117,7 +122,9 @@ class Changes:
             modes = ("eval()", "train()") if now["eval"][0] else ("train()", "eval()")
             return "The network was in {} mode, and in {} mode before".format(*modes)
         known = {line for step in before for line in step["written"]}
-        if lines := [line for step in late for line in step["written"] if line not in known]:
+        whole = all(step["whole"] for step in past.noted)
+        lines = [line for step in late for line in step["written"] if line not in known]
+        if whole and lines:
             return f"Shortly before, weights were written at {lines[0]}"
         if fresh := {name: rate for step in late for name, rate in step["fresh"].items()}:
             rates = few(sorted({*fresh.values()}), 4)
@@ -125,7 +132,8 @@ class Changes:
         if late[-1]["state"] not in earlier("state"):
             return "The optimizer's state is a new one: cleared, or loaded"
         ran = past.lines.items()
-        if new := [frame for frame, step in ran if step == self.recorder.steps]:
+        new = [frame for frame, step in ran if step == self.recorder.steps]
+        if whole and new:
             return f"It was the first step to run {line_of(new[:1])}"
         return ""
 

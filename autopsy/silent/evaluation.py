@@ -31,7 +31,7 @@ class Evaluation(Events):
     graph."""
 
     def __init__(self, watch):
-        self.names = watch.names
+        self.names, self.recorder = watch.names, watch.recorder
         self.looks = WeakKeyDictionary()  # module: how often it was looked at
         self.trained = WeakSet()  # modules that were called in training, or loaded
         self.drops = {}  # lines, in their order
@@ -52,7 +52,7 @@ class Evaluation(Events):
         parts = [*module.modules()]
         if any(part.training for part in parts) or is_compiled(parts):
             return ()
-        if looks == 1:
+        if looks == 1 and not self.recorder.gap:  # else it may have been trained unseen
             self.unready += [
                 (part, part._parameters[f"{hook.name}_orig"])
                 for part in parts if part not in self.trained

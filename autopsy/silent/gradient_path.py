@@ -114,6 +114,8 @@ class RecreatedParameters:
         step = self.recorder.steps
         if step not in (READ, READ + 1) or step in self.found or not self.names.roots:
             return []
+        if not self.recorder.whole:
+            return []  # what calls were given is not known
         known = {p for root in self.names.roots for p in root.parameters()} | {*held}
         if any(hasattr(p, "full_tensor") for p in known):
             return []  # fully_shard() computes with parameters of its own, and frees them

@@ -49,7 +49,7 @@ class Masks(Events):
 
     def stepped(self, optimizer):
         """What else was given them in this step is known now."""
-        for module, call, masks, used in self.open:
+        for module, call, masks, used in self.open if self.recorder.whole else ():
             known = self.looks.setdefault(module, [])
             later = [other for other in self.recorder.calls if other.number > call.number]
             refs = {ref for other in later for ref in other.uses()}

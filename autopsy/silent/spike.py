@@ -160,7 +160,8 @@ class Spike(Events):
     def _spike(self, past, now, recent, times, raised, own=0.0):
         """`raised`: a sentence on the rate. `own`: the least loss of the rows that are named."""
         known = raised and any(jump.since == past.since for jump in self.told)
-        if known or self.changes.target_moved(past):
+        unseen = not (raised or self.changes.seen(past))
+        if known or unseen or self.changes.target_moved(past):
             return
         k, step = times.index(max(times)), self.recorder.steps
         numbers = "" if self.scaling.scaler else f" ({now[k]:.3g} after at most {recent[k]:.3g})"

@@ -61,6 +61,8 @@ class Findings:
         self.knows = -1  # the last step in which it read or asked for one
         self.symptom, self.step, self.reports = "", 0, {}
         self.seen = Seen.COMPUTED
+        self.recorded = True  # was the step of the symptom?
+        self.doubtful = False  # a second run must see the symptom, too: else it is no finding
         self.about = set()  # Sources that a report is about
         self.rank_of_origin = 0
         self.large = {}  # what holds a finite number beyond LIMIT: the step, the number
@@ -89,9 +91,11 @@ class Findings:
             self.infinite[read] = self.explain([made.number])
         self.reads[read] += 1
         single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
-        if made and (loss or (read.made == "nan" and single)):
-            results = [t.detach()] if loss and not span.is_mask else ()
-            self.later(f"the script read {read}", [made.number], results, seen=Seen.READ)
+        results = [t.detach()] if loss and not span.is_mask else ()
+        unknown = results and not self.recorder.whole
+        if unknown or (made and (loss or (read.made == "nan" and single))):
+            targets = [made.number] if made else []
+            self.later(f"the script read {read}", targets, results, seen=Seen.READ)
 
     def told(self):
         """Sentences about bad numbers that the script read, though the run ended well."""
@@ -154,9 +158,12 @@ class Findings:
         self.deferred.transfer()  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
             report = self.explain(targets, results)
-            if not ((report and report.op) or results):
+            doubtful = not (results or self.recorder.whole) and seen is Seen.COMPUTED
+            if not ((report and report.op) or results or doubtful):
                 return False
-            self.found(symptom, report, seen=seen, about=about)
+            if report or self.recorder.whole or not self.symptom:
+                self.found(symptom, report, seen=seen, about=about)
+                self.doubtful = doubtful and not report
         return True
 
     def stop(self, symptom, report, step=None):
@@ -172,6 +179,7 @@ class Findings:
         """Keep it for the end of the script."""
         self.step = self.recorder.steps if step is None else step
         self.symptom, self.seen = f"{symptom} at step {self.step}", seen
+        self.recorded, self.doubtful = self.recorder.whole, False
         if report and report.source not in self.about:  # else a report says what made it so
             self.rank_of_origin = self.hooks.rank
             self._keep(symptom, report)

@@ -29,7 +29,7 @@ class Forward:
 
     def __init__(self, recorder, slope=False):
         self.passes, self.slope = 0, slope
-        calls = recorder.needed(())
+        calls = recorder.needed(()) if recorder.whole else []
         passes = [call for call in calls if call.function is BACKWARD]
         roots = [call for call in passes if call.number > recorder.latest]
         self.losses = [m.number for call in roots for m in call.uses()]

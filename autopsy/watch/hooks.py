@@ -15,7 +15,6 @@ import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from inspect import isfunction, ismethod
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from ..frames import HERE, LIBRARY, TORCH, said, script_frame
+from ..tensors import PLAIN
 
 WARNINGS = warnings.__file__
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
@@ -73,10 +73,25 @@ def _came_from_another_thread(error):
     return called and not known
 
 
+class Method:
+    """A method of torch.Tensor: of a plain tensor, in a step that is not recorded, around(original,
+    t, ...) takes its place. Torch looks methods up in the class: it finds the original."""
+
+    def __init__(self, original, around, hooks):
+        self.original, self.around, self.hooks = original, around, hooks
+
+    def __get__(self, t, kind=None):
+        hooks = self.hooks
+        if type(t) in PLAIN and hooks.reads_are_unseen and t.is_floating_point():
+            return partial(self.around, self.original, t)
+        return self.original.__get__(t, kind)
+
+
 class Hooks:
     """Functions of torch that are wrapped, and whether a hook may run now."""
 
-    def __init__(self):
+    def __init__(self, budget):
+        self.budget = budget
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.thread, self.on, self.busy = threading.get_ident(), True, False
@@ -84,6 +99,7 @@ class Hooks:
         self.within = ()  # contexts for the next of them
         self.recorder = None  # a function mode: on while the script computes outside of modules
         self.writing = False  # whether the recorder goes on after the hook that runs now
+        self.in_step = False  # of an optimizer, which reads numbers of its own
         self.locator = None  # where every operation is watched
         self.unwatched = set()  # sentences
         self.failure = ""  # why the watch is off; "" while it is on
@@ -97,7 +113,11 @@ class Hooks:
         self.undo.close()
 
     def record(self, on):
-        """Switch the recorder on or off: it is off inside modules and optimizers. Was it on?"""
+        """Switch the recorder on or off: it is off inside modules and optimizers, and in a step
+        that is not recorded. Was it on?"""
+        if not (torch._C._len_torch_function_stack() or (on and self.budget.recording)):
+            return False
+        on &= self.budget.recording
         stack = torch.overrides._get_current_function_mode_stack()
         if on and self.recorder not in stack:
             self.recorder.__enter__()
@@ -107,12 +127,17 @@ class Hooks:
 
     def mine(self):
         # The compiler sees a constant, and traces nothing of this file.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return False
         here = threading.get_ident() == self.thread
         if not here and torch._C._current_autograd_node() is None:  # no backward on a GPU
             self.unwatched.add("torch was used in another thread, which is not watched")
         return here and self.on and not self.busy
+
+    @property
+    def reads_are_unseen(self):
+        """Whether the script may read a number that the recorder does not see."""
+        return not (self.budget.recording or self.depth or self.in_step)
 
     def script_grad(self):
         """Whether the script records gradients now."""
@@ -124,12 +149,12 @@ class Hooks:
         if not self.mine():
             return
         self.busy, self._grad = True, torch.is_grad_enabled()
-        locator = self.locator or SimpleNamespace()
-        locator.paused = True
+        if locator := self.locator:
+            locator.paused = True
         self.writing = self.record(False)
         try:
-            with torch.no_grad():
-                return hook(*args)
+            torch._C._set_grad_enabled(False)
+            return hook(*args)
         except Exception as error:
             if _came_from_another_thread(error):
                 raise
@@ -137,7 +162,10 @@ class Hooks:
             self.say(f"{self.failure}; the script goes on", every=True)
             self.close()
         finally:
-            self.busy = locator.paused = False
+            torch._C._set_grad_enabled(self._grad)
+            self.busy = False
+            if locator:
+                locator.paused = False
             self.record(self.writing and self.on)
             while self._signals:  # what a handler raises is the script's
                 handler, args = self._signals.pop(0)
@@ -194,14 +222,17 @@ class Hooks:
 
     # Ways to wrap a function
 
-    def wrap(self, owner, name, around):
-        """around(original, *args, **kwargs) takes the place of owner.name."""
+    def wrap(self, owner, name, around, outermost=False):
+        """around(original, *args, **kwargs) takes the place of owner.name; or only where nothing
+        else is under way of which nothing is written down."""
         custom = owner is torch.autograd.Function
         original = _apply if custom else getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args, **kwargs):
-            if self.mine():
+            # The compiler must not see the depth.
+            nested = outermost and not torch.compiler.is_compiling() and self.depth
+            if not nested and self.mine():
                 return around(original, *args, **kwargs)
             return original(*args, **kwargs)
 
@@ -210,19 +241,54 @@ class Hooks:
     def replace(self, owner, name, value):
         self.undo.enter_context(mock.patch.object(owner, name, value))
 
-    def wrap_outermost(self, owner, name, begins, ends, passes=lambda *args: False):
+    def wrap_outermost(self, owner, name, begins, ends, unrecorded=None, passes=None):
         """begins(original, args, kwargs) runs before a call and ends(out) after it: only for the
-        outermost of nested calls, and for none with passes(*args)."""
+        outermost of nested calls, and for none with passes(*args). In a step that is not recorded
+        unrecorded(args, kwargs, out) runs after it instead, if it is given."""
 
         def around(original, /, *args, **kwargs):
-            if self.depth or passes(*args):
+            if passes and passes(*args):
                 return original(*args, **kwargs)
-            self.safely(begins, original, args, kwargs)
+            if unrecorded and not self.budget.recording:
+                self.depth += 1
+                try:
+                    out = original(*args, **kwargs)
+                finally:
+                    self.depth -= 1
+                unrecorded(args, kwargs, out)
+                return out
+            safely = self._recorded if unrecorded else self.safely
+            safely(begins, original, args, kwargs)
             out = self.unseen(original, *args, **kwargs)
-            self.safely(ends, out)
+            safely(ends, out)
             return out
 
-        self.wrap(owner, name, around)
+        self.wrap(owner, name, around, outermost=True)
+
+    def _recorded(self, hook, *args):
+        began, before = self.budget.clock(), self.budget.spent
+        self.safely(hook, *args)
+        self.budget.spend(began, before)
+
+    def wrap_reads(self, read):
+        """read(t, name) where the script reads a tensor, or asks whether it is bad, in a step that
+        is not recorded. (Else the recorder sees it.)"""
+
+        def around(original, *args, **kwargs):
+            plain = args and type(args[0]) in PLAIN and args[0] is args[-1]
+            if plain and self.reads_are_unseen:
+                self.safely(read, args[0], original.__name__)
+            return original(*args, **kwargs)
+
+        asks = ("isnan", "isinf", "isfinite")
+        for name in ("item", "tolist", "numpy", "__float__", "__ne__", *asks):
+            method = Method(getattr(torch.Tensor, name), around, self)
+            self.replace(torch.Tensor, name, method)
+        builtins = torch.jit._builtins._get_builtin_table()  # what torch.jit.script() knows
+        for name in asks:
+            known = builtins.get(id(getattr(torch, name)))
+            self.wrap(torch, name, around)
+            torch.jit._builtins._register_builtin(getattr(torch, name), known)
 
     def unseen(self, original, /, *args, **kwargs):
         """Call it with the recorder off."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,12 +22,22 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import MappingKey, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map
 
 from ..frames import call_from, line_now, script_frames_now
 from ..step import carry_back, put_back, rng_states, set_rng_states
-from ..tensors import PLAIN, device_of, extent, flat_tensors, inner_tensors, storage_of
+from ..tensors import (
+    ATOMS,
+    PLAIN,
+    device_of,
+    extent,
+    flat_tensors,
+    inner_tensors,
+    leaves,
+    storage_of,
+)
 
+MANY = 500  # calls, after which a step may prove too dear to be recorded
 LIMIT_OF_BYTES = 1 << 28  # of tensors that are kept by reference since the last optimizer step
 COPIED = LIMIT_OF_BYTES >> 4  # bytes of a memory that is copied before something writes to it
 RANDOM = re.compile(
@@ -69,11 +80,11 @@ class Call:
 
     function: Callable
     number: int
-    args: Any  # Made(...) for what an earlier call made; everything else by reference
-    kwargs: Any
-    frames: tuple  # the innermost first
-    grad: bool
-    autocast: list  # (device, dtype)
+    args: Any = ()  # a ResultRef for what an earlier call made; everything else by reference
+    kwargs: Any = field(default_factory=dict)
+    frames: tuple = ()  # the innermost first
+    grad: bool = False
+    autocast: list = ()  # (device, dtype)
     rng: dict | None = None
     carried: list = ()  # of a module, before the call: see carried_by()
     left: list = ()  # what the call wrote of these: (module, name)
@@ -95,7 +106,7 @@ class Call:
 
     def uses(self):
         """The results of other calls among its arguments."""
-        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, ResultRef)]
+        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, ResultRef)]
 
     def leads_to(self, numbers):
         """Whether it is one of these calls, or writes into one of these storages."""
@@ -135,14 +146,17 @@ class Call:
         made.update(self.made(out))
 
     def made(self, out):
-        out = out, [vars(module).get(name) for module, name in self.left]
-        tensors = enumerate(inner_tensors(out))
-        weights = any(t.requires_grad for _, t in self.given())
-        weights = weights or isinstance(self.function, nn.Module)
-        data = not weights and all(x.data for x in self.uses())
+        tensors = [out]
+        if self.left or not isinstance(out, Tensor):
+            left = [vars(module).get(name) for module, name in self.left]
+            tensors = [t for _, t in inner_tensors((out, left))]
+        given = leaves((self.args, self.kwargs)) if tensors else ()
+        weights = isinstance(self.function, nn.Module)
+        weights = weights or any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        data = not weights and all(x.data for x in given if isinstance(x, ResultRef))
         return {
             ResultRef(self.number, k, self.frames, data, id(storage_of(t))): t
-            for k, (_, t) in tensors
+            for k, t in enumerate(tensors)
         }
 
 
@@ -181,23 +195,39 @@ class CallRecorder(TorchFunctionMode):
         self.first = inf  # the number of calls at the first backward
         self.slope = 0  # and at the last one
         self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
+        self.copied = {}  # module: its last call in training, which has the buffers
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
         self.turns = {}  # optimizer: the number of calls at its last step
         self.steps_of = {}  # optimizer: how many steps
-        self.gradient_reads = 0  # how often the script has read or set one by hand
+        self._gradient_reads = 0
+        self.gap = 0  # the number of calls when a part that was not recorded ended
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not self.hooks.mine():
+        kwargs, budget = kwargs or {}, self.hooks.budget
+        if not (budget.recording and self.hooks.mine()):
             return func(*args, **kwargs)
+        began, before = budget.clock(), budget.spent
+        after = self._before(func, args, kwargs)
+        if self.number % MANY == 0 and self.number:
+            budget.leave()
+        budget.spend(began, before)
+        out = func(*args, **kwargs)
+        if after:
+            began, before = budget.clock(), budget.spent
+            after(out)
+            budget.spend(began, before)
+        return out
+
+    def _before(self, func, args, kwargs):
+        """Write the call down, if it is to be made again. Returns what its result is given to."""
         name = getattr(func, "__name__", "")
-        if name in READS or name == "detach" or (name in ASKS and args[0] is args[-1]):
+        if name in READS or name == "detach" or (name in ASKS and args and args[0] is args[-1]):
             self.hooks.safely(self.listener.read, args[0], name)
         if name in ("__get__", "__set__"):
             name += func.__self__.__name__
-        self.gradient_reads += name in ("__get__grad", "__set__grad")
+        self._gradient_reads += name in ("__get__grad", "__set__grad")
         if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
         if name == "__set__data":
@@ -209,28 +239,27 @@ class CallRecorder(TorchFunctionMode):
         if drawn or name in READS or NOTHING_NEW.fullmatch(name):
             if name in LENDS:
                 self._now_written(args[:1])
-            out = func(*args, **kwargs)
-            if name == "empty":
-                self._note_uninitialised(out)
-            return out
+            return self._note_uninitialised if name == "empty" else None
         given = (*args, *kwargs.values())  # nn.init gives its tensor by name
         writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
         written = flat_tensors((kwargs.get("out"), given[0] if writes else None))
         self._now_written(written)
         for t in written:
             if not self.overwritten(name, t, *given[1:]):
-                return func(*args, **kwargs)
+                return None
         if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
-            out = func(*args, **kwargs)
-            if self.maker(args[0]):
-                self.done(self.write(Tensor.clone, args[:1], {}), out)
-            return out
+            if not self.maker(args[0]):
+                return None
+            return partial(self.done, self.write(Tensor.clone, args[:1], {}))
         call = self.write(_hook if name == "register_hook" else func, args, kwargs)
         call.writes = {id(storage_of(t)) for t in written}
         if random:
             call.rng = rng_states(device_of(args))
         call.raised = True
-        out = func(*args, **kwargs)
+        return partial(self._after, call, name, args, writes)
+
+    def _after(self, call, name, args, writes, out):
+        """The call has returned."""
         call.raised = False
         if "empty" in name:
             self._note_uninitialised(out)
@@ -239,13 +268,12 @@ class CallRecorder(TorchFunctionMode):
         if COPIES.fullmatch(name) and flat_tensors(args[:1]):
             if out is args[0]:  # nothing was to do; it is written to, perhaps, and was not made
                 self._drop(call)
-                return out
+                return
             if self.is_uninitialised(args[0]):
                 self._note_uninitialised(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
             self._drop(call)
-        return out
 
     def _drop(self, call):
         """It is the last one, or near the end."""
@@ -306,7 +334,10 @@ class CallRecorder(TorchFunctionMode):
     def _exchange(self, t):
         """The same for this tensor alone: a copy, in all calls that were given it."""
         symbol, before = self.symbol(t), t.detach().clone()
-        for call in self.calls:
+        calls = self.given.get(storage_of(t), ())
+        if symbol is not t:  # an earlier call made it
+            calls = takewhile(lambda call: call.number > symbol.number, reversed(self.calls))
+        for call in calls:
             call.args, call.kwargs = tree_map(
                 lambda x: before if x is symbol else x, (call.args, call.kwargs)
             )
@@ -334,24 +365,28 @@ class CallRecorder(TorchFunctionMode):
             self.listener.wrote(name, writes)
 
     def write(self, function, args, kwargs):
-        args, kwargs = tree_map(self.symbol, (tuple(args), kwargs), is_leaf=_is_packed)
+        args, kwargs = self._symbols((*args,)), {k: self._symbols(x) for k, x in kwargs.items()}
+        call = self.note(function)
+        call.args, call.kwargs, call.frames = args, kwargs, script_frames_now()
+        call.autocast = [
+            (d, torch.get_autocast_dtype(d))
+            for d in ("cpu", "cuda")
+            if torch.is_autocast_enabled(d)
+        ]
+        met, self.met = self.met, []
+        for t in met:
+            self.given.setdefault(storage_of(t), []).append(call)
+        return call
+
+    def note(self, function):
+        """Only that it was called: in a step that is not recorded."""
         if self.calls and self.calls[-1].raised:  # the script has caught that, and goes on
             self.calls.pop()
         self.number += 1
         if function in SLOPES:
             self.first, self.slope = min(self.first, self.number), self.number
-        casts = [
-            (d, torch.get_autocast_dtype(d))
-            for d in ("cpu", "cuda")
-            if torch.is_autocast_enabled(d)
-        ]
-        grad = self.hooks.script_grad()
-        frames = script_frames_now()
-        call = Call(function, self.number, args, kwargs, frames, grad, casts)
+        call = Call(function, self.number, grad=self.hooks.script_grad())
         self.calls.append(call)
-        met, self.met = self.met, []
-        for t in met:
-            self.given.setdefault(storage_of(t), []).append(call)
         return call
 
     def done(self, call, out):
@@ -360,6 +395,13 @@ class CallRecorder(TorchFunctionMode):
             storage = storage_of(t)
             if storage not in self.given and not self._made(storage):
                 self.memory[storage] = made
+
+    def _symbols(self, tree):
+        if type(tree) is tuple:  # faster than tree_map()
+            return tuple(map(self._symbols, tree))
+        if isinstance(tree, Tensor):
+            return self.symbol(tree)
+        return tree if type(tree) in ATOMS else tree_map(self.symbol, tree, is_leaf=_is_packed)
 
     def symbol(self, t):
         """What stands for this tensor in a call."""
@@ -420,6 +462,18 @@ class CallRecorder(TorchFunctionMode):
         return max(self.turns.values(), default=0)
 
     @property
+    def gradient_reads(self):
+        """How often the script has read or set one by hand: in a step that is not recorded, once
+        more at each look, because nobody knows."""
+        self._gradient_reads += not self.hooks.budget.recording
+        return self._gradient_reads
+
+    @property
+    def whole(self):
+        """Whether all that was computed since the last step was recorded."""
+        return self.hooks.budget.recording and self.gap <= self.start
+
+    @property
     def full(self):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
@@ -445,6 +499,7 @@ class CallRecorder(TorchFunctionMode):
         self.turns[optimizer] = self.number
         self.start = min(self.turns.values())
         self.calls = [call for call in self.calls if self.holds(call.number)]
+        self.copied = {m: call for m, call in self.copied.items() if self.holds(call.number)}
         for storage, calls in [*self.given.items()]:
             self.given[storage] = [call for call in calls if self.holds(call.number)]
             if not self.given[storage]:

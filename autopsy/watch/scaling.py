@@ -44,7 +44,8 @@ class Scaling:
         fresh = states is self._states and state["stage"].name == "READY"
         self._undivided |= fresh and not divides
         calls = self.recorder.calls
-        if fresh and not divides and not any(call.number > self.recorder.slope for call in calls):
+        seen = fresh and not divides and self.recorder.whole
+        if seen and not any(call.number > self.recorder.slope for call in calls):
             # else the script may have divided them
             self.multiplied[type(optimizer).__name__] = self.scaler.get_scale()
         return state.get("found_inf_per_device", {}).values()

@@ -24,17 +24,18 @@ from types import ModuleType
 
 import torch
 
-from ..advice import Advice, Verdict, on_exception
+from ..advice import Advice, Verdict, names_bad_number, on_exception
 from ..frames import HERE, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
+from .budget import SHARE
 from .files import MARK, save
 from .findings import Seen
 from .hooks import write_error
 from .watch import Watch
 
-USAGE = """python autopsy [--from-step N] [--one-run] [--report FILE] YOUR_SCRIPT.py ARGS...
+USAGE = """python autopsy [--from-step N] [--one-run] [--share F] [--report FILE] SCRIPT.py ARGS...
 (or: -m package.module ARGS...; a folder or archive with a __main__.py, a .pyc, - for standard
 input; before any: --would-overflow [STEPS], --check-gradients [STEP])
 Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
@@ -43,7 +44,9 @@ modules, and of torch's functions outside of modules. At the first bad step they
 here and now, with every operation watched, then in fp32: the report names the operation, and the
 script ends. Only what cannot be made again (an optimizer of your own, a counter outside of the
 modules) needs a second, quiet run of the script (files that it writes are written again); --one-run
-refuses that. --from-step N watches every operation from optimizer step N on. Exit code 3: the
+refuses that. Where to record would take more than its share of the time (--share 0.1), only some
+steps are recorded, the others are read, and a bad one of these needs the second run; --share 1
+records all. --from-step N watches every operation from optimizer step N on. Exit code 3: the
 report is in FILE (autopsy.txt), and the first 12 lines are printed. 0: nothing that was read was
 NaN. 4: the watch failed and was switched off, so that nothing is known. Any other exit code is the
 script's.
@@ -53,6 +56,7 @@ Two questions that end the script with their answer (3: a finding, 0: none, 4: n
 checkpoints, and in wider types, and compares the gradients; those of custom functions it compares
 with central differences."""
 UNWATCHED = 4
+UNRECORDED = "the step was not recorded, because to record takes long here: --share 1 records all"
 RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 
 
@@ -62,6 +66,7 @@ def main():
     parser.add_argument("--from-step", type=int)
     for switch in ("--one-run", "--would-overflow", "--check-gradients"):
         parser.add_argument(switch, action="store_true")
+    parser.add_argument("--share", type=float, default=os.environ.get("AUTOPSY_SHARE", SHARE))
     parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -87,7 +92,7 @@ def main():
     sys.excepthook = partial(without_our_frames, sys.excepthook)
     if ask:
         return answered(start, path, ask())
-    return watched(start, path, Watch(begin, bool(folder)))
+    return watched(start, path, Watch(begin, bool(folder), args.share))
 
 
 def question(would_overflow):
@@ -218,6 +223,8 @@ def last_look(watch, failure):
         calls = watch.recorder.calls
         computed = [c.number for c in calls if c.uses() or c.given()]  # no mere table
         report = findings.explain(computed, raised=raised)
+        if not watch.recorder.whole and names_bad_number(failure):
+            findings.found(raised, None, seen=Seen.RAISED)
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
         knew = by_torch or findings.knows == steps
@@ -241,7 +248,7 @@ def last_look(watch, failure):
 
 def remarks(watch):
     """Sentences on what is finite and still looks wrong."""
-    parts = watch.findings, watch.history, watch.scaling, watch.silent
+    parts = watch.findings, watch.history, watch.scaling, watch.silent, watch.budget
     told = [text for part in parts for text in part.sentences()]
     return [*told, *watch.silent.failures]
 
@@ -293,16 +300,17 @@ class Start:
     def second_run(self, findings, say):
         """Run the script again, quietly, and watch every operation of the bad step. Return the
         report's text."""
-        at = max(0, findings.step - 1)
+        at, recorded = max(0, findings.step - 1), findings.recorded
         if self.one_run:
             return (
                 f"{findings.symptom} -> not reproducible\n"
                 f"  try: --from-step {at}, or without --one-run\n"
-                "  the step was made again, and it was finite"
+                f"  {'the step was made again, and it was finite' if recorded else UNRECORDED}"
             )
         say(
-            f"{findings.symptom}. Last resort, because the step cannot be made again: the script "
-            "runs again, quietly, up to that step (--one-run refuses this)"
+            f"{findings.symptom}. Last resort, because the step "
+            f"{'cannot be made again' if recorded else 'was not recorded'}: the script runs again, "
+            "quietly, up to that step (--one-run refuses this)"
         )
         main = vars(sys.modules["__main__"])
         ours = str(main.get("__file__", "")).startswith(HERE)  # as it is with -m

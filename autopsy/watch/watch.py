@@ -19,6 +19,7 @@ from ..frames import frames_now, line_now, script_frames_now
 from ..locator import Locator
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
+from .budget import Budget
 from .checks import Checks, Update, Write, given_to
 from .deferred import DeferredChecks, held_by, moved_by, over_ranks, params_of
 from .events import silent_faults
@@ -34,10 +35,11 @@ from .scaling import Scaling
 class Watch:
     """The hooks around a script."""
 
-    def __init__(self, begin=None, is_second_run=False):
+    def __init__(self, begin=None, is_second_run=False, share=1.0):
         self.begin = begin  # from this optimizer step on every operation is watched
         self.is_second_run = is_second_run
-        self.hooks = Hooks()
+        self.budget = Budget(share, begin)
+        self.hooks = Hooks(self.budget)
         self.deferred = DeferredChecks()
         self.names = Names()
         self.history = History(self.names)
@@ -51,6 +53,7 @@ class Watch:
         self.silent = self.findings.silent = silent_faults(self)
         self.losses = []  # of the backward passes since the last step
         self.writers = WeakSet()  # modules that write into what they are given
+        self.noted = set()  # (module, its mode) of a step that is not recorded
         self.outermost = None  # the outermost call under way
         self.versions = []  # of the tensors that it was given
         self.trained = None  # the last module that was trained: it lives until the script's end
@@ -61,7 +64,7 @@ class Watch:
         hooks = self.hooks
         hooks.around_each_step(self._before_step, self._stepped)
         watch_loop(hooks, self.deferred, self.silent)
-        module = self._module_begins, self._module_ends
+        module = self._module_begins, self._module_ends, self._module_called
         hooks.wrap_outermost(nn.Module, "__call__", *module, passes=is_of_fabric)
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
         for owner, name in (
@@ -70,7 +73,7 @@ class Watch:
             (torch._functorch.apis, "vmap_impl"),
             (torch._functorch.eager_transforms, "grad_impl"),
         ):
-            hooks.wrap_outermost(owner, name, self._call_begins, self._call_ends)
+            hooks.wrap_outermost(owner, name, self._call_begins, self._call_ends, self._called)
         hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load)
         hooks.wrap(nn.Module, "load_state_dict", self._load_module)
         hooks.wrap(torch.amp.GradScaler, "scale", self._scale)
@@ -79,6 +82,7 @@ class Watch:
         hooks.wrap(BaseProcess, "start", hooks.children)
         for name in ("from_numpy", "frombuffer", "from_dlpack"):
             hooks.wrap(torch, name, self._enters)
+        hooks.wrap_reads(self.findings.read)
         hooks.take_warnings()
         hooks.take_signals()
         if hasattr(os, "register_at_fork"):  # not on Windows: no process is a fork there
@@ -142,7 +146,8 @@ class Watch:
     def _enters(self, original, *args, **kwargs):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
         t = original(*args, **kwargs)
-        self.recorder.known[t] = ResultRef(0, 0, script_frames_now(), data=True)
+        if self.budget.recording:
+            self.recorder.known[t] = ResultRef(0, 0, script_frames_now(), data=True)
         return t
 
     def _call_begins(self, function, args, kwargs):
@@ -154,11 +159,13 @@ class Watch:
         """Its results can be made again."""
         self.recorder.done(self.outermost, out)
 
+    def _called(self, args, kwargs, out):
+        """In a step that is not recorded."""
+
     # Modules
 
-    def _module_begins(self, function, args, kwargs):
-        """The call is written down, with what is needed to make it again."""
-        module, *args = args
+    def _known(self, module):
+        """(what the script calls, is it the first time?)"""
         self.optimizer = None  # what raises from here on is not its step
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
@@ -171,6 +178,29 @@ class Watch:
         if self.recorder.full:
             self.transfer(calm=True)
             self.recorder.forget()
+            if not self.budget.recording:
+                self._go_on()
+        return module, fresh
+
+    def _module_called(self, args, kwargs, out):
+        """In a step that is not recorded: a module that trains is noted once."""
+        mode = args[0], args[0].training
+        if not (mode in self.noted and torch.is_grad_enabled()):
+            self.noted.add(mode)
+            self.hooks.safely(self._note_call, args, kwargs, out)
+
+    def _note_call(self, args, kwargs, out):
+        """Only what it has made is noted."""
+        module, _ = self._known(args[0])
+        call = self.recorder.note(module)
+        given = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, torch.Tensor)]
+        call.shape = next((t.shape for t in batched(given)), ())
+        self._note_output(call, out)
+
+    def _module_begins(self, function, args, kwargs):
+        """The call is written down, with what is needed to make it again."""
+        module, *args = args
+        module, fresh = self._known(module)
         given = [t for _, t in inner_tensors((args, kwargs))]
         for t in given if fresh or module in self.writers else ():
             if not t.requires_grad:
@@ -182,8 +212,9 @@ class Watch:
         call.uninitialised = any(map(self.recorder.is_uninitialised, given))
         call.carried = carried_by(module)
         if call.grad and module.training:
-            earlier = (c.buffers for c in self.recorder.calls if c.function is module)
-            call.buffers = next(filter(None, earlier), None) or copied_buffers(module)
+            earlier = self.recorder.copied.setdefault(module, call)
+            call.buffers = earlier.buffers or copied_buffers(module)
+            self.recorder.copied[module] = call
             self.silent.called(module, given)
         self.hooks.within = self.silent.during(call, args, kwargs)
         if self.hooks.locator:
@@ -204,15 +235,19 @@ class Watch:
         entries = self.deferred.entries(written, partial(self.checks.check_buffer, call))
         if any(t._version != before for t, before in self.versions):
             self.writers.add(module)  # it writes into its inputs: the next ones are copied
+        self.deferred.results(entries)
+        self._note_output(call, out)
+
+    def _note_output(self, call, out):
+        """What a module has made without gradients, as in an evaluation."""
         if call.grad:
-            self.trained = module  # so that it lives until the end of the script
-        elif any(True for _ in module.parameters()):
+            self.trained = call.function  # so that it lives until the end of the script
+        elif any(True for _ in call.function.parameters()):
             made = [t for _, t in inner_tensors(out) if t.is_floating_point()]
             check = partial(self.checks.check_output, call)
             # because -inf alone is a mask
             largest = self.deferred.largest(made)
-            entries += [(size, check) for size in largest if size is not None]
-        self.deferred.results(entries)
+            self.deferred.results([(size, check) for size in largest if size is not None])
         if not call.grad and len(self.deferred) > 999:  # a script that trains nothing
             self.transfer(calm=True)
 
@@ -222,9 +257,14 @@ class Watch:
         """The losses are noted; they are read with the gradients."""
         if self.recorder.first == inf:
             self.history.framework = framework_of(file for file, *_ in frames_now())
-        self.recorder.write(BACKWARD, args, kwargs)
+        if self.budget.recording:
+            self.recorder.write(BACKWARD, args, kwargs)
+        else:
+            self.recorder.note(BACKWARD)
         losses = [t for _, t in inner_tensors(args[0] if args else kwargs["tensors"])]
         self.losses += [t.detach() for t in losses]
+        if len(self.losses) > 99 and not self.budget.recording:
+            self._go_on()  # there may be steps by hand, which only the recorder sees
         self.silent.backward(losses)
 
     def _backward_ends(self, out):
@@ -240,7 +280,7 @@ class Watch:
         self.with_closure = optimizer if callable(closure) else None  # its passes are still to come
         self.optimizer = optimizer
         self.check(optimizer)
-        self.hooks.writing = False
+        self.hooks.writing, self.hooks.in_step = False, True
         if not self.with_closure:
             return None
         watched = partial(self._closure, closure, self.recorder.number)
@@ -256,8 +296,10 @@ class Watch:
             self.hooks.safely(self._note_update, self.with_closure)
         if self.hooks.mine() and not self.hooks.depth:
             self.hooks.record(True)
+        self.hooks.in_step = False
         out = closure(*args, **kwargs)  # where it raises, the step is over
         self.hooks.record(False)
+        self.hooks.in_step = True
         return out
 
     def check(self, optimizer):
@@ -311,7 +353,7 @@ class Watch:
 
     def _stepped(self, optimizer, args, kwargs):
         """Its weights and moments are read now, and checked with the next gradients."""
-        self.hooks.writing = not self.hooks.depth
+        self.hooks.writing, self.hooks.in_step = not self.hooks.depth, False
         self.with_closure = self.optimizer = None
         self.silent.stepped(optimizer)
         self._count(optimizer)
@@ -330,9 +372,20 @@ class Watch:
     def _count(self, optimizer):
         """A step is over, with or without an update."""
         self.recorder.stepped(id(optimizer))
+        was_recorded = self.budget.recording
+        self.budget.over(self.recorder.steps, by_hand=id(None) in self.recorder.steps_of)
+        if not was_recorded:
+            self._go_on(self.budget.recording)
         self.losses, self.deferred.clipped = [], []
+        self.noted.clear()
         self._watch_operations()
         self.silent.over()
+
+    def _go_on(self, recording=True):
+        """After a part that was not recorded, is the next one?"""
+        self.budget.recording = recording
+        self.recorder.gap = self.recorder.number
+        self.hooks.writing = not self.hooks.depth
 
     # The loss scaler
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 from helpers import ROOT, rows_of, run_ranks, run_script
 
+from autopsy.watch.budget import Budget
 from autopsy.watch.deferred import DeferredChecks
 from autopsy.watch.events import Events, Listeners
+from autopsy.watch.hooks import Hooks
+from autopsy.watch.recorder import CallRecorder
 from bench import finite_faults
 
 PREAMBLE = """
@@ -1928,6 +1931,38 @@ tells("a warm-up on memory that somebody writes is one", STRANGE, 3, {
 })
 
 
+FILLED = PREAMBLE + """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    with torch.autocast("cpu", torch.float16):
+        scores = net(torch.randn(8, 4)) * 1
+        if step == 3 and fault == "too large": scores[:, 1] = float(2 ** 30)  # too large
+        if step == 3 and fault == "infinite": scores[:, 1] = torch.inf  # infinite
+    loss = scores.float().logsumexp(1).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(loss.item())
+"""
+tells("a number that fp16 cannot hold is its fault, an inf is the script's", FILLED, 3, {
+    "too large": "-> precision ... the number 1.07e+09", "infinite": "-> data ... writes inf"})
+
+ACTS = PREAMBLE + """
+policy, target = nn.Linear(4, 2), nn.Linear(4, 2)
+optimizer = torch.optim.Adam(policy.parameters())
+for step in range(5):
+    if fault == "acts": policy(torch.randn(1, 4)).argmax(dim=1).numpy()
+    done, state, after = torch.zeros(16, 1), torch.randn(16, 4), torch.randn(16, 4)
+    done[[3, 7]] = 1
+    done, state, after = (torch.tensor(t.numpy()) for t in (done, state, after))
+    with torch.no_grad():
+        goal = 1 + 0.99 * target(after).amax(1) / (1 - done.flatten())  # here
+    loss = nn.functional.mse_loss(goal, policy(state).amax(1))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("samples are those of the batch though a policy acts before", ACTS, 3,
+      dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"))
+
+
 def test_a_bad_weight_is_judged_before_the_loss_that_it_explains():
     deferred, judged, bad = DeferredChecks(), [], torch.tensor([math.nan])
     losses = deferred.entries([bad], lambda t, norm: judged.append("loss"))
@@ -1961,3 +1996,106 @@ def test_a_check_that_raises_ends_alone():
     listeners.over()
     assert good.n == 2 and len(listeners.failures) == 1
     assert "the check Broken failed (KeyError: 'its own fault')" in listeners.failures[0]
+
+
+@pytest.mark.parametrize("share, cost, steps", [
+    (0.2, 0.001, 100), (0.2, 10.0, 14), (0.0, 0.001, 14), (1.0, 10.0, 100),
+])  # fmt: skip
+def test_what_costs_more_than_its_share_is_not_recorded(share, cost, steps):
+    now = 0.0
+    budget = Budget(share, clock=lambda: now)
+    for step in range(100):
+        now += 0.1  # of the script
+        if budget.recording:
+            began, before = now, budget.spent
+            now += cost
+            budget.spend(began, before)
+        budget.over(step + 1)
+    assert budget.recorded == steps and bool([*budget.sentences()]) == (steps < 100)
+
+
+UNRECORDED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+@torch.jit.script
+def bad(x):
+    return torch.isnan(x).any()
+masked = torch.masked.masked_tensor(torch.eye(2), torch.eye(2).bool())
+for step in range(30):
+    x = torch.randn(5, 4)
+    out = net(x)
+    if fault == "beside":  # what a step that is not recorded must not disturb
+        bad(out), (masked * 2).sum().item(), out[0, 0].tolist(), float(out[0, 0]), masked != masked
+        with torch.no_grad(): net(torch.empty(2, 4).fill_(1)).numpy()
+    if step == 20 and fault == "loss": out = out / (out * 0)  # loss
+    if step == 20 and fault == "raised": torch.distributions.Normal(out * torch.nan, 1)  # raised
+    loss = out.square().mean()
+    if step == 20 and fault in ("asked", "skipped"):
+        loss = loss * torch.inf * 0  # asked skipped
+        if torch.isnan(loss):
+            if fault == "skipped": continue
+            raise ValueError("what is wrong?")
+    optimizer.zero_grad(); loss.backward()
+    if step == 20 and fault == "gradient": net[0].weight.grad.fill_(torch.nan)  # gradient
+    optimizer.step()
+    if step == 20 and fault == "written":
+        with torch.no_grad(): net[0].weight.mul_(torch.nan)  # written
+if fault == "evaluated":
+    with torch.no_grad(): net(torch.full((2, 4), torch.nan))  # evaluated
+print(loss.item().hex(), torch.rand(1).item())
+"""
+
+
+@pytest.mark.parametrize("fault, line, words", [
+    ("loss", "loss", "-> divergence"), ("asked", "asked skipped", "-> data"),
+    ("skipped", "asked skipped", "-> data"), ("raised", "raised", ""),
+    ("gradient", "", ""), ("written", "written", "0.weight is nan"),
+    ("evaluated", "evaluated", "under no_grad"), ("beside", "", ""), ("", "", ""),
+])  # fmt: skip
+def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
+    bare = run(UNRECORDED, fault, watched=False)
+    done = run(UNRECORDED, fault, before=["--share", "0"])
+    assert bare.stdout == done.stdout or fault in ("loss", "gradient", "written")
+    if fault in ("beside", ""):
+        assert done.returncode == 0 and "10 of 30 steps were recorded" in done.stderr, done.stderr
+        return
+    assert done.returncode == 3 and "was not recorded: the script runs again" in done.stderr
+    text = (run.folder / "autopsy.txt").read_text()
+    assert "seen in a second run" in text and words in text, text
+    if line:
+        assert f"script.py:{line_of(UNRECORDED, line)} " in text, text
+    once = run(UNRECORDED, fault, before=["--share", "0", "--one-run"])
+    if fault != "evaluated":
+        assert once.returncode == 3 and "the step was not recorded" in once.stderr, once.stderr
+
+
+class NeverSearched(list):
+    """Of calls: nobody walks all of them, nor searches from the front."""
+
+    def __iter__(self):
+        raise AssertionError("walked")
+
+    index = remove = __contains__ = __iter__
+
+
+def test_a_call_and_a_write_cost_the_same_however_many_calls_are_held(monkeypatch):
+    monkeypatch.setattr("autopsy.watch.recorder.COPIED", 8)
+    hooks = Hooks(Budget(1))
+    recorder = hooks.recorder = CallRecorder(hooks)
+    recorder.calls, data = NeverSearched(), torch.arange(40.0)
+    hooks.record(True)
+    try:
+        y = data[0] * 2
+        part = data[3:5]
+        for _ in range(3):
+            y = y * 0.5
+            y.is_floating_point()
+            part += 1
+            data[7].add_(5)
+        z = part * data[7]
+    finally:
+        hooks.close()
+    made = {}
+    for call in list.__getitem__(recorder.calls, slice(None)):
+        call.repeat(made)
+    assert made[recorder.known[y]].equal(y) and made[recorder.known[z]].equal(z)

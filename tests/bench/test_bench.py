@@ -21,6 +21,7 @@ from bench import (
     precision_ladder,
     record,
     train_models,
+    watch_cost,
 )
 from data import synthetic
 
@@ -58,6 +59,13 @@ def test_each_contestant_is_compared_with_its_own_bare_partner(capsys, monkeypat
     guard_cost.table("title", rounds, head)
     medians = {name: row["median"] for name, row in head["ratios"]["title"].items()}
     assert medians["ours"] == 1.5 and medians["ours, CUDA graph"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("kind", watch_cost.STEPS)
+def test_the_watch_changes_no_figure_of_small_steps_and_has_its_price(kind, capsys):
+    watch_cost.main(["--smoke", "--device", "cpu", "--model", kind])
+    head = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert head["watched / alone"][kind]["n"] == 1 and head["printed figures"] == "the same"
 
 
 def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_every_epoch(tmp_path):
