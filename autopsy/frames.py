@@ -5,6 +5,7 @@ The innermost line that is neither torch's nor ours; if a library owns it, also 
 script that called the library.
 """
 
+import linecache
 import os
 import re
 import sys
@@ -103,6 +104,16 @@ def line_of(frames):
     line = Line(", called from ".join([*at[:1], *at[1:][-1:]]))
     line.script = at[-1] if at else ""
     return line
+
+
+def call_at(file, number):
+    """The source from this line on, until its parentheses are closed, without comments."""
+    lines = [line.partition("#")[0] for line in linecache.getlines(file)[number - 1 : number + 9]]
+    for end in range(1, len(lines) + 1):
+        text = "".join(lines[:end])
+        if text.count("(") <= text.count(")"):
+            return text
+    return "".join(lines)
 
 
 def line_now():

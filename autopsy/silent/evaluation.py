@@ -7,7 +7,6 @@ The first two evaluations of each network are looked at while they run; nothing 
 that says "training" or "True" means it, and so does a Dropout within that was set to train().
 """
 
-import linecache
 from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 
-from ..frames import line_of, script_frames_now
+from ..frames import call_at, line_of, script_frames_now
 from ..tensors import few
 from ..watch.events import Events
 
@@ -93,16 +92,6 @@ class Drops(TorchFunctionMode):
         text = call_at(*frames[0][:2])
         if text and not any(word in text for word in ON_PURPOSE):
             self.lines[line_of(frames)] = True
-
-
-def call_at(file, number):
-    """The source from this line on, until its parentheses are closed, without comments."""
-    lines = [line.partition("#")[0] for line in linecache.getlines(file)[number - 1 : number + 9]]
-    for end in range(1, len(lines) + 1):
-        text = "".join(lines[:end])
-        if text.count("(") <= text.count(")"):
-            return text
-    return "".join(lines)
 
 
 def is_compiled(parts):

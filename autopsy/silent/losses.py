@@ -25,10 +25,11 @@ NEAR = 64  # operations between a loss and what it is a sum of
 SURE = 3.0  # times ln(C)
 MEAN = 1  # of nll_loss's reduction
 NLL = ("NllLossBackward0", "NllLoss2DBackward0")
-SAME_NUMBERS = (
-    "View", "Reshape", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze", "ToCopy", "Flatten",
-    "Slice", "Select", "Clone", "Alias", "UnsafeView",
-)  # fmt: skip
+SAME_NUMBERS = [
+    f"{view}Backward0"
+    for view in ("View", "ReshapeAlias", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze",
+                 "ToCopy", "Slice", "Select", "Clone", "Alias", "UnsafeView")
+]  # fmt: skip
 LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
 SIGMOID_TWICE = (
@@ -77,7 +78,7 @@ def _before(node):
     """The node that made its input, apart from views and casts."""
     while node and node.next_functions:
         node = node.next_functions[0][0]
-        if not node or node.name().removesuffix("0").removesuffix("Backward") not in SAME_NUMBERS:
+        if not node or node.name() not in SAME_NUMBERS:
             return node
     return None
 
