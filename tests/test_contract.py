@@ -35,12 +35,12 @@ torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = 
 OURS = {"AdamW": lambda *args, **kwargs: ClippedAdamW(*args, clip=None, **kwargs), "Muon": Muon}
 THEIRS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in OURS}
 DOES_NOT_APPLY = {
-    ("AdamW", "foreach"): "it is fused, whatever they say",
-    ("Muon", "weight_decay"): "without effect on a constant norm",
-    ("Muon", "ns_coefficients"): "fixed", ("Muon", "adjust_lr_fn"): "an angle, not a rate",
-    ("Muon", "only supports 2D"): "filters are matrices", ("Muon", "complex"): "not checked",
-    ("Muon", "1-element"): "not checked",
-}  # fmt: skip
+    ("AdamW", "foreach"): "refused beside fused=True, in torch too",
+    ("Muon", "weight_decay"): "refused: without effect on a constant norm",
+    ("Muon", "ns_coefficients"): "refused: they are fixed",
+    ("Muon", "adjust_lr_fn"): "refused: lr is an angle",
+    ("Muon", "only supports 2D"): "accepted: each filter is a row",
+}
 
 
 def applies(name, kwargs, text=""):
@@ -88,6 +88,14 @@ def test_torchs_inputs_train_and_go_through_a_checkpoint(name, kwargs):
     assert same(ours, resumed) and losses[-1] < losses[0]
     if name == "AdamW":
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, argument", [
+    key for key, why in DOES_NOT_APPLY.items() if why.startswith("refused")
+])  # fmt: skip
+def test_an_argument_that_does_not_apply_is_refused(name, argument):
+    with pytest.raises((TypeError, RuntimeError), match=argument):
+        OURS[name]([nn.Parameter(torch.ones(2, 2))], **{argument: True})
 
 
 @pytest.mark.parametrize("name, one", [*errors()])

@@ -202,6 +202,8 @@ def test_the_schedule_has_its_closed_form():
     assert s[[0, 9, 10, 55, 100]].tolist() == pytest.approx([0.1, 1, 1, 0.55, 0.1])
     assert warmup_cosine(100, 10, 0.2, "linear")[55].item() == pytest.approx(0.6)
     assert warmup_cosine(100, 10, kind="constant")[[10, 55, 100]].tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="unknown kind 'cosin': choose from cosine, linear, const"):
+        warmup_cosine(100, 10, kind="cosin")
     lr, sentence = scaled_lr(1e-3, 1024, 256, "sqrt")
     assert lr == pytest.approx(2e-3) and "1024 / 256" in sentence and "sqrt" in sentence
 
