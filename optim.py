@@ -69,6 +69,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import _device_dtype_check_for_fused
 
 HALF = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -212,14 +213,16 @@ def layout(t):
 
 
 def total_norm(grads):
-    """2-norm of all tensors, 0-dim, summed in fp32; of shards too: the same number on each rank."""
+    """2-norm of all tensors, 0-dim, summed in fp32 or wider; of shards too: the same number on each
+    rank."""
     groups = {}
     for grad in grads:
-        shards = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
-        groups.setdefault(shards, []).append(local(grad))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        kind = wide, getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
+        groups.setdefault(kind, []).append(local(grad))
     norms = []
-    for (mesh, placements), some in groups.items():
-        norm = torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).norm()
+    for (wide, mesh, placements), some in groups.items():
+        norm = torch.stack(torch._foreach_norm(some, 2, dtype=wide)).norm().float()
         for i, placement in enumerate(placements):  # none without a mesh
             if not placement.is_replicate():
                 square = norm.square()
@@ -269,6 +272,7 @@ class ClippedAdamW(AdamW):
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
+        _device_dtype_check_for_fused(p)  # RuntimeError: complex, meta
         if hasattr(p, "_fsdp_flattened"):
             raise ValueError("parameters of FSDP (version 1) are not supported: use fully_shard")
         if p in self.masters and local(p) is not p:

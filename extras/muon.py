@@ -135,9 +135,9 @@ class Muon(torch.optim.Optimizer):
     """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
 
     lr, momentum, ns_steps: torch.optim.Muon's, with its defaults; ValueError outside of 0 <= lr,
-    0 <= momentum < 1, 1 <= ns_steps < 100; RuntimeError for a complex matrix. masters: True keeps
-    fp32 masters of half matrices, None refuses half matrices, False trains them as they are.
-    stacked: p[i] is a matrix, not a row.
+    0 <= momentum < 1, 1 <= ns_steps < 100; RuntimeError for a complex or float64 matrix. masters:
+    True keeps fp32 masters of half matrices, None refuses half matrices, False trains them as they
+    are. stacked: p[i] is a matrix, not a row.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
@@ -156,8 +156,8 @@ class Muon(torch.optim.Optimizer):
         for p in param_group["params"]:
             if param_group["stacked"] and p.ndim != 3:
                 raise ValueError(f"a {tuple(p.shape)} is no stack of matrices: stacked=False")
-            if p.is_complex():
-                raise RuntimeError("Muon does not support complex parameters")
+            if p.is_complex() or p.dtype is torch.float64:
+                raise RuntimeError("Muon does not support complex parameters, nor float64")
             if p.ndim < 2 or not whole(p.detach()).any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
             if p.dtype in HALF and self.makes_masters is None:
