@@ -217,7 +217,7 @@ def total_norm(grads):
     rank."""
     groups = {}
     for grad in grads:
-        wide = torch.promote_types(grad.dtype, torch.float32)
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
         kind = wide, getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
         groups.setdefault(kind, []).append(local(grad))
     norms = []
