@@ -136,7 +136,8 @@ def non_finite(state: Any) -> list[str]:
     for name, t in named_tensors(state):
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
-        if t.is_floating_point() and t.numel():
+        has_inf = t.is_floating_point() and t.dtype is not torch.float4_e2m1fn_x2
+        if has_inf and t.numel():
             if t.itemsize == 1:  # fp8 has no aminmax
                 t = t.float()
             # Smallest and largest are NaN if any element is. isfinite().all() would take

@@ -69,6 +69,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import _device_dtype_check_for_fused
 
 HALF = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -105,8 +106,7 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Iterable[
         if not p.requires_grad or p in others:
             continue
         decays = p.ndim > 1 and not any(fnmatch(name, pattern) for pattern in patterns)
-        scales = (scale for pattern, scale in (lr_scale or {}).items() if fnmatch(name, pattern))
-        scale = next(scales, 1.0)
+        scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
         decay = weight_decay if decays else 0.0
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
         groups.setdefault((decay, scale), group)["params"].append(p)
@@ -118,13 +118,16 @@ def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.
     """Learning-rate multipliers, fp32 (total_updates + 1,), index = updates done.
 
     The warm-up is linear and never 0; entry [warmup_updates] is 1; the last one (`final`) serves
-    every later update too. kind: "cosine", "linear" or "constant", which ends at 1.
+    every later update too. kind: "cosine", "linear" or "constant", which ends at 1; ValueError for
+    any other.
     """
     u = torch.arange(total_updates + 1, dtype=torch.float64, device="cpu")  # MPS has no float64
     t = ((u - warmup_updates) / max(1, total_updates - warmup_updates)).clamp(0, 1)
-    fall = {"cosine": (1 - torch.cos(math.pi * t)) / 2, "linear": t, "constant": 0 * t}[kind]
+    falls = {"cosine": (1 - torch.cos(math.pi * t)) / 2, "linear": t, "constant": 0 * t}
+    if kind not in falls:
+        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(falls)}")
     rise = (u + 1) / max(1, warmup_updates)
-    return torch.where(u < warmup_updates, rise, 1 - (1 - final) * fall).float()
+    return torch.where(u < warmup_updates, rise, 1 - (1 - final) * falls[kind]).float()
 
 
 class Schedule:
@@ -210,14 +213,16 @@ def layout(t):
 
 
 def total_norm(grads):
-    """2-norm of all tensors, 0-dim, summed in fp32; of shards too: the same number on each rank."""
+    """2-norm of all tensors, 0-dim, summed in fp32 or wider; of shards too: the same number on each
+    rank."""
     groups = {}
     for grad in grads:
-        shards = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
-        groups.setdefault(shards, []).append(local(grad))
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        kind = wide, getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
+        groups.setdefault(kind, []).append(local(grad))
     norms = []
-    for (mesh, placements), some in groups.items():
-        norm = torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).norm()
+    for (wide, mesh, placements), some in groups.items():
+        norm = torch.stack(torch._foreach_norm(some, 2, dtype=wide)).norm().float()
         for i, placement in enumerate(placements):  # none without a mesh
             if not placement.is_replicate():
                 square = norm.square()
@@ -232,7 +237,8 @@ class ClippedAdamW(AdamW):
 
     Args:
         args, kwargs: those of torch.optim.AdamW: params, lr, betas, eps, weight_decay, amsgrad
-            (which cures no NaN) and so on. It is fused and can be captured, whatever they say.
+            (which cures no NaN) and so on. It is fused and can be captured, whatever they say;
+            foreach=True raises RuntimeError, as torch's fused AdamW does.
         clip: largest global gradient norm. None: no limit, and where found_inf is set from
             outside, no norm is read.
         masters: True: fp32 masters of half parameters, copied here: load weights before.
@@ -266,6 +272,7 @@ class ClippedAdamW(AdamW):
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
+        _device_dtype_check_for_fused(p)  # RuntimeError: complex, meta
         if hasattr(p, "_fsdp_flattened"):
             raise ValueError("parameters of FSDP (version 1) are not supported: use fully_shard")
         if p in self.masters and local(p) is not p:
@@ -278,8 +285,7 @@ class ClippedAdamW(AdamW):
             return
         why = refusal(dtype, self.defaults["eps"], self.defaults["betas"][1])
         if dtype in HALF:
-            why = why or f"{dtype} weights lose small updates"
-            why = f"{why}; masters=True keeps fp32 masters (made at the start)"
+            why = f"{why or f'{dtype} weights lose small updates'}; masters=True keeps fp32 masters"
         if why:
             raise ValueError(why)
 
@@ -292,9 +298,8 @@ class ClippedAdamW(AdamW):
         step. With a closure, which computes loss and gradients, step() returns the loss, as torch's
         optimizers do.
         """
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure and closure()
         if grad_scale is None:
             grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
@@ -369,7 +374,6 @@ class ClippedAdamW(AdamW):
             self._warned = level
             warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
                           "a gradient is non-finite", stacklevel=5)
-
 
     def __getstate__(self):
         """For copy and pickle: everything but hooks, as in torch."""

@@ -124,17 +124,20 @@ def check_options(options: dict[str, Any]) -> None:
     """Raise ValueError if an option would spoil the matrices. A number on a device is not read."""
     for name, (low, end) in {"lr": (0, math.inf), "momentum": (0, 1), "ns_steps": (1, 100)}.items():
         value = options[name]
-        on_device = isinstance(value, Tensor) and value.numel() == 1
-        if not on_device and (isinstance(value, Tensor) or not low <= value < end):
-            raise ValueError(f"{name} must be one number in [{low}, {end}), not {value}")
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"Tensor {name} must be 1-element")
+        elif not low <= value < end:
+            raise ValueError(f"{name} must be in [{low}, {end}), not {value}")
 
 
 class Muon(torch.optim.Optimizer):
     """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
 
     lr, momentum, ns_steps: torch.optim.Muon's, with its defaults; ValueError outside of 0 <= lr,
-    0 <= momentum < 1, 1 <= ns_steps < 100. masters: True keeps fp32 masters of half matrices, None
-    refuses half matrices, False trains them as they are. stacked: p[i] is a matrix, not a row.
+    0 <= momentum < 1, 1 <= ns_steps < 100; RuntimeError for a complex or float64 matrix. masters:
+    True keeps fp32 masters of half matrices, None refuses half matrices, False trains them as they
+    are. stacked: p[i] is a matrix, not a row.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
@@ -153,6 +156,8 @@ class Muon(torch.optim.Optimizer):
         for p in param_group["params"]:
             if param_group["stacked"] and p.ndim != 3:
                 raise ValueError(f"a {tuple(p.shape)} is no stack of matrices: stacked=False")
+            if p.is_complex() or p.dtype is torch.float64:
+                raise RuntimeError("Muon does not support complex parameters, nor float64")
             if p.ndim < 2 or not whole(p.detach()).any():
                 raise ValueError(f"a {tuple(p.shape)} is no matrix or all zero: leave it to AdamW")
             if p.dtype in HALF and self.makes_masters is None:

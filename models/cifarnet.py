@@ -86,7 +86,9 @@ class ConvGroup(nn.Module):
 
 
 class CifarNet(nn.Module):
-    """Normalised images (B, channels, 32, 32), any float dtype, to logits (B, num_classes).
+    """Normalised images (B, channels, 32, 32) to logits (B, num_classes).
+
+    The images have the dtype of the weights, or are fp32 or half under autocast.
 
     Args:
         num_classes: width of the head.

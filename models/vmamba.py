@@ -97,13 +97,16 @@ def selective_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D:
     """
     dtype = torch.promote_types(u.dtype, torch.float32)
     A, D = A.to(dtype), D.to(dtype)[:, None, None]  # K, D, N; K, 1, 1, D
-    # the batch is cut into this many parts
-    parts = max(1, u.numel() * A.shape[-1] // CACHED) if u.is_cpu else 1
+    parts = [(u, delta, B, C)]
+    if u.is_cpu and not is_traced():  # the batch is cut into this many
+        count = max(1, u.numel() * A.shape[-1] // CACHED)
+        parts = zip(*(t.chunk(count, 1) for t in (u, delta, B, C)), strict=True)
     ys = []
     with torch.autocast(u.device.type, enabled=False):
-        for part in zip(*(t.chunk(parts, 1) for t in (u, delta, B, C)), strict=True):
+        for part in parts:
             u, delta, B, C = (t.to(dtype) for t in part)
-            ys.append(torch.addcmul(SelectiveScan.apply(u, delta, A, B, C), u, D))
+            y, _ = SelectiveScan.apply(u, delta, A, B, C)
+            ys.append(torch.addcmul(y, u, D))
     return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
 
 
@@ -133,18 +136,31 @@ class SelectiveScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def forward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor):
         A = A.transpose(1, 2).contiguous()[:, None, None]  # K, 1, 1, N, D
         # K, batch, L, N, D, in (0, 1]: underflow to 0 is the right answer
         a = (delta.unsqueeze(3) * A).exp_()
         h = linear_scan(a, (delta * u).unsqueeze(3) * B.unsqueeze(4))  # K, batch, L, N, D
-        ctx.save_for_backward(u, delta, A, B, C, h)  # to compute a again is cheaper than to keep it
-        return sum_states(h * C.unsqueeze(4))
+        return sum_states(h * C.unsqueeze(4)), h
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])  # to compute a again is cheaper than to keep it
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        """More directions: what torch.vmap stacks goes into K."""
+        stacked = [t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+                   for t, d in zip(inputs, in_dims, strict=True)]
+        outputs = SelectiveScan.apply(*(t.flatten(0, 1) for t in stacked))
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0, 0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gy: Tensor):
+    def backward(ctx, gy: Tensor, _):
         u, delta, A, B, C, h = ctx.saved_tensors
+        A = A.transpose(1, 2).contiguous()[:, None, None]
         # the decay from t to t + 1
         later = (F.pad(delta[:, :, 1:], (0, 0, 0, 1)).unsqueeze(3) * A).exp_()
         # dL/dh_t, through all later tokens too
@@ -177,6 +193,8 @@ def linear_scan(a: Tensor, b: Tensor, reverse: bool = False) -> Tensor:
     to its end. A scan over these ends gives the state before each chunk. The second pass starts
     from it. Work and memory are linear.
     """
+    if is_traced():
+        return doubling_scan(a, b)
     return chunked_scan(a.flatten(0, 1).flatten(2), b.flatten(0, 1).flatten(2), reverse).view(
         b.shape
     )
@@ -208,6 +226,21 @@ def chunked_scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     for a_t, b_t in steps:
         h = b_t if h is None else b_t.addcmul_(a_t, h)
     return b.view(M, C * T, W)[:, :L]
+
+
+def is_traced() -> bool:
+    """Whether the calls become a graph that is saved: for any batch, and with a gradient."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def doubling_scan(a: Tensor, b: Tensor) -> Tensor:
+    """linear_scan in log2(L) steps of all tokens, which write nothing in place."""
+    shift = 1
+    while shift < a.shape[2]:
+        past_a, past_b = (F.pad(t[:, :, :-shift], (0, 0, 0, 0, shift, 0)) for t in (a, b))
+        a, b = a * past_a, torch.addcmul(b, a, past_b)
+        shift *= 2
+    return b
 
 
 # --- four directions ------------------------------------------------------------------------------
@@ -393,6 +426,10 @@ class VMamba(nn.Module):
         init_std: weights begin as a normal distribution of this deviation, cut at 2, as published;
             None: as Xavier's. At a width of 64 the published branches begin at a few hundredths of
             the stream.
+
+    torch.export, torch.func (vmap, grad) and jit.trace take it. torch.compile breaks the graph at
+    each scan, and so refuses it with fullgraph=True; give dynamic=False, because with sizes that
+    vary inductor (torch 2.14, CPU) raises a TypeError.
     """
 
     def __init__(

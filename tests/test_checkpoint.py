@@ -440,6 +440,20 @@ def test_a_dtype_that_torch_cannot_copy_is_named(folder):
         Checkpoints(folder).save({"q": {"w": number}}, 3)
 
 
+def test_float4_is_saved_where_torch_can_copy_it_and_else_named(folder):
+    number = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    try:
+        number.clone()
+    except NotImplementedError:  # torch 2.9
+        with pytest.raises(CheckpointError, match=r"cannot copy q\.w, torch\.float4"):
+            Checkpoints(folder).save({"q": {"w": number}}, 3)
+        return
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save({"q": {"w": number}}, 3)
+        loaded = checkpoints.newest()[1]["q"]["w"]
+    assert loaded.dtype == number.dtype and loaded.view(torch.uint8).tolist() == [0, 1, 2, 3]
+
+
 def test_tied_tensors_are_written_once_and_come_back_tied_and_mappings_keep_their_type(tmp_path):
     big, z = torch.randn(300, 200), torch.randn(4, dtype=torch.complex64)
     state = {"embed": big, "head": big.detach(), "turned": big.t(), "row": big[2], "e": big[:0],

@@ -35,12 +35,12 @@ torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = 
 OURS = {"AdamW": lambda *args, **kwargs: ClippedAdamW(*args, clip=None, **kwargs), "Muon": Muon}
 THEIRS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in OURS}
 DOES_NOT_APPLY = {
-    ("AdamW", "foreach"): "it is fused, whatever they say",
-    ("Muon", "weight_decay"): "without effect on a constant norm",
-    ("Muon", "ns_coefficients"): "fixed", ("Muon", "adjust_lr_fn"): "an angle, not a rate",
-    ("Muon", "only supports 2D"): "filters are matrices", ("Muon", "complex"): "not checked",
-    ("Muon", "1-element"): "not checked",
-}  # fmt: skip
+    ("AdamW", "foreach"): "refused beside fused=True, in torch too",
+    ("Muon", "weight_decay"): "refused: without effect on a constant norm",
+    ("Muon", "ns_coefficients"): "refused: they are fixed",
+    ("Muon", "adjust_lr_fn"): "refused: lr is an angle",
+    ("Muon", "only supports 2D"): "accepted: each filter is a row",
+}
 
 
 def applies(name, kwargs, text=""):
@@ -88,6 +88,14 @@ def test_torchs_inputs_train_and_go_through_a_checkpoint(name, kwargs):
     assert same(ours, resumed) and losses[-1] < losses[0]
     if name == "AdamW":
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, argument", [
+    key for key, why in DOES_NOT_APPLY.items() if why.startswith("refused")
+])  # fmt: skip
+def test_an_argument_that_does_not_apply_is_refused(name, argument):
+    with pytest.raises((TypeError, RuntimeError), match=argument):
+        OURS[name]([nn.Parameter(torch.ones(2, 2))], **{argument: True})
 
 
 @pytest.mark.parametrize("name, one", [*errors()])
@@ -171,21 +179,34 @@ def test_the_guard_and_each_order_of_calls_do_what_the_scaler_does_alone(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_accelerate_sees_a_skipped_step_in_fp16_as_the_page_says(kind):
+@pytest.mark.parametrize("has_guard", [False, True])
+def test_accelerate_sees_a_skipped_step_in_fp16_as_the_page_says(kind, has_guard):
     accelerate = pytest.importorskip("accelerate")
-    accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=128.0)  # made on a GPU only
     net = nn.Linear(4, 4)
     own = OPTIMIZERS[kind](net)
-    own._step_supports_amp_scaling = False
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-    optimizer = accelerate.optimizer.AcceleratedOptimizer(own, scaler=scaler)
+    if not has_guard:
+        own._step_supports_amp_scaling = False
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+    net, optimizer, schedule = accelerator.prepare(net, own, schedule)
+    guard = Guard(net, lag=False)
     for step in range(4):
-        before = snapshot(net)
-        factor = float("inf") if step in (0, 2) else 1.0
-        scaler.scale(net(torch.ones(2, 4)).square().mean() * factor).backward()
-        optimizer.step()
+        before, rate = snapshot(net), schedule.get_last_lr()
+        bad = step in (0, 2)
+        factor = float("inf") if bad else 1.0
+        accelerator.backward(net(torch.ones(2, 4)).square().mean() * factor)
+        if has_guard:
+            rejected = guard.step(optimizer.optimizer, accelerator.scaler, clip=1.0)
+            accelerator.scaler.update()
+            if not rejected:
+                schedule.step()
+        else:
+            optimizer.step()
+            schedule.step()
+            assert accelerator.optimizer_step_was_skipped == bad
         optimizer.zero_grad()
-        assert optimizer.step_was_skipped == same(before, snapshot(net)) == (step in (0, 2))
+        assert same(before, snapshot(net)) == bad == (schedule.get_last_lr() == rate)
 
 
 # --- Recipes
@@ -196,6 +217,18 @@ INSTEAD = {
     "ClippedAdamW": "__import__('optim').ClippedAdamW({})",
     "Muon": "__import__('extras.muon').muon.Muon([p for p in {} if p.ndim > 1])",
 }
+OPTIMIZER = r"torch\.optim\.\w+\(([\w.]+\.parameters\(\))[^)\n]*\)"
+
+
+def run(block):
+    """What it prints; its networks are finite at the end."""
+    printed, names = io.StringIO(), {"__name__": "recipe"}
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(block, "recipe.py", "exec"), names)
+    nets = [thing for thing in names.values() if isinstance(thing, nn.Module)]
+    assert nets and all(t.isfinite().all() for net in nets for t in net.state_dict().values())
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("kind", INSTEAD)
@@ -204,16 +237,25 @@ def test_each_recipe_runs_with_our_optimizers(number, kind, tmp_path, monkeypatc
     block = RECIPES[number]
     for package in set(re.findall(r"^(?:from|import) (\w+)", block, re.M)):
         pytest.importorskip(package)
-    block = re.sub(r"torch\.optim\.\w+\(([\w.]+\.parameters\(\))[^)\n]*\)",
-                   lambda found: INSTEAD[kind].format(found[1]), block)
+    block = re.sub(OPTIMIZER, lambda found: INSTEAD[kind].format(found[1]), block)
     own = INSTEAD[kind].format("net.parameters()")
     block = block.replace("[callback])", f"[callback], optimizers=({own}, None))")
     assert block != RECIPES[number]
     monkeypatch.chdir(tmp_path)
-    printed, names = io.StringIO(), {"__name__": "recipe"}
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exec(compile(block, "recipe.py", "exec"), names)
-    nets = [thing for thing in names.values() if isinstance(thing, nn.Module)]
-    assert nets and all(t.isfinite().all() for net in nets for t in net.state_dict().values())
-    assert "skipped" in printed.getvalue() or "a bad sample" not in block
+    assert "skipped" in run(block) or "a bad sample" not in block
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_the_recipe_of_lightning_runs_in_fp16_with_the_line_of_the_page(
+    kind, tmp_path, monkeypatch
+):
+    pytest.importorskip("lightning")
+    block = next(block for block in RECIPES if "lightning.Trainer(" in block)
+    block = re.sub("return " + OPTIMIZER, lambda found: (
+        f"optimizer = {INSTEAD[kind].format(found[1])}; "
+        "optimizer._step_supports_amp_scaling = False; return optimizer"), block)
+    block = block.replace("max_epochs=1,", """max_epochs=1, gradient_clip_val=1.0,
+        plugins=[lightning.pytorch.plugins.precision.MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=128.0))],""")
+    monkeypatch.chdir(tmp_path)
+    assert "1 of 20 steps skipped" in run(block)

@@ -20,7 +20,7 @@ from extras.muon import Muon
 def test_an_option_that_would_spoil_the_matrices_is_refused_in_one_sentence(option, value):
     matrix = nn.Parameter(torch.ones(2, 2))
     for group in ([matrix], [{"params": [matrix], option: value}]):
-        with pytest.raises(ValueError, match=f"^{option} must be [^\n]+$"):
+        with pytest.raises(ValueError, match=f"^(Tensor )?{option} must be [^\n]+$"):
             Muon(group, **{option: value} if group == [matrix] else {})
     Muon([matrix], lr=0.0, momentum=0.0, ns_steps=1)
     Muon([matrix], lr=torch.tensor(1e-2))

@@ -202,6 +202,8 @@ def test_the_schedule_has_its_closed_form():
     assert s[[0, 9, 10, 55, 100]].tolist() == pytest.approx([0.1, 1, 1, 0.55, 0.1])
     assert warmup_cosine(100, 10, 0.2, "linear")[55].item() == pytest.approx(0.6)
     assert warmup_cosine(100, 10, kind="constant")[[10, 55, 100]].tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="unknown kind 'cosin': choose from cosine, linear, const"):
+        warmup_cosine(100, 10, kind="cosin")
     lr, sentence = scaled_lr(1e-3, 1024, 256, "sqrt")
     assert lr == pytest.approx(2e-3) and "1024 / 256" in sentence and "sqrt" in sentence
 
@@ -622,3 +624,31 @@ def test_what_muon_gets_and_what_it_refuses():
             Muon([nn.Parameter(torch.ones(2, 2))]).add_param_group({"params": [p]})
     with pytest.raises(ValueError, match="masters=True"):
         Muon(net[0].half().parameters())
+
+
+def test_float64_weights_train_as_torchs_do_and_a_bad_step_leaves_them():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(5, 3, dtype=torch.float64)) for _ in range(2))
+    single = nn.Parameter(torch.ones(2))  # its gradient is beside it in one norm
+    mine = ClippedAdamW([ours, single], lr=1e-2, clip=None)
+    plain = torch.optim.AdamW([theirs], lr=1e-2)
+    for step in range(4):
+        ours.grad = torch.randn_like(ours)
+        single.grad = torch.ones(2)
+        theirs.grad = ours.grad.clone()
+        plain.step()
+        result = mine.step()
+        total = theirs.grad.square().sum() + 2
+        torch.testing.assert_close(result.grad_norm, total.sqrt().float())
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    before = ours.clone()
+    ours.grad[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="1 steps skipped"):
+        assert mine.step().found_inf == 1
+    assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.complex64}, {"device": "meta"}])
+def test_what_the_fused_kernel_cannot_take_is_refused_at_the_start(options):
+    with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating"):
+        ClippedAdamW([nn.Parameter(torch.ones(2, **options))])

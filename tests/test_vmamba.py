@@ -117,3 +117,27 @@ def test_grown_activations_overflow_the_sum_of_directions_unless_it_is_an_island
         net.train(training)  # published, the choice hung on this; here it must not matter
         with torch.autocast("cpu", torch.float16):
             assert bool(net(images).isfinite().all()) == force_fp32
+
+
+def test_it_is_exported_for_any_batch_and_torch_func_stacks_and_differentiates_it():
+    torch.manual_seed(0)
+    nets = [vmamba.VMamba(num_classes=3, image_size=20, dims=(16, 24), depths=(1, 1), d_state=2)
+            for _ in range(2)]  # 25 and 9 tokens
+    x = torch.randn(5, 3, 20, 20)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(nets[0], (x[:3],), dynamic_shapes=({0: batch},)).module()
+    got, want = exported(x), nets[0](x)
+    torch.testing.assert_close(got, want)
+    wanted = torch.autograd.grad(want.sum(), list(nets[0].parameters()))
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), list(exported.parameters())),
+                               wanted, rtol=1e-3, atol=1e-5)  # fmt: skip
+
+    def loss(params, image):
+        return torch.func.functional_call(nets[0], params, (image[None],)).sum()
+
+    of_each = torch.vmap(torch.func.grad(loss), (None, 0))(dict(nets[0].named_parameters()), x)
+    torch.testing.assert_close(tuple(g.sum(0) for g in of_each.values()), wanted,
+                               rtol=1e-3, atol=1e-5)  # fmt: skip
+    both, _ = torch.func.stack_module_state(nets)  # decays are stacked, too
+    stacked = torch.vmap(lambda p: torch.func.functional_call(nets[0], p, (x,)))(both)
+    torch.testing.assert_close(stacked, torch.stack([net(x) for net in nets]))
