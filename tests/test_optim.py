@@ -632,7 +632,7 @@ def test_float64_weights_train_as_torchs_do_and_a_bad_step_leaves_them():
     single = nn.Parameter(torch.ones(2))  # its gradient is beside it in one norm
     mine = ClippedAdamW([ours, single], lr=1e-2, clip=None)
     plain = torch.optim.AdamW([theirs], lr=1e-2)
-    for step in range(4):
+    for _ in range(4):
         ours.grad = torch.randn_like(ours)
         single.grad = torch.ones(2)
         theirs.grad = ours.grad.clone()
