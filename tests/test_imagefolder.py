@@ -214,7 +214,11 @@ EXPECTED = [(label, i, 7, label) for label in range(2) for i in range(10)]
 def decoding(monkeypatch):
     """The number of files of each call that decoded."""
     calls, decode_all = [], decoded_cache.decode_all
-    counted = lambda files, *rest: calls.append(len(files)) or decode_all(files, *rest)  # noqa: E731
+
+    def counted(files, *rest):
+        calls.append(len(files))
+        return decode_all(files, *rest)
+
     monkeypatch.setattr(decoded_cache, "decode_all", counted)
     return calls
 
