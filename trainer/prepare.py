@@ -287,7 +287,7 @@ def precision(run: Run, saved: dict | None) -> float | None:
             if ratio < 0.9 and not other.warnings:
                 why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
                 policy = dataclasses.replace(other, reason=why)
-        seconds = None if gains else step(policy.dtype)
+        seconds = None if gains else step(policy.dtype) + seconds_of_muon(run)
     policy, seconds = agreed((policy, seconds))
     run.policy = policy
     with refusing(ValueError):
@@ -300,6 +300,19 @@ def precision(run: Run, saved: dict | None) -> float | None:
     if why := optim.refusal(state, args.adam_eps, args.betas[1]):
         refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
     return seconds
+
+
+def seconds_of_muon(run: Run) -> float:
+    """Seconds in which Muon turns the matrices: most of a step of few images."""
+    turned = muon.matrices(run.net, run.args.muon)
+    copies = [nn.Parameter(p.detach().float().clone()) for p in turned]
+    for p in copies:
+        p.grad = p.detach().clone()
+    optimizer = muon.Muon(copies) if copies else None
+    began = time.perf_counter()
+    if optimizer:
+        optimizer.step()
+    return time.perf_counter() - began
 
 
 def training(run: Run):
