@@ -195,7 +195,7 @@ def load(
                 "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
                 "or with <class>/"
             )
-        from . import imagefolder  # with the cache, for nobody else
+        from . import decoded_cache, imagefolder  # for nobody else
 
         if val_share is None and None in imagefolder.split_folders(Path(folder)):
             val_share = 0.2
@@ -205,7 +205,7 @@ def load(
             )
         except imagefolder.WrongShare as error:
             raise WrongArgument(error) from error
-        except imagefolder.NoCache as error:
+        except decoded_cache.NoCache as error:
             raise WrongArgument(
                 f"{error}. --cache-dir names another folder; --workers 2 decodes at every access, "
                 "without a cache"
