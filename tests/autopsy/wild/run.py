@@ -45,6 +45,7 @@ FRAMEWORKS = {
     "torchao": ("torchao_train",),
     "torch": ("ranks", "spawned"),
 }
+PUBLIC = "\n## Public programs\n"  # what follows it on the page is not made here
 HEAD = """# Programs of other frameworks
 
 We ran the training programs of other frameworks' documentation under `python autopsy`
@@ -197,7 +198,8 @@ def keep(row, misses):
                            if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
     results["missed"][str(row)] = misses
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(page(results))
+    _, public, by_hand = PAGE.read_text().partition(PUBLIC)
+    PAGE.write_text(page(results) + public + by_hand)
 
 
 def main():
