@@ -59,6 +59,6 @@ class Budget:
     def sentences(self):
         if self.recorded < self.steps:
             yield (
-                f"{self.recorded} of {self.steps} steps were recorded, the others only read: to "
+                f"{self.recorded} of {self.steps} updates were recorded, the others only read: to "
                 "record takes long here (--share 1 records all)"
             )

@@ -2057,7 +2057,7 @@ def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
     done = run(UNRECORDED, fault, before=["--share", "0"])
     assert bare.stdout == done.stdout or fault in ("loss", "gradient", "written")
     if fault in ("beside", ""):
-        assert done.returncode == 0 and "10 of 30 steps were recorded" in done.stderr, done.stderr
+        assert done.returncode == 0 and "10 of 30 updates were recorded" in done.stderr, done.stderr
         return
     assert done.returncode == 3 and "was not recorded: the script runs again" in done.stderr
     text = (run.folder / "autopsy.txt").read_text()
