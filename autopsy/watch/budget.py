@@ -56,9 +56,11 @@ class Budget:
         script = self.clock() - self._since - self.spent
         return self.spent <= max(free * (self.share > 0), self.share * script)
 
-    def sentences(self):
-        if self.recorded < self.steps:
-            yield (
-                f"{self.recorded} of {self.steps} updates were recorded, the others only read: to "
-                "record takes long here (--share 1 records all)"
-            )
+    def in_words(self):
+        """For the last line of a script, or ""."""
+        if self.recorded == self.steps:
+            return ""
+        return (
+            f" ({self.recorded} of {self.steps} updates were recorded, the others only read: to "
+            "record takes long here; --share 1 records all)"
+        )

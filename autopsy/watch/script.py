@@ -248,7 +248,7 @@ def last_look(watch, failure):
 
 def remarks(watch):
     """Sentences on what is finite and still looks wrong."""
-    parts = watch.findings, watch.history, watch.scaling, watch.silent, watch.budget
+    parts = watch.findings, watch.history, watch.scaling, watch.silent
     told = [text for part in parts for text in part.sentences()]
     return [*told, *watch.silent.failures]
 
@@ -275,7 +275,7 @@ def summary(watch, strange):
         "nothing else": watch.findings.unasked,
     }
     nothing = next((word for word, some in bad.items() if some), "nothing") + " non-finite"
-    say(f"{steps} steps{by_scaler}, {nothing}{norm}")
+    say(f"{steps} steps{by_scaler}, {nothing}{norm}{watch.budget.in_words()}")
 
 
 class Start:

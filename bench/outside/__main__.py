@@ -271,7 +271,7 @@ def outcome(program, folder):
         command = [ROOT / "autopsy", *options, "--one-run", *argv]
         code, out, err = run(command, work, [shims, root, work])
         err = err.replace(str(work), "").replace(str(root), "")
-    lines = [line for line in err.splitlines() if re.match(r"autopsy|  ", line)]
+    lines = re.findall(r"^autopsy.*(?:\n  .*)*", err, re.M)  # not the code that a warning shows
     said = "\n".join(line for line in lines if not re.match(CLOSING, line))
     if code not in (0, 3):
         last = (err.strip().splitlines() or ["no output"])[-1]

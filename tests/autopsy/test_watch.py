@@ -2011,7 +2011,7 @@ def test_what_costs_more_than_its_share_is_not_recorded(share, cost, steps):
             now += cost
             budget.spend(began, before)
         budget.over(step + 1)
-    assert budget.recorded == steps and bool([*budget.sentences()]) == (steps < 100)
+    assert budget.recorded == steps and bool(budget.in_words()) == (steps < 100)
 
 
 UNRECORDED = PREAMBLE + """
