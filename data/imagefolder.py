@@ -45,8 +45,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from . import decode
-from .decode import Crop, Files
+from .decode import CUT, Crop, Files, decode, own_side
 from .decoded_cache import Progress, Say, Seen, cached, decode_all, kept_rows
 
 EXTENSIONS = tuple(  # of what this Pillow can read
@@ -145,10 +144,10 @@ def load(
     counts = Counter()
     for part, crop in zip((train, val), crops, strict=True):
         if cache_dir is None:
-            images, notes = None, decode_all(part.paths, crop, decode.decode, None, progress)
+            images, notes = None, decode_all(part.paths, crop, decode, None, progress)
         else:
             images, notes = cached(
-                part.where, part.paths, crop, decode.decode, part.name, cache_dir, progress, say
+                part.where, part.paths, crop, decode, part.name, cache_dir, progress, say
             )
         splits.append(with_labels(part, crop, images, notes, max_bad_share, warn))
         seen.append(notes)
@@ -284,7 +283,7 @@ def name_duplicates(parts: Sequence[Part], seen: Sequence[list[Seen]], warn: Say
 def choose_crops(train: Part, image_size: int | None, only: str) -> tuple[Crop, Crop]:
     """How training and validation images are cut out."""
     few = train.files[:: len(train.files) // 100 or 1]
-    own = decode.own_side([path for path, _ in few])
+    own = own_side([path for path, _ in few])
     side = image_size or own or 224
     short = side if only or side == own else round(side * 8 / 7)
     return Crop(short, short, only), Crop(short, side, only)
@@ -298,14 +297,14 @@ def with_labels(
     rows = kept_rows(seen)
     noted = list(zip(part.paths, seen, strict=True))
     bad = {path: one.error for path, one in noted if one.error}
-    cut = {path: "is used" for path, one in noted if decode.CUT in one.unusual}
+    cut = {path: "is used" for path, one in noted if CUT in one.unusual}
     allowed = max_bad_share and max(3, max_bad_share * len(files))
     if len(bad) > allowed or not rows:
         raise UnreadableImages(
             f"{len(bad)} of {len(files)} images are unreadable, more than {max_bad_share:.2%}: "
             f"mend or delete them, or raise --max-bad-share{listed(bad)}"
         )
-    for some, words in ((bad, "unreadable and left out"), (cut, decode.CUT)):
+    for some, words in ((bad, "unreadable and left out"), (cut, CUT)):
         if some:
             warn(f"{len(some)} of {len(files)} images in {part.where} are {words}:{listed(some)}")
     if images is None:
