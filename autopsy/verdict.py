@@ -221,8 +221,8 @@ def _finite(rerun, report, state, num_classes, run_compiled):
             compiled = Trial("compiled", Outcome.BAD, symptom)
             tried = compiled, Trial("in eager mode", Outcome.FINITE)
             return replace(report, verdict=Verdict.COMPILER, tried=tried)
-    names = _struck(rerun, state)
-    if names := names or tuple(f"{source}{what}" for source, what in _bad_state(rerun, state)):
+    bad = tuple(f"{source}{what}" for source, what in _bad_state(rerun, state))
+    if names := _struck(rerun, state) or bad:
         symptom = f"{names[0]} was bad before the step"
         return replace(report, verdict=Verdict.WEIGHTS, names=names, symptom=symptom)
     where = rerun.locator

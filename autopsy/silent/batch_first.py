@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..modes import is_compiled
 from ..tensors import batched, few, flat_tensors
 from ..watch.events import Events
-from .evaluation import is_compiled
 from .gradient_path import nodes_of
 from .losses import NEAR, NLL
 

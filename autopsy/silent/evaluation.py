@@ -10,12 +10,12 @@ that says "training" or "True" means it, and so does a Dropout within that was s
 from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch.nn import functional as F
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 
 from ..frames import call_at, line_of, script_frames_now
+from ..modes import is_compiled
 from ..tensors import few
 from ..watch.events import Events
 
@@ -92,12 +92,3 @@ class Drops(TorchFunctionMode):
         text = call_at(*frames[0][:2])
         if text and not any(word in text for word in ON_PURPOSE):
             self.lines[line_of(frames)] = True
-
-
-def is_compiled(parts):
-    """Whether some of it is compiled: no mode sees what it computes."""
-    return any(
-        isinstance(part, torch.jit.ScriptModule)
-        or hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-        for part in parts
-    )  # fmt: skip

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..modes import is_compiled
 from ..tensors import few, flat_tensors, storage_of
 from ..watch.events import Events
 from ..watch.hooks import calls_through
 from ..watch.recorder import named_arguments
-from .evaluation import is_compiled
 
 LOOKS = (2, 5)  # steps
 ASKED = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "__len__",
