@@ -56,7 +56,7 @@ case ${1:-} in
     # a process of one thread on each core; with -n 0 at the end all runs in this one, as a
     # debugger needs it
     export OMP_NUM_THREADS=1
-    exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadgroup "$@"
+    exec "$python" -m pytest -q -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadgroup "$@"
     ;;
   failures)
     set_up tqdm requirements.txt

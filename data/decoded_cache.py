@@ -333,8 +333,9 @@ def run_jobs(
                     done[first] = future.result()
                     for _ in zip(pieces.pop(first), ticks, strict=False):
                         pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+        finally:  # not by the pool: one that cancels waits for ever for what cannot be pickled
+            for future in futures.values():
+                future.cancel()
 
 
 def prepare_worker() -> None:

@@ -20,8 +20,8 @@ os.environ.setdefault("AUTOPSY_SHARE", "1")  # every step is recorded, however l
 # test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.
 SLOW = {
     "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_heal",
-    "test_readme", "test_resume", "test_time_to_accuracy", "test_train", "test_verify",
-    "test_watch", "test_wings",
+    "test_nodes", "test_readme", "test_resume", "test_time_to_accuracy", "test_train",
+    "test_verify", "test_watch", "test_wings",
 }
 if not helpers.FORKS:  # on Windows: what begins with os.fork, links and signals
     collect_ignore = ["test_checkpoint.py", "test_imagefolder.py", "test_nodes.py"]

@@ -240,6 +240,7 @@ def test_the_recipe_for_mixup_mixes_images_as_it_mixes_losses():
     torch.testing.assert_close(loss, F.cross_entropy(*mixed))
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_is_two_files_as_contributing_shows(tmp_path):
     tree = tmp_path / "tree"
     skip = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "failures", "runs")

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 
+import pytest
 from helpers import HIDDEN, ROOT, run_script
 
 COPIED = [  # carried away one by one
@@ -77,6 +78,7 @@ def paste_block(path):
     return block and re.sub(r"^ {4}", "", block[1], flags=re.M).strip() + "\n"
 
 
+@pytest.mark.slow
 def test_each_copied_file_runs_alone_and_so_does_the_block_in_its_docstring(tmp_path):
     """Without the names that Windows lacks, too."""
     for path in COPIED:

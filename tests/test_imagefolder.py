@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import struct
@@ -618,7 +619,7 @@ def dies(path, crop):
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_picture_that_kills_its_decoder_is_named_and_left_out(folder, monkeypatch, cached):
-    monkeypatch.setattr(decode, "decode", dies)
+    monkeypatch.setattr(imagefolder, "decode", dies)
     warnings = []
     options = {} if cached else {"cache_dir": None}
     monkeypatch.setattr(decode.Files, "__getitem__", lambda self, i: torch.zeros(3, 8, 8))
@@ -627,6 +628,12 @@ def test_a_picture_that_kills_its_decoder_is_named_and_left_out(folder, monkeypa
     assert not cached or colours(train) == [c for c in EXPECTED if c[:2] not in ((0, 3), (1, 7))]
     assert "2 of 20 images" in warnings[0]
     assert "cat/003.png: the process that decoded it died" in warnings[0]
+
+
+def test_a_decoder_that_no_process_can_be_given_is_an_error_and_not_a_wait(folder, monkeypatch):
+    monkeypatch.setattr(imagefolder, "decode", lambda path, crop: WHOLE(path, crop))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        read(folder)
 
 
 def test_a_cache_that_shrinks_is_a_sentence_and_one_that_is_replaced_is_none(folder):
