@@ -9,7 +9,7 @@ import linecache
 import os
 import re
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from textwrap import shorten
 
 import torch
@@ -116,9 +116,14 @@ def call_at(file, number):
     return "".join(lines)
 
 
+@lru_cache(1 << 12)
+def _line(frames):
+    return line_of(frames)
+
+
 def line_now():
     """The script's line that is under way."""
-    return line_of(frames_now())
+    return _line(script_frames_now())
 
 
 @cache

@@ -25,9 +25,17 @@ ALONE = 1e12  # times the median
 HALF = (torch.float16, torch.bfloat16)
 NARROW = (*HALF, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*NARROW, torch.float32, torch.float64)
+USUAL = {*HALF, torch.float32, torch.float64}
 PLAIN = (Tensor, nn.Parameter)
 ATOMS = (int, float, bool, str, type(None))
 STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buffers of a norm
+
+
+def is_ordinary(t):
+    """Whether it holds its numbers itself, as nearly all do: asked first, because it is quick."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)
+    usual = type(t) in PLAIN and t.dtype in USUAL and t.layout is torch.strided
+    return usual and not (wrapped or t.is_meta or t.is_nested)
 
 
 def parts_of(t):
@@ -60,6 +68,8 @@ def parts_of(t):
 def numbers_of(t):
     """The same as one tensor. Of several parts those that are floating-point, and wider than a
     byte: a block of quantised numbers is as good as its scale."""
+    if is_ordinary(t):
+        return t
     parts = parts_of(t)
     if len(parts) == 1:
         return parts[0]
@@ -126,8 +136,10 @@ def extent(t):
         t = torch.view_as_real(t.resolve_conj())
     elif t.element_size() == 1:
         t = t.float()
-    low, high = torch.aminmax(t)
     number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
+    if t.numel() == 1:
+        return Span(*[float(number(t))] * 2)
+    low, high = torch.aminmax(t)
     return Span(float(number(low)), float(number(high)))
 
 

@@ -2,7 +2,7 @@
 What `python autopsy SCRIPT` costs: time of a training step under autopsy, beside the same script
 alone.
 
-    python bench/watch_cost.py          # about 15 minutes on 2 CPU cores
+    python bench/watch_cost.py          # about 12 minutes on 2 CPU cores
 
 A transformer of 10.7 million parameters, and four kinds of small steps: an MLP, a cart-pole with a
 policy gradient (rl), an ODE solver (ode), a recurrent loop in Python (rnn), each with AdamW.
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
-TURNS = {"cpu": 7, "cuda": 5}
+TURNS = {"cpu": 3, "cuda": 5}
 WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy"), "script.py"]}
 SCRIPT = '''
 import time, torch
@@ -45,7 +45,7 @@ for step in range(STEPS):
 
 CLASSIFIER = "torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)"
 LOSSES = {"rl": "episode()", "ode": "(solve(x) - y).abs().mean()"}
-STEPS = {"mlp": 5000, "rl": 600, "ode": 1000, "rnn": 1000}  # of a run: some seconds
+STEPS = {"mlp": 20000, "rl": 3000, "ode": 4000, "rnn": 4000}  # of a run: twenty seconds
 
 MODELS = {
     "transformer": '''

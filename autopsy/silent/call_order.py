@@ -7,10 +7,11 @@ things are never right: a second step with gradients that were used, a clear tha
 like the one that is used, and a clip while the loss scale multiplies them.
 """
 
+import sys
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from ..frames import frames_now, line_now
+from ..frames import line_now
 from ..watch.deferred import params_of
 from ..watch.events import Events
 
@@ -24,7 +25,7 @@ TIGHT = 100  # a limit of the loss scale / 100 and more is meant for gradients t
 class Pass:
     """A backward pass that no step has used yet."""
 
-    where: tuple  # frames
+    where: tuple  # see _place()
     reads: int  # how often the script had read or set a gradient
     clipped: bool = False
 
@@ -35,6 +36,7 @@ class Gradients:
 
     name: str
     line: str = ""  # of its last step
+    followed: list = ()  # references to some of its parameters
     passes: int = 0  # backward passes of the script before that
     reads: int = 0
     led: bool = False  # did one lead to that step?
@@ -65,17 +67,17 @@ class CallOrder(Events):
         self.passes += 1
         self.clip = ()
         if self.inside is None:
-            where = tuple(frame[:2] for frame in frames_now())
-            for optimizer, seen in self.optimizers.items():
-                if seen.now != (now := _state(optimizer)):
+            where = _place()
+            for seen in self.optimizers.values():
+                if seen.now != (now := _state(seen)):
                     seen.pending.append(Pass(where, self.recorder.gradient_reads))
                 seen.now = now
 
     def cleared(self, owner):
         if self.inside is not None:
             return
-        for optimizer, seen in self.optimizers.items():
-            now = _state(optimizer)
+        for seen in self.optimizers.values():
+            now = _state(seen)
             if now != seen.now:
                 unread = [p for p in seen.pending if p.reads == self.recorder.gradient_reads]
                 seen.thrown += [(p.where, line_now()) for p in unread if not p.clipped]
@@ -127,7 +129,10 @@ class CallOrder(Events):
             self.optimizers[optimizer] = Gradients(type(optimizer).__name__)
             self.all.append(self.optimizers[optimizer])
         seen, line = self.optimizers[optimizer], line_now()
-        now, reads = _state(optimizer), self.recorder.gradient_reads
+        params = params_of(optimizer)
+        some = params[:: max(1, len(params) // FOLLOWED)]
+        seen.followed = [ref(p) for p in (*some, *params[-1:])]
+        now, reads = _state(seen), self.recorder.gradient_reads
         again = seen.led and self.passes == seen.passes and any(now)
         if again and now == seen.used and reads == seen.reads:
             lines = seen.line, line
@@ -178,12 +183,20 @@ class CallOrder(Events):
     causes = sentences
 
 
-def _state(optimizer):
+def _state(seen):
     """Some of its gradients: another tensor, or another version, is another gradient."""
-    params = params_of(optimizer)
-    some = params[:: max(1, len(params) // FOLLOWED)]
-    grads = [p.grad for p in (*some, *params[-1:])]
+    grads = [p.grad for held in seen.followed if (p := held()) is not None]
     return tuple(g if g is None else (id(g), g._version) for g in grads)
+
+
+def _place():
+    """Where the script is, in each of the calls under way: a pass that is reached in another way is
+    another pass. It runs once a pass, and to ask for lines, or a code's hash, is slow."""
+    frame, place = sys._getframe(1), []
+    while frame:
+        place += id(frame.f_code), frame.f_lasti
+        frame = frame.f_back
+    return tuple(place)
 
 
 def _has_hooks(p):

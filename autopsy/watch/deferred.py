@@ -105,8 +105,9 @@ class DeferredChecks:
         return [value for t in tensors for value in self._one_by_one(read, [t], instead)]
 
 
+@torch.no_grad()
 def _norms(tensors):
-    flat = [numbers_of(t.detach()) for t in tensors]
+    flat = [*map(numbers_of, tensors)]
     flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
     flat = [t.float() if t.itemsize == 1 else t for t in flat]  # fp8: no norm is made for it
     wide = torch.float32 if any(t.itemsize < 4 for t in flat) else None  # None is faster
@@ -114,9 +115,11 @@ def _norms(tensors):
 
 
 def _to_host(values):
-    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+    device = next((v.device for v in values if not v.is_cpu), None)
+    if device is None:  # faster than to stack them
+        return [float(torch._C.TensorBase.item(v)) for v in values]
     flat = [v if v.device == device and not v.dim() else v.reshape(()).to(device) for v in values]
-    return torch.stack(flat).tolist() if flat else []
+    return torch.stack(flat).tolist()
 
 
 def over_ranks(norms):

@@ -44,7 +44,7 @@ modules, and of torch's functions outside of modules. At the first bad step they
 here and now, with every operation watched, then in fp32: the report names the operation, and the
 script ends. Only what cannot be made again (an optimizer of your own, a counter outside of the
 modules) needs a second, quiet run of the script (files that it writes are written again); --one-run
-refuses that. Where to record would take more than its share of the time (--share 0.1), only some
+refuses that. Where to record would take more than its share of the time (--share 0.05), only some
 steps are recorded, the others are read, and a bad one of these needs the second run; --share 1
 records all. --from-step N watches every operation from optimizer step N on. Exit code 3: the
 report is in FILE (autopsy.txt), and the first 12 lines are printed. 0: nothing that was read was
