@@ -13,7 +13,7 @@ from time import perf_counter
 
 SHARE = 0.05  # of the time of the script: what is not measured (how torch calls us) takes as much
 FREE = 0.5  # seconds that are never refused, and LONGER within the first steps
-LONGER = 2.0
+LONGER = 1.0
 FIRST = 6  # steps; then those of 8, 16, 32, ... on, which the checks of silent/ look at closely
 TOGETHER = 2  # steps: optimizers may take turns, and one may use what was made before another's
 

@@ -206,7 +206,8 @@ class Checks:
             name = few([self.names.of(p) for p in bad] or ["a shard of another rank"], 1)
             made = extent(bad[0].grad).bad_end if bad else "nan"
             report = self.findings.explain(results=[p.grad for p in bad])
-            self.findings.stop(f"the gradient of {name} is {made}{why}", report)
+            step = self.findings.scaling.step_of_gradients()
+            self.findings.stop(f"the gradient of {name} is {made}{why}", report, step)
 
     def _held(self, optimizer, t):
         """(group, parameter, name) of a bad tensor that the optimizer holds; None if it no longer

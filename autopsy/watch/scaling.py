@@ -21,6 +21,7 @@ class Scaling:
         self.scaler = None
         self.skipped = 0  # steps
         self.in_a_row = 0  # of these, the last ones
+        self._last = None  # of these: its last backward pass, its number
         self.unskipped = False  # the scaler knew that this step is bad, and was not asked
         self._undivided = False  # the gradients were not divided by the loss scale
         self._states = None  # what the scaler knew of the optimizers when it multiplied a loss
@@ -60,11 +61,18 @@ class Scaling:
         """The scaler skips a step: calibration. It returns why that cannot go on, or ""."""
         self.skipped += 1
         self.in_a_row += 1
+        self._last = self.recorder.slope, self.recorder.steps
         if self.in_a_row > PATIENCE:
             return f", {self.in_a_row} skipped steps in a row"
         if self.scaler and self.scaler.get_scale() * self.scaler.get_backoff_factor() < 1:
             return ", the loss scale falls under 1"
         return ""
+
+    def step_of_gradients(self):
+        """The number of the step whose backward pass has made the gradients: of one that was
+        skipped, where a step follows it without another pass."""
+        slope, step = self._last or (None, 0)
+        return step if slope == self.recorder.slope else self.recorder.steps
 
     def overrule(self, report, raised):
         """Return the report with its scale. The verdict is calibration if the script bypassed the
