@@ -22,9 +22,9 @@ from ..frames import line_of, said
 from ..modes import InDtype, compiled_code, without_checkpoints
 from ..step import unchanged
 from ..tensors import HALF, NARROW, numbers_of
+from ..watch.calls import BACKWARD, buffers_back
 from ..watch.deferred import moved_by
 from ..watch.forward import SCALES, SUMS, operands_of
-from ..watch.recorder import BACKWARD, buffers_back
 from ..watch.replay import in_no_module, net_of
 from ..watch.watch import Watch
 from .differences import Checkpoints, Custom, FirstApart, Saved, own_gradients

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..frames import line_of
 from ..tensors import few, storage_of
+from ..watch.calls import BACKWARD
 from ..watch.deferred import params_of
-from ..watch.recorder import BACKWARD
 
 PAST = 32  # steps
 LATELY = 3  # of these: what a change has led to

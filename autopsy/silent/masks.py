@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..modes import is_compiled
 from ..tensors import few, flat_tensors, storage_of
+from ..watch.calls import named_arguments
 from ..watch.events import Events
 from ..watch.hooks import calls_through
-from ..watch.recorder import named_arguments
 
 LOOKS = (2, 5)  # steps
 ASKED = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "__len__",

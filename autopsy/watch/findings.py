@@ -23,8 +23,9 @@ from ..facts import STATE, Kind
 from ..frames import Line, line_now, said
 from ..report import with_rank
 from ..tensors import LARGE, extent, few
+from .calls import buffers_back
 from .events import Events
-from .recorder import ASKS, buffers_back
+from .recorder import ASKS
 from .replay import replay, verdict_on_origin
 
 WAIT = 60  # seconds for the reports of other ranks

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..frames import line_of
 from ..step import unchanged
 from ..tensors import batch_size_of, batched, flat_tensors
-from .recorder import BACKWARD, SLOPES, ResultRef, buffers_back
+from .calls import BACKWARD, SLOPES, ResultRef, buffers_back
 from .replay import in_no_module, net_of
 
 SUMS = ("add", "radd", "iadd")

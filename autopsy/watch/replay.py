@@ -23,8 +23,9 @@ from ..rerun import Rerun
 from ..step import StepRecord, unchanged
 from ..tensors import NARROW, extent, has_no_shape, storage_of, type_of
 from ..verdict import examine
+from .calls import BACKWARD, ResultRef, buffers_back
 from .names import together
-from .recorder import BACKWARD, COPIES, ResultRef, buffers_back
+from .recorder import COPIES
 
 LARGE = 1e6  # what torch.empty finds may be finite
 

@@ -20,6 +20,7 @@ from ..locator import Locator
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
 from .budget import Budget
+from .calls import BACKWARD, ResultRef
 from .checks import Checks, Update, Write, given_to
 from .deferred import DeferredChecks, held_by, moved_by, over_ranks, params_of
 from .events import silent_faults
@@ -28,7 +29,7 @@ from .history import History
 from .hooks import Hooks, is_of_fabric
 from .loop import watch_loop
 from .names import Names
-from .recorder import BACKWARD, CallRecorder, ResultRef
+from .recorder import CallRecorder
 from .scaling import Scaling
 
 
