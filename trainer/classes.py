@@ -10,6 +10,7 @@ This file is wiring: validation.py calls it.
 from __future__ import annotations
 
 import io
+from typing import NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -36,32 +37,64 @@ def weights(labels: Tensor, classes: int) -> Tensor:
     return len(labels) / (classes * counts.float())
 
 
+class Seen(NamedTuple):
+    """What the validation images of a rank have shown."""
+
+    confusion: Tensor | None  # (classes * classes,): how often label * classes + guess
+    images: Tensor  # (classes,): of each class
+    right: Tensor  # (classes,): of these, the right guesses
+    worst: list[tuple[float, int, int, int]]  # loss, number of the image, label, guess
+
+
 def write(run: Run, rows: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Log what the validation has seen of each class. rows: label, guess and loss of this rank's
     images, in their order. Every rank calls it; rank 0 writes."""
-    labels, guesses, losses = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
-    names, C = run.data.classes, len(run.data.classes)
-    own = (labels * C + guesses).bincount(minlength=C * C) if C <= MATRIX else None
-    right = labels[labels == guesses]
-    hits = torch.stack([x.bincount(minlength=C) for x in (labels, right)])
-    worst = [(losses[i].item(), run.rank + i * run.world_size, labels[i].item(), guesses[i].item())
-             for i in losses.argsort(descending=True)[:SHOWN].tolist()]
-    parts = all_values((own, hits, worst))
+    columns = [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
+    parts = all_values(seen_by(run, *columns))
     if run.rank:
         return
-    total, right = sum(hits for _, hits, _ in parts).tolist()
-    about = {"classes": names, "accuracy": [
-        round(100 * r / n, 2) if n else None for n, r in zip(total, right, strict=True)]}
-    if own is not None:
-        about["confusion"] = sum(own for own, _, _ in parts).view(C, C).tolist()
-    worst = sorted((row for _, _, rows in parts for row in rows), reverse=True)[:SHOWN]
-    about["worst"] = [{"image": i, "class": names[label], "guess": names[guess], "loss": loss}
-                      for loss, i, label, guess in worst]
+    about = in_words(run.data.classes, parts)
     run.log.write(event="classes", step=run.step, **about)
     if run.data.channels in (1, 3):
         content = io.BytesIO()
         sheet(run, about["worst"]).save(content, "PNG")
         checkpoint.write(run.folder / "worst.png", content.getvalue())
+
+
+def seen_by(run: Run, labels: Tensor, guesses: Tensor, losses: Tensor) -> Seen:
+    count = len(run.data.classes)
+    confusion = None
+    if count <= MATRIX:
+        confusion = (labels * count + guesses).bincount(minlength=count * count)
+    worst = [
+        (losses[i].item(), run.rank + i * run.world_size, labels[i].item(), guesses[i].item())
+        for i in losses.argsort(descending=True)[:SHOWN].tolist()
+    ]
+    right = labels[labels == guesses]
+    return Seen(
+        confusion, labels.bincount(minlength=count), right.bincount(minlength=count), worst
+    )
+
+
+def in_words(names: list[str], parts: list[Seen]) -> dict:
+    """What all ranks have seen, for metrics.jsonl."""
+    images = sum(part.images for part in parts).tolist()
+    right = sum(part.right for part in parts).tolist()
+    about = {
+        "classes": names,
+        "accuracy": [
+            round(100 * r / n, 2) if n else None for n, r in zip(images, right, strict=True)
+        ],
+    }
+    if parts[0].confusion is not None:
+        total = sum(part.confusion for part in parts)
+        about["confusion"] = total.view(len(names), len(names)).tolist()
+    worst = sorted((row for part in parts for row in part.worst), reverse=True)
+    about["worst"] = [
+        {"image": i, "class": names[label], "guess": names[guess], "loss": loss}
+        for loss, i, label, guess in worst[:SHOWN]
+    ]
+    return about
 
 
 def sheet(run: Run, worst: list[dict]) -> Image.Image:
@@ -72,9 +105,11 @@ def sheet(run: Run, worst: list[dict]) -> Image.Image:
         x, y = k % 4 * TILE, k // 4 * (TILE + 30)
         image = to_pil_image(run.data.val[0][row["image"]].cpu()).resize((TILE - 4, TILE - 4))
         picture.paste(image, (x + 2, y + 2))
-        text, colour = f"{row['class'][:20]}, loss {row['loss']:.2g}", "black"
+        colour = "black"
+        text = f"{row['class'][:20]}, loss {row['loss']:.2g}"
         if row["class"] != row["guess"]:
-            text, colour = f"{text}\ntaken for {row['guess'][:16]}", "darkred"
+            colour = "darkred"
+            text += f"\ntaken for {row['guess'][:16]}"
         text = text.encode("latin-1", "replace").decode("latin-1")  # what Pillow's own font has
         draw.text((x + 4, y + TILE - 1), text, fill=colour)
     return picture
