@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
@@ -28,7 +28,6 @@ from models import MODELS, RECIPE
 
 BASE = ("--model small --dataset synthetic --batch-size 64 --max-steps 60 --precision fp32 "
         "--device cpu")
-Split = tuple[Tensor, Tensor]
 
 
 class Small(nn.Sequential):
