@@ -165,6 +165,12 @@ def run_ranks(argv, folder, count=2):
     return run_together([(argv, folder, environment) for environment in environments], folder)
 
 
+def ranks_agree(folder, text):
+    """A script on two ranks that compares what they hold, and prints "agreed" at its end."""
+    for code, out, err in run_ranks([script(folder, text)], folder):
+        assert code == 0 and out.endswith("agreed\n"), err
+
+
 def mlp(classes):
     """A network without BatchNorm: its gradient does not depend on how the batch is cut."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.GELU(), nn.Linear(32, classes))

@@ -390,22 +390,17 @@ def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used,
         assert warned == (step >= told), step
 
 
+def scaled_step(net, scaler):
+    scaler.step(net.optimizer)
+    scaler.update()
+
+
 def first(net, other, scaler, guard):
     """A step of the other network, whole."""
     scaler.scale(other.loss()).backward()
-    scaler.step(other.optimizer)
-    scaler.update()
+    scaled_step(other, scaler)
     net.loss().backward()
     guard.step(net.optimizer)
-
-
-def between(net, other, scaler, guard):
-    """Both backward passes come first."""
-    scaler.scale(other.loss()).backward()
-    net.loss().backward()
-    guard.step(net.optimizer)
-    scaler.step(other.optimizer)
-    scaler.update()
 
 
 def accumulated(net, other, scaler, guard):
@@ -415,12 +410,17 @@ def accumulated(net, other, scaler, guard):
     guard.step(net.optimizer)
 
 
+def between(net, other, scaler, guard):
+    """Both backward passes come first."""
+    accumulated(net, other, scaler, guard)
+    scaled_step(other, scaler)
+
+
 def once(net, other, scaler, guard):
     """The other network was trained before, and its optimizer is gone."""
     if hasattr(other, "optimizer"):
         scaler.scale(other.loss()).backward()
-        scaler.step(other.optimizer)
-        scaler.update()
+        scaled_step(other, scaler)
         del other.optimizer
     net.loss().backward()
     guard.step(net.optimizer)

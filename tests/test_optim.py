@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Operations, both_devices, run_ranks, same, script, snapshot
+from helpers import Operations, both_devices, ranks_agree, same, snapshot
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -368,11 +368,8 @@ def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
 
 def test_what_cannot_be_sharded_and_slices_are_refused_in_one_sentence(one_rank):
     p = distribute_tensor(torch.ones(4, 4).half(), init_device_mesh("cpu", (1,)), [Shard(0)])
-    for made, words in (
-        (partial(ClippedAdamW, masters=True), "keep the parameters in fp32"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            made([p.requires_grad_()])
+    with pytest.raises(ValueError, match="keep the parameters in fp32"):
+        ClippedAdamW([p.requires_grad_()], masters=True)
     with pytest.raises(ValueError, match="gaps in memory"):
         ClippedAdamW([torch.ones(4, 4)[:, :1].requires_grad_()])
 
@@ -460,8 +457,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_shards_train_beside_torchs_are_skipped_together_and_go_through_its_checkpoints(tmp_path):
-    for code, out, err in run_ranks([script(tmp_path, SHARDED)], tmp_path):
-        assert code == 0 and out.endswith("agreed\n"), err
+    ranks_agree(tmp_path, SHARDED)
 
 
 SHARED = """
@@ -507,8 +503,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_a_share_of_the_parameters_is_refused_and_the_way_that_is_named_works(tmp_path):
-    for code, out, err in run_ranks([script(tmp_path, SHARED)], tmp_path):
-        assert code == 0 and out.endswith("agreed\n"), err
+    ranks_agree(tmp_path, SHARED)
 
 
 @pytest.mark.parametrize("make", [
