@@ -46,8 +46,9 @@ def test_a_batch_depends_on_seed_and_step_alone_and_an_epoch_shows_each_image_on
     first = [forwards.at(step) for step in range(8)]
     for step in reversed(range(8)):
         assert same(first[step], backwards.at(step))
-        of_ranks = zip(*(half.at(step) for half in halves), strict=True)
-        assert same(first[step], tuple(map(torch.cat, of_ranks)))
+        images, labels = zip(*(half.at(step) for half in halves), strict=True)
+        of_ranks = torch.cat(images), torch.cat(labels)
+        assert same(first[step], of_ranks)
     order = torch.cat([labels for _, labels in first]).view(2, 96)
     assert (order.sort(1).values == NUMBERS).all(), "each image once"
     assert not torch.equal(*order), "the second epoch has another order"
@@ -86,7 +87,8 @@ def test_without_a_crop_an_image_is_mirrored_in_every_other_epoch_and_else_uncha
     kept = slice(edge, 32 - edge)
     for step in range(8):
         for image, label in zip(*s.at(step), strict=True):
-            plain = s.normalize(IMAGES[label][None])[0, :, kept, kept]
+            (plain,) = s.normalize(IMAGES[label][None])
+            plain = plain[:, kept, kept]
             mirrored = s.mirrored_first[label] ^ (step >= 4)
             assert torch.equal(image, plain.flip(2) if mirrored else plain)
 
@@ -120,7 +122,9 @@ def test_a_resized_crop_samples_the_box_that_was_drawn():
     across[mirrored] = across[mirrored].flip(1)
     down = crops[:, 1, :, 3]
     pixels = torch.linspace(0.5, 7.5, 8)[:, None] / 8
-    for seen, square, place in ((across, area * ratio, 2), (down, area / ratio, 3)):
+    wide = across, area * ratio, 2
+    high = down, area / ratio, 3
+    for seen, square, place in (wide, high):
         length = square.sqrt().clamp(max=1)
         centres = length * pixels + (1 - length) * drawn[place]
         expected = (64 * centres - 0.5).clamp(0, 63)
@@ -233,11 +237,15 @@ def test_the_recipe_for_mixup_mixes_images_as_it_mixes_losses():
     labels = torch.arange(6)
     torch.manual_seed(0)
     weight = torch.rand(6)[:, None]
-    pair = images, F.one_hot(labels, 10)
-    mixed = [(1 - weight) * x + weight * x.roll(1, 0) for x in pair]
+
+    def mixed(x):
+        return (1 - weight) * x + weight * x.roll(1, 0)
+
+    want = F.cross_entropy(mixed(images), mixed(F.one_hot(labels, 10)))
     torch.manual_seed(0)
-    loss, _ = scope["Mixup"](torch.nn.Flatten())(images[..., None, None], labels)
-    torch.testing.assert_close(loss, F.cross_entropy(*mixed))
+    model = scope["Mixup"](torch.nn.Flatten())
+    loss, _ = model(images[..., None, None], labels)
+    torch.testing.assert_close(loss, want)
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ from models.vmamba import selective_scan, selective_scan_loop
 def inputs(L, N, dtype=torch.float64, device="cpu"):
     """u, delta, A, B, C, D of two directions with ordinary values; all require a gradient."""
     torch.manual_seed(L * 100 + N)
-    K, batch, D = 2, 3, 5
+    K = 2
+    batch = 3
+    D = 5
     tensors = [
         torch.randn(K, batch, L, D, dtype=dtype),
         F.softplus(torch.randn(K, batch, L, D, dtype=dtype) - 2),
@@ -31,9 +33,12 @@ def assert_same_values_and_gradients(args, atol):
     y = selective_scan(*args)
     want = selective_scan_loop(*doubles)
     weights = torch.randn_like(want)
-    got = [y, *torch.autograd.grad((y * weights).sum(), args)]
-    exact = [want, *torch.autograd.grad((want * weights).sum(), doubles)]
-    for name, a, b in zip(("y", "u", "delta", "A", "B", "C", "D"), got, exact, strict=True):
+    slopes = torch.autograd.grad((y * weights).sum(), args)
+    wanted = torch.autograd.grad((want * weights).sum(), doubles)
+    got = [y, *slopes]
+    exact = [want, *wanted]
+    names = ("y", "u", "delta", "A", "B", "C", "D")
+    for name, a, b in zip(names, got, exact, strict=True):
         error = (a.double() - b).abs().max()
         largest = b.abs().max().clamp(min=1e-30)
         assert a.isfinite().all(), name
@@ -68,7 +73,8 @@ def test_extreme_decays_are_right_in_fp32_where_a_division_by_their_product_is_n
         decays = delta[..., None] * A[:, None, None]
         product = torch.exp(decays.cumsum(2))
         b = (delta * u)[..., None] * B[..., None, :]
-        assert not (product * (b / product).cumsum(2)).isfinite().all()
+        by_division = product * (b / product).cumsum(2)
+        assert not by_division.isfinite().all()
 
 
 @both_devices
@@ -77,7 +83,8 @@ def test_half_inputs_under_autocast_are_scanned_in_fp32(device):
     with torch.autocast(device, torch.bfloat16):
         y = selective_scan(*args)
     assert y.dtype == torch.float32
-    want = selective_scan_loop(*(t.double() for t in args))
+    doubles = [t.double() for t in args]
+    want = selective_scan_loop(*doubles)
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -99,10 +106,13 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_length_and_not_faster
 
 
 def test_a_state_forgets_within_10_to_1000_tokens_at_the_start():
-    core = build("vmamba-test").layers[0][0].op.core
+    first_block = build("vmamba-test").layers[0][0]
+    core = first_block.op.core
     dt = F.softplus(core.dt_projs_bias)
-    assert 0.00099 < dt.min() < 0.01 < dt.max() < 0.101
-    torch.testing.assert_close(torch.exp(core.A_logs[0, 0]), torch.tensor([1.0, 2.0]))
+    assert 0.00099 < dt.min() < 0.01
+    assert 0.01 < dt.max() < 0.101
+    decays = torch.exp(core.A_logs[0, 0])
+    torch.testing.assert_close(decays, torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -116,28 +126,44 @@ def test_grown_activations_overflow_the_sum_of_directions_unless_it_is_an_island
                 p.mul_(30.0)
         net.train(training)  # published, the choice hung on this; here it must not matter
         with torch.autocast("cpu", torch.float16):
-            assert bool(net(images).isfinite().all()) == force_fp32
+            out = net(images)
+        assert bool(out.isfinite().all()) == force_fp32
 
 
-def test_it_is_exported_for_any_batch_and_torch_func_stacks_and_differentiates_it():
+def two_nets():
+    """25 tokens, and 9 in the second stage."""
     torch.manual_seed(0)
-    nets = [vmamba.VMamba(num_classes=3, image_size=20, dims=(16, 24), depths=(1, 1), d_state=2)
-            for _ in range(2)]  # 25 and 9 tokens
-    x = torch.randn(5, 3, 20, 20)
+    small = {"num_classes": 3, "image_size": 20, "dims": (16, 24), "depths": (1, 1), "d_state": 2}
+    return [vmamba.VMamba(**small) for _ in range(2)], torch.randn(5, 3, 20, 20)
+
+
+def test_it_is_exported_for_any_batch():
+    (net, _), x = two_nets()
     batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(nets[0], (x[:3],), dynamic_shapes=({0: batch},)).module()
-    got, want = exported(x), nets[0](x)
+    program = torch.export.export(net, (x[:3],), dynamic_shapes=({0: batch},))
+    exported = program.module()
+    got = exported(x)
+    want = net(x)
     torch.testing.assert_close(got, want)
-    wanted = torch.autograd.grad(want.sum(), list(nets[0].parameters()))
-    torch.testing.assert_close(torch.autograd.grad(got.sum(), list(exported.parameters())),
-                               wanted, rtol=1e-3, atol=1e-5)  # fmt: skip
+
+    slopes = torch.autograd.grad(got.sum(), list(exported.parameters()))
+    wanted = torch.autograd.grad(want.sum(), list(net.parameters()))
+    torch.testing.assert_close(slopes, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_torch_func_differentiates_it_for_each_image_and_stacks_its_nets():
+    nets, x = two_nets()
+    net = nets[0]
+    wanted = torch.autograd.grad(net(x).sum(), list(net.parameters()))
 
     def loss(params, image):
-        return torch.func.functional_call(nets[0], params, (image[None],)).sum()
+        return torch.func.functional_call(net, params, (image[None],)).sum()
 
-    of_each = torch.vmap(torch.func.grad(loss), (None, 0))(dict(nets[0].named_parameters()), x)
-    torch.testing.assert_close(tuple(g.sum(0) for g in of_each.values()), wanted,
-                               rtol=1e-3, atol=1e-5)  # fmt: skip
-    both, _ = torch.func.stack_module_state(nets)  # decays are stacked, too
-    stacked = torch.vmap(lambda p: torch.func.functional_call(nets[0], p, (x,)))(both)
+    of_each = torch.vmap(torch.func.grad(loss), (None, 0))
+    slopes = of_each(dict(net.named_parameters()), x)
+    summed = tuple(slope.sum(0) for slope in slopes.values())
+    torch.testing.assert_close(summed, wanted, rtol=1e-3, atol=1e-5)
+
+    params, _ = torch.func.stack_module_state(nets)  # decays are stacked, too
+    stacked = torch.vmap(lambda p: torch.func.functional_call(net, p, (x,)))(params)
     torch.testing.assert_close(stacked, torch.stack([net(x) for net in nets]))
