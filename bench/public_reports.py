@@ -7,7 +7,6 @@ run; of the twin it must say nothing. OTHERS are healthy loops in an order that 
     python bench/public_reports.py [NAME...]      with names: prints their output, writes no file
 """
 
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.finite_faults import PRELUDE, run
-from bench.record import arguments, header
+from bench.record import arguments, header, write
+from bench.scripts import run
+from bench.scripts.finite import PRELUDE
 
 
 class Row(NamedTuple):
@@ -500,11 +500,8 @@ def main():
             print(f"{'right' if right else 'WRONG'}  {name}\n    {said}\n    {twin}")
     counts = {"named, and the twin is not accused": sum(r["named"] for r in rows.values())}
     counts["of"] = len(rows)
-    if not (args.names or args.smoke):
-        path = args.results / "public_reports-cpu.json"
-        whole = header("public_reports", args) | counts | {"rows": rows}
-        path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(counts))
+    args.smoke |= bool(args.names)
+    write(header("public_reports", args) | counts | {"rows": rows}, args, ("rows",))
 
 
 if __name__ == "__main__":

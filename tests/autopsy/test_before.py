@@ -10,7 +10,6 @@ import textwrap
 import pytest
 import torch
 from helpers import needs_unix
-from test_watch import PREAMBLE, lines_of
 from test_watch import run as run  # the fixture
 from torch import nn  # noqa: F401 for CALLS
 from torch._subclasses import FakeTensorMode
@@ -19,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopsy.before.autocast_rules import AutocastRules
 from autopsy.tensors import flat_tensors
+from bench.scripts import lines_of
+from bench.scripts.planted import PREAMBLE
 
 BEGINS = PREAMBLE + """
 import contextlib, copy, math

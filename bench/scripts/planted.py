@@ -1,0 +1,1691 @@
+"""Scripts with faults that we planted, and with none, which look like them.
+
+One script holds several faults: its argument says which is switched on. The guilty line has the
+fault's name as its comment, or "here".
+"""
+
+import torch
+
+from bench.scripts import Case
+
+CASES = []
+
+
+def tells(sentence, script, code, rows):
+    """The exit code of a script, and for each fault what the report says: words with " ... "
+    between them, and after " -- not " what it does not say."""
+    for fault, answer in rows.items():
+        said, _, unsaid = answer.partition(" -- not ")
+        words = tuple(filter(None, said.split(" ... ")))
+        CASES.append(Case(f"{sentence}: {fault}", script, code, words, unsaid, fault))
+
+
+PREAMBLE = """
+import sys, torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+fault = sys.argv[1] if len(sys.argv) > 1 else ""
+"""
+CLASSIFIER = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.body(x)  # the first layer
+        if fault == "root" and step == 3:
+            h = h + (h * 0).sqrt()  # root
+        if fault == "division" and step == 3:
+            h = h / (h * 0)  # division
+        if fault == "masked row" and step == 3:
+            scores = h.masked_fill(torch.arange(len(h))[:, None] == 2, -torch.inf)
+            h = h * scores.softmax(1)  # masked row
+        if fault == "evaluation" and not self.training:
+            h = h.log()  # evaluation
+        return self.head(h)
+
+net = Net()
+half = torch.float16 if fault == "fp16" else torch.bfloat16
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=0 if fault == "eps" else 1e-8)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+losses, targets = [], torch.randn(6, 4)
+try:
+    for step in range(6):
+        for micro_batch in range(2):
+            x = torch.randn(6, 8)
+            if fault == "eps":
+                x[:, 0] = 0
+            if fault == "target" and step == 3:
+                targets = targets.clone(); targets[4] = torch.nan  # target
+            if fault == "input" and step == 3:
+                x[2, 1] = torch.nan  # input
+            with torch.autocast("cpu", half, enabled=fault in ("fp16", "bf16")):
+                if fault == "fp16" and step == 3:
+                    out = net.head(F.linear(net.body(x), torch.eye(16) * 6e4))  # fp16
+                elif fault == "bf16" and step == 3:
+                    out = net.head((net.body(x).bfloat16() + 1) * 1e30).square()  # bf16
+                else:
+                    out = net(x)
+            loss = F.mse_loss(out.float(), targets)  # the loss
+            if fault == "leaves" and step == 3:
+                loss = loss.log1p() * torch.inf  # leaves
+                if not torch.isfinite(torch.tensor(loss.item())):
+                    sys.exit("Loss is not finite, stopping training")
+            (loss / 2).backward()
+        if step == 3 and fault:
+            print("before", *(t.double().sum().item().hex() for t in net.state_dict().values()))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        print(step, loss.item().hex())
+finally:
+    weights = (t.double().sum().item().hex() for t in net.state_dict().values())
+    print("after", *weights, file=sys.stderr)
+with torch.no_grad():
+    net.eval()
+    print(net(torch.randn(3, 8)).sum().item().hex())
+"""
+
+
+tells("a clean script prints the same bits and one line says what was seen", CLASSIFIER, 0,
+      {"": "6 steps, nothing non-finite, largest gradient norm "})
+
+
+tells("a fault in a module is named in the same process", CLASSIFIER, 3, {
+    "division": "-> divergence ... at step 3",
+    "root": "-> divergence ... at step 3",
+    "masked row": "-> divergence ... at step 3",
+    "evaluation": "-> divergence",
+    "input": "-> data ... at step 3",
+})
+tells("a fault outside of modules is named in the same process", CLASSIFIER, 3, {
+    "target": "-> data", "leaves": "-> data", "fp16": "-> precision", "bf16": "-> divergence",
+})
+
+
+LEFT_OVER = PREAMBLE + """
+import ctypes, numpy
+net = nn.Linear(4, 3)
+if fault == "accumulated":
+    net = net.half()
+optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+for step in range(6):
+    x, bad = torch.randn(6, 4), step == 3
+    optimizer.zero_grad()
+    if fault == "accumulated":
+        for micro_batch in range(8):
+            (net(x.half().fill_(1)).float().sum() * (2500 if bad else 1)).backward()
+    elif fault == "overwritten":
+        x[2] = 1e4 if bad else 1
+        with torch.autocast("cpu", torch.float16):
+            out = net(x) * 8  # overwritten
+        x.zero_()
+        out.float().square().mean().backward()
+    elif fault == "numpy":
+        weight = torch.from_numpy(numpy.float32([1, 1, numpy.inf if bad else 1]))
+        (net(x).square() * weight).mean().backward()  # numpy
+    elif fault == "opaque":
+        room = torch.empty_like(net.weight[0])
+        values = (ctypes.c_float * 4)(*[float("nan") if bad else 1.0] * 4)
+        ctypes.memmove(room.data_ptr(), values, 16)  # as a kernel of C++ writes
+        net(x + room).square().mean().backward()
+    optimizer.step()
+"""
+
+
+tells("kinds that look like another", LEFT_OVER, 3, {
+    "accumulated": "-> precision ... aten.add_.Tensor outside of any module (backward of "
+                   "AccumulateGrad) ... in micro-batch 4 of 8 ... the gradient of weight",
+    "overwritten": "-> precision",
+    "numpy": "first to use a tensor before this step (script.py:26",
+    "opaque": "an opaque kernel",
+})
+
+
+OTHERS = PREAMBLE + """
+import random
+kind = fault.removeprefix("bad ")
+fault = fault != kind
+def bad(t):
+    return t / (t * 0) if here else t  # here
+
+here, step = False, 0
+def ticks(n):
+    global here, step
+    for step in range(n):
+        here = bool(fault) and step == 2
+        yield step
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 7), nn.Linear(7, 3)
+
+    def forward(self, *, batch):
+        out, _ = self.lstm(batch["words"])
+        return {"logits": bad(self.head(out[-1]))}
+
+if kind == "dict":
+    net = Reader(); optimizer = torch.optim.Adam(net.parameters())
+    for _ in ticks(4):
+        out = net(batch={"words": torch.randn(6, 4, 5)})
+        loss = F.cross_entropy(out["logits"], torch.tensor([0, 1, 2, 0]))
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+elif kind == "closure":
+    net = nn.Linear(4, 1); optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    x = torch.randn(9, 4)
+    for _ in ticks(4):
+        def closure():
+            optimizer.zero_grad()
+            loss = bad(net(x)).square().mean() + net.weight.square().sum()
+            loss.backward()
+            return loss
+        print(optimizer.step(closure).item().hex())
+elif kind == "two optimizers":
+    maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    makes, judges = (torch.optim.Adam(n.parameters(), betas=(0.5, 0.99)) for n in (maker, judge))
+    for _ in ticks(4):
+        fake = maker(torch.randn(5, 3))
+        loss = F.softplus(judge(fake.detach())).mean()
+        loss = loss + F.softplus(-judge(torch.randn(5, 4))).mean()
+        judges.zero_grad(); loss.backward(); judges.step()
+        made = F.softplus(-bad(judge(fake))).mean()
+        makes.zero_grad(); made.backward(); makes.step()
+        print(loss.item().hex(), made.item().hex())
+elif kind == "no optimizer":
+    net = nn.Linear(4, 1)
+    for _ in ticks(40):
+        net.zero_grad()
+        loss = net(torch.randn(9, 4)).square().mean() + bad((net.weight * 0).sum() + 1).log()
+        loss.backward()
+        for p in net.parameters():
+            p.data.add_(p.grad, alpha=-0.01)
+        print(loss.item().hex())
+elif kind == "loader":
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 16
+        def __getitem__(self, i):
+            assert not hasattr(torch.autograd.backward, "__wrapped__"), "a worker is watched"
+            with torch.no_grad():
+                nn.Linear(1, 1)(torch.tensor([torch.nan]))
+            return torch.randn(4) * (torch.nan if fault and i == 11 else 1), random.random()
+    net = nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x, _ in torch.utils.data.DataLoader(Data(), 4, num_workers=2):
+        loss = net(x).square().mean()  # bad loader
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+elif kind == "compile":
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x / 2
+        @staticmethod
+        def backward(ctx, slope):
+            return slope / 2
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    half = torch.compile(lambda x: Half.apply(net(x)), backend="aot_eager", fullgraph=True)
+    net = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in ticks(4):
+        loss = bad(net(torch.randn(9, 4)) + half(torch.ones(9, 4))).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+"""
+
+
+OTHER_LOOPS = ("dict", "closure", "two optimizers", "no optimizer", "compile")
+tells("other kinds of loops run unchanged", OTHERS, 0,
+      dict.fromkeys((*OTHER_LOOPS, "loader"), "nothing non-finite"))
+tells("the fault of another kind of loop is named", OTHERS, 3, {
+    **dict.fromkeys([f"bad {kind}" for kind in OTHER_LOOPS], "-> divergence"),
+    "bad loader": "-> data ... samples 3 of",
+})
+
+
+SCALED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
+for step in range(60):
+    with torch.autocast("cpu", torch.float16):
+        out = net(torch.randn(16, 8))
+        if fault == "skips" and step >= 10:
+            out = out * torch.tensor(6e4, dtype=torch.float16)  # skips
+    loss = (out.float() ** 2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(step, loss.item().hex(), scaler.get_scale())
+"""
+
+
+tells("a skip of the loss scaler is calibration", SCALED, 0, {
+    "": "60 steps,  ...  of them skipped by the loss scaler",
+})
+tells("skips of the loss scaler that go on are a fault", SCALED, 3, {
+    "skips": "-> precision ... the loss scale falls under 1",
+})
+
+
+NEVER_SILENT = PREAMBLE + """
+import threading
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+    def forward(self, x):
+        out = self.fc(x) / (0 if fault == "raises" and step == 3 else 1)  # raises
+        if fault == "raises inside":
+            out = out.softmax(1) * (step != 3)
+            torch.distributions.Categorical(out / out.sum(1, keepdim=True))  # raises inside
+        return out
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / (0 if step == 2 else 1))  # own optimizer
+
+def train():
+    global step
+    step, net = 0, Net()
+    if fault == "half weights":
+        net = net.bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-7, eps=0 if fault == "eps" else 1e-8)
+    if fault == "negative":
+        optimizer.param_groups[0]["lr"] = -1e-3
+    if fault == "process":
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=abs, args=(1,))
+        child.start(); child.join()
+    if fault == "own optimizer":
+        optimizer = Own(net.parameters())
+    if fault == "moment":
+        net(torch.ones(1, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
+        state = optimizer.state_dict()
+        state["state"][0]["exp_avg"][0, 0] = torch.nan
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-7); optimizer.load_state_dict(state)
+    if fault == "count":
+        with torch.no_grad():
+            net(torch.full((2, 4), torch.nan))
+    if fault == "print":
+        import builtins
+        builtins.print = lambda *words: None
+    for step in range(9):
+        out = net(torch.randn(5, 4).to(net.fc.weight.dtype)).float()
+        if fault == "raises":
+            torch.distributions.Categorical(logits=out)
+        if fault == "eps":
+            out = out * torch.tensor([0, 1, 1])
+        loss = out.square().mean()
+        if fault in ("passes over", "print") and step % 3 == 1:
+            loss = loss * 0 / 0  # passes over, print
+            if not torch.isfinite(loss): continue
+        loss.backward()
+        if fault == "by hand":
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(p.grad / (0 if step == 8 else 9))  # by hand
+        else:
+            optimizer.step()
+        net.zero_grad()
+    if fault == "validation":
+        print(float((out * 0 / 0).mean().detach()))  # validation
+
+if fault == "thread":
+    thread = threading.Thread(target=train); thread.start(); thread.join()
+else:
+    train()
+"""
+
+
+tells("it is never silent about a bad number", NEVER_SILENT, 3, {
+    "raises": "-> divergence",
+    "raises inside": "-> divergence",
+    "passes over": "-> divergence",
+    "print": "-> divergence",
+    "by hand": "-> divergence",
+    "own optimizer": "made by Own ... runs again",
+    "eps": "eps=0 is exactly 0",
+    "moment": "exp_avg of fc.weight is nan as loaded at script.py",
+    "validation": "the script read nan at",
+})
+tells("it is never silent about a bad number", NEVER_SILENT, 0, {
+    "half weights": "2 bfloat16 tensors had gradients at every step read and never changed",
+    "count": "before any backward pass: passed over ... nothing non-finite",
+    "negative": "a learning rate is negative: -0.001",
+    "process": "processes, which are not watched ... nothing non-finite",
+    "thread": "in another thread -- not nothing non-finite",
+})
+
+
+# finite.py has 20 faulty scripts more.
+FINITE = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(2))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            if k == 1 and fault == "detached":
+                x = x.data * 1.0
+        return self.head(x) * self.gain
+
+net = Net()
+rate = 1e-2
+if fault == "half":
+    net, rate = net.bfloat16(), 1e-6
+if fault == "frozen":
+    net.layers[1].requires_grad_(False)
+if fault == "frozen beginning":
+    net.layers[:2].requires_grad_(False)
+params = dict(net.named_parameters())
+if fault in ("forgotten", "written by hand"):
+    gain = params.pop("gain")
+groups = [{"params": params.values()}]
+if fault == "no rate":
+    heads = [params.pop("head.weight"), params.pop("head.bias")]
+    groups.append({"params": heads, "lr": 0.0})
+optimizer = torch.optim.Adam(groups, rate)
+drop = 40 if fault == "schedule" else 10**9
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, drop, gamma=0.0)
+for step in range(120):
+    x = torch.randn(16, 6)
+    y = x[:, :2].sin() + x[:, 2:4]
+    if step == 90 and fault == "rows":
+        y[[2, 11]] = 4e3
+    if step == 90 and fault == "whole batch":
+        y *= 4
+    optimizer.zero_grad()
+    dtype = net.head.weight.dtype
+    F.mse_loss(net(x.to(dtype)), y.to(dtype)).backward()
+    if fault == "cleared":
+        optimizer.zero_grad()
+    optimizer.step()
+    schedule.step()
+    if fault == "written by hand":
+        gain.data -= 1e-2 * gain.grad
+        gain.grad = None
+print([p.double().sum().item() for p in net.parameters()], torch.rand(()))
+"""
+
+
+tells("a finite run that is wrong is told so and is unchanged", FINITE, 0, {
+    "half": "layers.0.weight ... below half the last bit ... keep the weights in fp32",
+    "no rate": "the lr of head.weight, head.bias was 0 at every step",
+    "schedule": "was 0 since step 40 of 120",
+    "forgotten": "gain got gradients at every step read, are in no optimizer",
+    "frozen": "layers.1.weight, layers.1.bias: requires_grad is False",
+    "detached": "no gradient has reached layers.0.weight ... the loss depends on them: data at",
+    "cleared": "none of its 11 parameters had a gradient ... zero_grad()",
+    "rows": "step 90: the loss jumped ... it came back at step  ... Rows 2, 11 of 16 ... 4e+03",
+    "whole batch": "step 90: the loss jumped ... the first step to run script.py:",
+})
+tells("a healthy run is not accused", FINITE, 0,
+      dict.fromkeys(["", "frozen beginning", "written by hand"], ""))
+
+
+LOOP = PREAMBLE + """
+class Body(nn.Linear):
+    def forward(self, x):
+        with torch.set_grad_enabled(fault != "no grad" and torch.is_grad_enabled()):
+            return super().forward(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Body(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(fault != "asked"):
+            x = self.body(x)
+        return self.head(x.relu())
+
+def main():
+    net, critic = Net(), nn.Linear(6, 3)
+    if fault == "all frozen":
+        net.requires_grad_(False)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
+    second = torch.optim.Adam((net if fault == "twice" else critic).parameters(), 1e-2)
+    if fault == "replaced":
+        net.head = nn.Linear(16, 3)
+    truth = torch.randn(6, 3)
+    for step in range(160):
+        x = torch.randn(8, torch.randint(5, 9, ()), 6)
+        y = x @ truth
+        if step == 90 and fault == "flattened":
+            y[3] *= 1e3
+        if step == 90 and fault == "units":
+            x *= 1e4
+        if fault == "twice":
+            second.zero_grad()
+            F.mse_loss(critic(x), y).backward()
+            second.step()
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x).flatten(0, 1), y.flatten(0, 1))
+        if fault == "label":
+            kind = torch.arange(8) % 3
+            x[torch.arange(8), :, kind] += 4  # easy to tell, and learnt long ago
+            kind[5] += step == 150
+            loss = F.cross_entropy(net(x).mean(1), kind % 3)
+        (loss.requires_grad_() if fault == "all frozen" else loss).backward()
+        if fault != "no step":
+            optimizer.step()
+
+main()
+"""
+
+
+tells("a loop in a function that is wrong is told so", LOOP, 0, {
+    "asked": "",
+    "no grad": "no gradient has reached body.weight, body.bias ... runs under torch.no_grad()",
+    "all frozen": "none of its 4 parameters had a gradient ... requires_grad is False for each",
+    "replaced": "head.weight, head.bias got gradients ... holds 2 tensors that no module holds",
+    "twice": "Linear.weight, Linear.bias got gradients ... two optimizers hold Net.body.weight",
+    "no step": "Adam has made no step, though body.weight ... does the script reach step()?",
+    "flattened": "step 90: the loss jumped ... Row 3 of 8 (from 0) carries it",
+    "label": "step 150: the loss jumped ... Row 5 of 8 ... In int64[8] they hold 0: right?",
+    "units": "step 90: the loss jumped ... (the batches read before: up to",
+})
+
+
+ENDS = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+        self.down = nn.Parameter(torch.zeros(2, 6))
+        self.up = nn.Parameter(torch.zeros(16, 2) if fault == "zeros" else torch.randn(16, 2))
+        shift = torch.zeros(16)
+        self.shift = shift.requires_grad_() if fault == "plain tensor" else nn.Parameter(shift)
+        row = nn.Parameter(torch.zeros(16))
+        self.row = row.unsqueeze(0) if fault == "result" else row
+        more = nn.Linear(16, 1)
+        self.heads = {"more": more} if fault == "dict" else nn.ModuleDict({"more": more})
+        if fault == "unfrozen alone":
+            self.late = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.gains = [nn.Parameter(torch.ones(1))]
+        if fault != "list of tensors":
+            self.gains = nn.ParameterList(self.gains)
+
+    def forward(self, x):
+        up = torch.ones(16, 2) if fault == "chosen" else self.up
+        h = self.body(x) + self.shift + self.row + x @ self.down.T @ up.T
+        if fault == "begins to die":
+            h = (h + 5 - step).relu()
+        if fault == "compared":
+            h = (h > 0) * 1.0
+        if fault == "numpy":
+            h = torch.from_numpy(h.detach().numpy() + 0.5)
+        if fault == "sign":
+            h = h.sign()
+        if fault == "helper":
+            h = h * tables.scale
+        if fault == "unfrozen alone" and step > 20:
+            h = h * self.late.requires_grad_()
+        if fault == "made anew":
+            h = nn.Linear(16, 16)(h)
+        h = self.head(h.tanh()) + self.heads["more"](h.tanh())
+        if fault == "dies":
+            h = (h + 9 - step).relu()
+        if fault == "chosen":
+            h = h * (1 + (self.up[:3, 0] * x[0, 0]).argmax())
+        return self.gains[0] * (h.softmax(1) if fault == "softmax of one" else h)
+
+net = Net()
+if fault == "attribute":
+    net.body.requires_grad_(False)
+    net.body.requires_grad = True
+if fault == "attribute in vain":
+    net.body.requires_grad = False
+class Tables:
+    def __init__(self):
+        self.scale = nn.Parameter(torch.ones(16))
+tables = Tables()
+held = [p for name, p in net.named_parameters() if "body" not in name or fault != "empty group"]
+body = net.body.parameters()
+groups = [{"params": [p for p in held if p.requires_grad]}]
+if fault == "empty group":
+    print(sum(p.numel() for p in body))
+    groups += [{"params": body}]
+optimizer = None if fault == "by hand" else torch.optim.SGD(groups, 1e-2)
+if fault == "loads nothing":
+    saved = {f"module.{name}": t for name, t in net.state_dict().items()}
+    net.load_state_dict(saved, strict=False)
+for step in range(100):
+    net.train()
+    x = torch.randn(16, 6)
+    loss = (net(x) - x[:, :1]).square().mean()
+    if fault == "new tensor":
+        loss = torch.tensor(loss.item(), requires_grad=True)
+    net.zero_grad()
+    loss.backward()
+    if optimizer:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.6 if fault == "fast decay" else 1
+    else:
+        for p in net.parameters():
+            p = p - 1e-2 * p.grad
+    net.eval()
+"""
+
+
+tells("where a gradient ends is named", ENDS, 0, {
+    "": "",
+    "zeros": "the gradient of down, up was exactly 0 ... becomes 0 in Mm ... nothing but 0",
+    "plain tensor": "shift got gradients ... plain tensors are no parameters: nn.Parameter",
+    "dict": "heads.more.weight, heads.more.bias got gradients ... plain Python dict",
+    "list of tensors": "gains.0 got gradients ... use nn.ParameterList",
+    "compared": "no gradient has reached ... shift ... gt at script.py:",
+    "numpy": "no gradient has reached ... shift ... detach at script.py:",
+    "sign": "the gradient of  ... it becomes 0 in SignBackward0 of script.py:",
+    "softmax of one": "the gradient of  ... it becomes 0 in SoftmaxBackward0 of script.py:",
+    "result": "row got gradients ... what their module holds was made of an nn.Parameter",
+    "dies": "each gradient of SGD is exactly 0 since step  ... becomes 0 in ReluBackward0",
+    "chosen": "no gradient has reached up ... argmax at script.py:",
+    "begins to die": "the gradient of down, up,  ... 0 since step  ... ReluBackward0",
+    "fast decay": "no weight of SGD has moved since step  ... once a batch, and not once",
+    "attribute": "body.weight, body.bias: requires_grad = True ... theirs is False",
+    "attribute in vain": "body.weight, body.bias: requires_grad = False ... theirs is True",
+    "new tensor": "had a gradient in any: at script.py: ... begins at a new tensor",
+    "helper": "a parameter float32[16] got gradients ... no module lists them",
+    "unfrozen alone": "late got gradients at every step read of late ... add_param_group()",
+    "made anew": "a forward makes weights of the shapes [16], [16, 16] anew",
+    "empty group": "body.weight, body.bias got gradients ... group of SGD is empty",
+    "loads nothing": "has loaded none of 11 tensors ... like module.",
+    "by hand": "got gradients in 100 backward passes and never changed ... in place",
+})
+
+
+JUMP = PREAMBLE + """
+import copy
+net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.9 if fault == "mode" else 0.0),
+                    nn.Linear(32, 3))
+optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+truth = torch.randn(6, 3)
+if fault == "mode":
+    net.eval()
+target = copy.deepcopy(net)
+gain = net.gain = nn.Parameter(torch.zeros(()), requires_grad=False)
+for step in range(200):
+    x = torch.randn(32, 6)
+    y = (x @ truth).argmax(1)
+    x = x + 2 * truth.T[y]
+    now = step == 150
+    if fault == "batch":
+        y = torch.where(torch.tensor(now), (y + 1) % 3, y)
+    if now and fault == "line":
+        y = (y + 1) % 3  # line
+    if now and fault == "weights":
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(-2)  # weights
+    if now and fault == "mode":
+        net.train()
+    if step == 148 and fault == "unfrozen":
+        optimizer.add_param_group({"params": [gain.requires_grad_()]})
+    if now and fault == "fold":
+        for layer in (net[0], net[3]):
+            layer.reset_parameters()
+        optimizer = torch.optim.Adam([*net[0].parameters(), *net[3].parameters()], 1e-2)
+    if fault == "alike":
+        y = torch.full_like(y, now)
+        x = x * 0 + 1
+    if now and fault == "rate":
+        optimizer.param_groups[0]["lr"] = 1.0
+    if fault == "rate, once":
+        optimizer.param_groups[0]["lr"] = 1e4 if now else 1e-2
+    if fault == "units" and step > 149:
+        x[:, 1:] *= -255
+    optimizer.zero_grad()
+    for again in range(60 if now and fault == "passes" else 1):
+        weight = 3e3 * (fault == "term" and step > 149)
+        penalty = net[0].weight.square().mean()
+        loss = F.cross_entropy(net(x) + torch.eye(3)[0] * gain * 1e4, y) + weight * penalty
+        if fault == "fold":
+            loss = F.mse_loss(net(x), x @ truth)
+        if fault == "target":
+            with torch.no_grad():
+                wanted = target(x)
+            loss = F.mse_loss(net(x), wanted + 1)
+        loss.backward()
+    optimizer.step()
+    if now and fault == "target":
+        with torch.no_grad():
+            for p in target.parameters():
+                p.mul_(9)
+"""
+
+
+tells("what a jump came with is told", JUMP, 0, {
+    "": "", "target": "", "fold": "",
+    "alike": "In int64[32] all hold 1",
+    "unfrozen": "gain moved for the first time, with lr 0.01",
+    "batch": "The whole batch carries it",
+    "line": "the first step to run script.py:",
+    "weights": "weights were written at script.py:",
+    "mode": "in train() mode, and in eval()",
+    "rate": "At step 150 the lr rose from 0.01 to 1",
+    "rate, once": "At step 150 the lr rose from 0.01 to 10000",
+    "passes": "60 backward passes led to it, 1 to those",
+    "units": "holds numbers up to ",
+    "term": "% is the term of script.py:",
+})
+
+
+tells("a run that resumes without the state of its optimizer is told so", PREAMBLE + """
+def build():
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-2)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+teacher, net = (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)) for _ in range(2))
+optimizer, schedule = build()
+for step in range(120):
+    if step == 95:
+        optimizer, schedule = build()
+    x = torch.randn(64, 8)
+    loss = F.mse_loss(net(x), teacher(x).detach())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+""", 0, {"": "since step 95, which began without the state of the one before"})
+
+
+tells("a script that builds an optimizer for each task does not wait for the watch", PREAMBLE + """
+import copy, gc
+searches, search = [], gc.get_objects
+gc.get_objects = lambda *args: searches.append(1) or search(*args)
+net = nn.Linear(4, 1)
+for task in range(40):
+    fast = copy.deepcopy(net)
+    inner = torch.optim.SGD(fast.parameters(), 1e-2)
+    for _ in range(6):
+        inner.zero_grad()
+        fast(torch.randn(8, 4)).square().mean().backward()
+        inner.step()
+assert len(searches) < 30
+""", 0, {"": ""})
+
+
+tells("a divergence names the tensor whose gradient has grown", PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), float(fault))  # |1 - 2 lr| times a step
+for step in range(3000):
+    loss = net(torch.zeros(3, 4)).sum() * 0 + sum(p.square().sum() for p in net.parameters())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""", 3, {
+    "3": "try: a lower learning rate: the norm of the weights has grown from 2.01 to  ... "
+         "the gradient norm has grown:  ... ; of 0.weight: 7.45e+15, ",
+    "1.15": "try: a lower learning rate: ... gradient norms, of every 16th step:  ... 0.weight",
+})
+
+
+LARGE = PREAMBLE + """
+net = nn.Linear(64, 64)
+optimizer = torch.optim.SGD(net.parameters(), 1e-25)
+for step in range(2):
+    x = torch.ones(16, 64)
+    if fault == "exp": x[3, 0], x[4, 0] = 95, 70
+    loss = net(x).mean() * {"norm": 6.4e19, "element": 1e23}.get(fault, 1.0)
+    if fault == "exp":
+        loss = loss + x[:, 0].exp().mean()  # exp
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+tells("elements are judged, and not norms", LARGE, 0, {
+    "": "2 steps, nothing non-finite", "norm": "2 steps, nothing non-finite",
+    "element": "the gradient of weight was 1.56e+21 at step 0 ... finite, but its square is not",
+})
+tells("a large finite number names no sample", LARGE, 3, {"exp": "samples 3 of 16"})
+
+
+SMALL = PREAMBLE + """
+net = nn.Linear(3, 2)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+table = torch.linspace(1, 0, 50)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(40):
+    x = torch.randn(8, 3)
+    drawn = torch.randint(0, 49, (8,))
+    if fault == "drawn" and step == 3:
+        drawn[5] = 49
+    if fault == "column":
+        rows = x.numpy()
+        rows[:, 1] = float("nan")  # not by torch
+        x = torch.from_numpy(rows)
+    factor = table[drawn] / table[drawn]
+    loss = (factor * net(x).square().mean(1)).mean()
+    if fault == "large moment" and step == 3:
+        loss = loss * 3e12
+    optimizer.zero_grad()
+    (scaler.scale(loss) if fault.startswith("scaled") else loss).backward()
+    if fault == "scaled, divided by hand":
+        for p in net.parameters():
+            p.grad.div_(scaler.get_scale())
+    optimizer.step()
+with torch.no_grad():
+    target = net(x).abs().sum(1)
+    target[6] *= fault != "metric"
+    print(((net(x).sum(1) - target) / target).abs().mean().item())  # metric
+"""
+
+
+tells("samples, columns, scales and metrics", SMALL, 3, {
+    "drawn": "samples 5 of 8",
+    "column": "input holds nan in columns 1 of 3",
+})
+tells("samples, columns, scales and metrics", SMALL, 0, {
+    "large moment": "nothing non-finite",
+    "scaled, divided by hand": "nothing non-finite",
+    "scaled": "Adam steps with gradients 1024 times too large: scaler.step(optimizer)",
+    "metric": ": aten.div.Tensor at script.py:",
+})
+
+
+KINDS = PREAMBLE + """
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 13)
+table = torch.arange(9.0) / torch.arange(9.0)  # table
+data = torch.randn(64, 6)
+if fault == "cut before":
+    data[61] = torch.nan
+total, count = torch.zeros(2, 16), torch.tensor(0.0)
+for step, x in enumerate(data.split(8)):
+    out = net(x)
+    if fault == "raises finite" and step == 4:
+        net(x[:, :3])
+    loss = out.square().mean()
+    if fault == "table":
+        loss = loss * table[8 - step - (step == 7)]
+    if step > 5:
+        loss = loss + total.mean()
+    optimizer.zero_grad()
+    if fault == "scaler by half":
+        scaler.scale(loss * 1e16).backward()
+    else:
+        loss.backward()
+    if fault == "read between" and step == 4:
+        net(x).mean().backward()
+        print(((out > 9).sum() / (out > 9).sum()).item())  # read between
+    optimizer.step()
+    if step == 4:
+        with torch.no_grad():
+            net[3].bias[out.argmax(1).eq(9)[:2]] = out.sum() * 0  # by an index: nothing is wrong
+            if fault == "weights":
+                net[3].weight.copy_(total / count)  # weights
+            if fault == "metric":
+                print(((out > 9).sum() / (out > 9).sum()).item())  # metric
+            if fault == "carried":
+                total = total / count  # carried
+"""
+
+
+tells("kinds that were met in other people's scripts", KINDS, 0, {"": "nothing non-finite"})
+tells("kinds that were met in other people's scripts", KINDS, 3, {
+    "cut before": "samples 5 of 8 ",
+    "table": "-> divergence",
+    "weights": "into 3.weight is nan",
+    "metric": "-> divergence",
+    "read between": "x / (y + eps), eps = 1e-6 at script.py",
+    "scaler by half": "and scaler.update() after it",
+})
+tells("an exception of a finite step keeps its exit code", KINDS, 1, {"raises finite": "-> error"})
+
+
+EDGES = PREAMBLE + """
+import copy
+import numpy
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 6), nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6) / float(fault != "made bad"))  # made bad
+
+    def forward(self, x, index=None):
+        if fault == "module writes":
+            x.div_(x.std(1, keepdim=True))  # module writes
+        out = self.last(x + self.table(index) + self.mean)
+        if fault == "never written" and step > 5:
+            out = out + self.late.sum()
+        if fault == "forward spoils" and step > 1:
+            self.mean.data.copy_(x.detach().sum(0) / (x > 3 * step - 9).sum(0))  # forward spoils
+        if fault == "first written late" and step == 7:
+            self.mean.copy_(x.detach().sum(0) / (x > 9).sum(0))  # first written late
+        return out
+
+class Own(torch.optim.Optimizer):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 1e-3 * p.grad / (1 - 0.9 ** (step % 5))  # number
+            if fault == "raises" and step == 4:
+                p.data.add_(p.grad, alpha=1j)  # raises
+
+def fetched_ahead(batches):
+    ready = None
+    for x, index in batches:
+        following = x.double().float(), index
+        if ready:
+            yield ready
+        ready = following
+    yield ready
+
+net = Net()
+if fault == "loaded":
+    torch.save(net.state_dict() | {"mean": torch.full((6,), torch.inf)}, "mean.pt")
+    net.load_state_dict(torch.load("mean.pt"))  # loaded
+own = fault in ("number", "raises")
+optimizer = Own(net.parameters(), {"lr": 1e-2}) if own else torch.optim.SGD(net.parameters(), 1e-2)
+if fault == "two optimizers":
+    optimizer, plain = (torch.optim.SGD(m.parameters(), 1e-2) for m in (net.table, net.last))
+if fault == "average":
+    average = copy.deepcopy(net).requires_grad_(False)
+    with torch.no_grad():
+        for p, q in zip(average.parameters(), net.parameters()):
+            p.add_((q - p) / (1 - 0.9 ** 0))  # average
+data, index = torch.randn(64, 6), torch.arange(64) % 9
+if "writes" in fault:
+    data[29] = 2.0
+if fault == "fetched ahead":
+    data[29, 2] = torch.nan
+if fault == "keyword":
+    index[29] = 9
+scales = fault in ("norm", "two optimizers", "unscaled")
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 30, enabled=scales)
+half = torch.autocast("cpu", torch.float16, enabled=fault in ("norm", "own scale", "unscaled"))
+batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data, index), 8)
+if fault == "fetched ahead":
+    batches = fetched_ahead(batches)
+if fault == "script writes":
+    batches = ((data[i:i + 8], index[i:i + 8]) for i in range(0, 64, 8))
+step = 0
+net.last(torch.randn(4, 6)).square().mean().backward()
+torch.optim.SGD(net.parameters(), 1e-3).step()  # once, before the training
+optimizer.zero_grad()
+for step, (x, i) in enumerate(batches, start=1):
+    if fault == "script writes":
+        x /= x.std(1, keepdim=True)  # script writes
+    if fault == "refreshed" and step == 4:
+        with torch.no_grad():
+            net.mean.copy_(x.sum(0) / (x > 9).sum(0))  # refreshed
+    if fault == "rolled back" and step == 4:
+        net(x, index=i)
+        torch.save(net.state_dict() | {"mean": torch.full((6,), -torch.inf)}, "mean.pt")
+        net.load_state_dict(torch.load("mean.pt"))  # rolled back
+    with half:
+        loss = net(x, index=i).float().square().mean()  # own scale
+    if fault == "loaded":
+        loss = loss + net.mean.sum()
+    if fault == "own scale":
+        loss = loss * 2.0 ** 24
+    if fault == "eps in half" and step == 4:
+        h = x.half() * (torch.arange(8)[:, None] != 5)
+        h = h / (h.abs().amax(1, keepdim=True) + 1e-8)  # eps in half
+        loss = loss + 0 * h.float().sum()
+    if fault == "exp in half" and step == 4:
+        loss = loss + (0 * x.half() + 105).exp().log().float().sum()  # exp in half
+    if fault == "tiny" and step == 4:
+        loss = loss + (0 * net.last.bias.sum() + 1e-44).log()  # tiny
+    if fault == "never written" and step == 5:
+        torch.use_deterministic_algorithms(True)  # so that there is NaN in it
+        net.late = nn.Parameter(torch.empty(3))  # never written
+    if fault == "array" and step == 2:
+        array = torch.from_numpy(numpy.full((1, 1), numpy.inf, "float32"))  # array
+    if fault == "array" and step == 5:
+        loss = loss + (array - array).sum()
+    if fault == "bad number" and step == 4:
+        loss = float("nan") * loss  # bad number
+    if fault == "grows":
+        loss = loss * 10.0 ** step if step < 5 else (loss * 0).log()  # grows
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    limit = 1e9 if fault == "grows" else 1.0
+    if fault != "two optimizers":
+        print(torch.nn.utils.clip_grad_norm_(net.parameters(), limit).item())
+    if fault == "unscaled":
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    if fault == "two optimizers":
+        plain.step()
+    scaler.update()
+    optimizer.zero_grad()
+if fault == "torch.func":
+    def loss_of(p, x):
+        return (torch.func.functional_call(net.last, p, (x,)) * 0).log().mul(0).sum()  # torch.func
+    losses = torch.func.vmap(torch.func.grad_and_value(loss_of), (None, 0))
+    print(losses(dict(net.last.named_parameters()), x)[1].sum().item())
+"""
+
+
+tells("kinds at the edges of what is written down", EDGES, 0, {
+    "": "8 steps, nothing non-finite",
+    "norm": "skipped by the loss scaler, nothing non-finite",
+})
+tells("kinds at the edges of what is written down", EDGES, 1,
+      {"raises": "-> error ... by Own.step()"})
+tells("kinds at the edges of what is written down", EDGES, 3, {
+    "made bad": "it went into buffer mean",
+    "module writes": "samples 5 of 8 ",
+    "script writes": "samples 5 of 8 ",
+    "keyword": "index 9 is not in 0..8",
+    "fetched ahead": "samples 5 of",
+    "forward spoils": "buffer mean is inf at step 3",
+    "torch.func": "-> divergence",
+    "first written late": "buffer mean is inf at step 6",
+    "loaded": "already bad: buffer mean, made at script.py",
+    "eps in half": "eps = 1e-4",
+    "exp in half": "exp(x.clamp(max=10))",
+    "tiny": "as small as 9.81e-45",
+    "refreshed": "try: division by zero",
+    "rolled back": "buffer mean was written at",
+    "number": "it divides by the number 0 ... runs again",
+    "array": "-> data",
+    "bad number": "bad before torch saw it",
+    "never written": "initialise it",
+    "own scale": "scale 1.67772e+07) -> calibration",
+    "grows": "the gradient norm has grown: ",
+    "average": "divides by the number 0",
+    "two optimizers": "try: scaler.step(optimizer)",
+    "unscaled": "-> calibration",
+})
+
+
+FORMS = PREAMBLE + """
+def spoilt(out, bad):
+    return out + 0.01 * (out.abs() * bad + 1e-3 * bad).log()  # here
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-3, 3)
+    @staticmethod
+    def backward(ctx, slope):
+        if fault == "custom backward":
+            return slope / bad  # custom backward
+        return slope
+
+net, other, lstm = nn.Linear(6, 3), nn.Linear(3, 1), nn.LSTM(6, 3)
+weight = nn.Parameter(torch.randn(6, 3))
+params = [*net.parameters(), *other.parameters(), *lstm.parameters(), weight]
+optimizer, second = torch.optim.SGD(params, 1e-2), torch.optim.SGD(other.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaler")
+labels, state = torch.arange(96) % 3, None
+if fault == "traced":
+    net = torch.jit.trace(net, torch.randn(8, 6))
+if fault == "labels":
+    labels[8 * 5 + 3] = 7
+for step in range(9):
+    x, bad = torch.randn(8, 6), torch.ones(8, 1)
+    bad[3] = 0 if step == 5 and fault not in ("renormed", "set", "restored") else 1
+    if fault == "no module":
+        loss = spoilt(x @ weight, bad).square().mean()
+    elif fault == "functional_call":
+        fast = dict(net.named_parameters())
+        inner = torch.func.functional_call(net, fast, (x,)).square().mean()
+        slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), slopes)}
+        loss = spoilt(torch.func.functional_call(net, fast, (x,)), bad).square().mean()
+    elif fault == "time first":
+        out, state = lstm(torch.randn(4, 8, 6), state)
+        state = tuple(t.detach() for t in state)
+        loss = spoilt(out, bad).square().mean()
+    elif fault == "packed":
+        out, _ = lstm(nn.utils.rnn.pack_sequence(list(x[:, None].unbind(0))))
+        loss = spoilt(nn.utils.rnn.pad_packed_sequence(out)[0][0], bad).square().mean()
+    elif fault == "labels":
+        loss = F.cross_entropy(net(x), labels[8 * step:8 * step + 8])  # labels
+    elif fault == "in turns":
+        second.zero_grad(); other(net(x)).mean().backward(); second.step()
+        loss = spoilt(net(x), bad).square().mean()
+    elif fault == "half":
+        with torch.autocast("cpu", torch.float16):
+            out = net(x)
+        loss = (out.float() * torch.where(bad == 0, 1e7, 1.0)).sin().sum()  # half
+    elif fault == "custom backward":
+        loss = Clip.apply(net(x)).square().mean()
+    else:
+        loss = spoilt(Clip.apply(net(x)), bad).square().mean()
+    if fault == "by hand":
+        slopes = torch.autograd.grad(loss, list(net.parameters()))
+        with torch.no_grad():
+            for p, slope in zip(net.parameters(), slopes):
+                p.sub_(slope, alpha=1e-2)
+        continue
+    optimizer.zero_grad(); scaler.scale(loss).backward()
+    if fault == "renormed" and step == 5:
+        with torch.no_grad():
+            net.weight /= net.weight.norm() * 0  # renormed
+    if fault == "set" and step == 5:
+        with torch.no_grad():
+            net.weight[0, 0] = torch.nan  # set
+    if fault == "restored" and step == 5:
+        net.load_state_dict(torch.load("spoilt.pt"))
+    if fault == "half":
+        print(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
+    scaler.step(optimizer); scaler.update()
+"""
+
+
+tells("a step of any form is made again", FORMS, 3, {
+    "custom function": "-> divergence ... samples 3 of ",
+    "custom backward": "-> divergence ... samples 3 of ",
+    "no module": "-> divergence ... samples 3 of ",
+    "functional_call": "-> divergence ... samples 3 of ",
+    "time first": "-> divergence ... samples 3 of ",
+    "packed": "-> divergence",  # torch 2.9 packs by an operation that is not followed
+    "labels": "-> data ... samples 3 of ",
+    "in turns": "-> divergence ... samples 3 of ",
+    "half": "-> precision ... samples 3 of ",
+    "by hand": "-> divergence ... samples 3 of ",
+    "scaler": "-> divergence ... samples 3 of ",
+    "traced": "-> divergence ... samples 3 of ",
+})
+tells("good numbers that spoil a weight are not the optimizer's work", FORMS, 3, {
+    "renormed": "-> divergence ... x / (y + eps)", "set": "-> weights",
+})
+
+
+MIXTURE = PREAMBLE + """
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm, self.calls, self.losses = nn.Linear(6, 3), nn.BatchNorm1d(3), 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        out = self.norm(self.gate(x))
+        chosen = out[out > (99 if fault == "left" and self.calls == 6 else -99)]
+        self.losses.append(chosen.mean())  # left
+        return out
+
+net = Mixture()
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(8):
+    out = net(torch.randn(8, 6))
+    lowest = out.masked_fill(out < 0, -torch.inf).min().item()
+    if fault == "metric":
+        recall = (out.mean() / (net.calls == 3 or torch.zeros(()))).item()  # metric
+    loss = out.square().mean() + sum(net.losses)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    net.losses.clear()
+    print(step, loss.item().hex(), net.calls, net.norm.running_var.sum().item().hex())
+print("the script ends", file=sys.stderr)
+"""
+
+
+# A step that is made again between its forward and its backward changes no later number.
+tells("what a forward leaves on its module is put back", MIXTURE, 0, {"": "read -inf at"})
+tells("what a forward leaves on its module is followed", MIXTURE, 3, {
+    "left": "-> divergence", "metric": "-> divergence ... the script ends",
+})
+
+
+INSIDE = PREAMBLE + """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(self, x, mask=None):
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)  # here
+        weights = (scores.float() / scores.float().abs().amax()).softmax(-1).to(scores.dtype)
+        return (weights @ x, weights) if fault == "tuple" else weights @ x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16 if fault == "log" else torch.float16):
+            x = self.embed(ids)
+            for layer in self.layers:
+                h = layer(x, mask=None) if fault == "keyword" else layer(x)
+                x = F.layer_norm(x + (h[0] if fault == "tuple" else h), (16,))
+            return self.head(x)
+
+class Owner(nn.Module):  # as a LightningModule: it is not called itself
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+    def training_step(self, ids):
+        return self.model(ids)
+
+def main():
+    net = Owner()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    for step in range(5):
+        ids = torch.randint(10, (4, 5))
+        if step == 3 and fault != "log":
+            with torch.no_grad():
+                for layer in net.model.layers:
+                    layer.q.weight.mul_(3000); layer.k.weight.mul_(3000)
+        out = net.training_step(ids)
+        if step == 3 and fault == "log":
+            p = (out * 0 + 9).sigmoid()
+            out = out - (1 - p).log()  # log
+        loss = F.cross_entropy(out.float().flatten(0, 1), ids.flatten())
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+main()
+"""
+
+
+tells("half that a forward enters by itself is precision and no hardware", INSIDE, 3,
+      {"log": "-> precision ... (bfloat16)  -- not hardware"})
+tells("all modules of a kind are tried together under the name of their owner", INSIDE, 3,
+      dict.fromkeys(("one tensor", "tuple", "keyword"),
+                    "-> precision ... in model.layers.0 ... "
+                    "tried: model.layers.* in fp32, result in fp32: finite"))
+
+
+TENSORS = PREAMBLE + """
+import contextlib
+class Refuses(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "norm" in str(func): raise NotImplementedError(str(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LazyLinear(8) if fault == "lazy" else nn.Linear(4, 8)
+        self.n, self.b = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.register_buffer("other", OTHER.get(fault, lambda: None)())
+    def forward(self, x, other=None):
+        return self.b(self.n(self.a(x)))
+
+class Same(nn.Linear):
+    def forward(self, x): return x
+
+class Kind(torch.Tensor): pass
+
+def inference():
+    with torch.inference_mode(): return torch.eye(4)
+
+OTHER = {
+    "meta buffer": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+    "fp8": lambda: torch.eye(4).to(torch.float8_e4m3fn),
+    "mkldnn": lambda: torch.eye(4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "refuses": lambda: torch.eye(4).as_subclass(Refuses),
+    "subclass": lambda: torch.eye(4).as_subclass(Kind),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "no value": lambda: torch.zeros(4, 4).to_sparse(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged),
+    "complex": lambda: torch.eye(4).cfloat().conj(),
+    "empty": lambda: torch.zeros(0, 4),
+    "bool": lambda: torch.eye(4).bool(),
+    "fp4": lambda: torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "expanded": lambda: torch.ones(1).expand(4, 4),
+    "inference": inference,
+}
+def beside(k):
+    # Whatever torch can do with such a tensor, in every place.
+    weight, held = net.b.weight, k()
+    places = [
+        lambda: net(torch.ones(3, 4), k()), lambda: net(torch.ones(3, 4), other={"k": [k()]}),
+        lambda: Same(1, 1)(k()), torch.no_grad()(lambda: Same(1, 1)(k())),
+        lambda: F.mse_loss(net(torch.ones(4, 4)), k()), lambda: k() @ torch.ones(4, 4),
+        lambda: k().requires_grad_().sum().backward(), lambda: torch.empty_like(k()),
+        lambda: k().sum().item(), lambda: k().tolist(), lambda: k().numpy(), lambda: str(k()),
+        lambda: torch.isnan(k()), lambda: held != held, lambda: held.mul_(1),
+        lambda: held[1].mul_(1), torch.no_grad()(lambda: weight.add_(0 * k()[:2])),
+        lambda: setattr(net, "held", [k()]), lambda: setattr(net.frozen, "data", k()),
+        lambda: setattr(net.frozen, "grad", k()), lambda: setattr(weight, "grad", k()),
+    ]
+    for place in places:
+        with contextlib.suppress(Exception): place()
+with torch.device("meta" if fault == "meta" else "cpu"):
+    net = Net()
+if fault == "meta":  # as from_pretrained does
+    net.to_empty(device="cpu")
+    for module in net.children(): module.reset_parameters()
+if fault == "meta step":
+    with torch.device("meta"):
+        other = nn.Linear(3, 3)
+        other(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+net(torch.ones(3, 4))
+with contextlib.suppress(Exception):
+    net.frozen = nn.Parameter(OTHER[fault](), requires_grad=False)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(5):
+    if fault in OTHER and fault not in ("refuses", "meta buffer"): beside(OTHER[fault])
+    h = net(torch.randn(5, 4))
+    if step == 3: h = h / (h * 0)  # here
+    optimizer.zero_grad(); h.square().mean().backward(); optimizer.step()
+"""
+
+
+BLIND = PREAMBLE + """
+import ctypes, warnings
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+if fault == "garbage":
+    net[2].weight = nn.Parameter(torch.empty(4, 16))  # garbage
+    held = (ctypes.c_float * 64)(*(k * 1e17 for k in range(64)))
+    ctypes.memmove(net[2].weight.untyped_storage().data_ptr(), held, 256)
+rate = -0.5 if fault == "negative rate" else 1e-3
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+optimizer.param_groups[0]["lr"] = rate
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, enabled=fault.startswith("scaler"))
+masks = torch.zeros(8, 4).index_fill(1, torch.tensor([3]), -torch.inf)
+table = torch.tensor([[1.0] * 8] * 7 + [[float("nan")] * 8])  # table
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), masks), 8)
+for step in range(80):
+    ((x, mask),) = loader
+    if fault == "table":
+        x = table[torch.arange(8)]
+    if fault == "warning":
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            F.mse_loss(x, x[:, :1])
+        print(seen[0].filename[-9:], seen[0].lineno)
+    with torch.autocast("cpu", torch.float16, enabled=fault.startswith("scaler")):
+        out = net(x)
+        if fault == "float mask":
+            logp = (out + mask).log_softmax(1)
+            out = logp.exp() * logp  # float mask
+        loss = F.mse_loss(out, torch.ones(8, 4))
+    if fault == "inner name":
+        loss = loss + torch.linalg.cholesky(torch.eye(3) * -loss.detach()).sum()  # inner name
+    scaler.scale(loss).backward()
+    if fault.startswith("scaler"):
+        scaler.unscale_(optimizer)
+        raises = fault == "scaler clips"
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=raises)  # clip
+        assert norm.isfinite()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if step == 2 and fault in ("warning", "clean"):
+        break
+"""
+
+
+tells("what outsiders were told wrongly is told rightly", BLIND, 3, {
+    "scaler clips": "-> calibration -- not x.float()",
+    "scaler asserts": "-> calibration -- not x.float()",
+    "negative rate": "a learning rate is negative: -0.5, and -- not lower learning",
+    "garbage": "never written since script.py: -- not grow",
+    "float mask": "torch.where -- not every sample is bad",
+    "table": "mend this number where it is made, at script.py: -- not before the watch",
+})
+tells("a warning keeps its line", BLIND, 0, {"warning": "nothing non-finite"})
+tells("what outsiders were told wrongly is told rightly", BLIND, 1, {
+    "inner name": "-> error ... first bad op: torch.linalg.cholesky -- not _linalg_check_errors",
+})
+
+
+KINDS_OF_TENSORS = ("meta", "meta step", "meta buffer", "lazy", "sparse", "csr", "quantised", "fp8",
+                    "mkldnn", "nested", "refuses", "subclass", "bsr", "no value", "jagged",
+                    "complex", "empty", "bool", "expanded", "inference",
+                    *["fp4"] * hasattr(torch, "float4_e2m1fn_x2"))
+AGAIN = {"sparse", "csr", "bsr", "no value", "quantised", "nested", "jagged"}
+tells("a tensor of any kind beside the fault does not end the watch", TENSORS, 3, {
+    kind: "runs again ... -> divergence" if kind in AGAIN else "-> divergence"
+    for kind in KINDS_OF_TENSORS})
+
+
+WRITTEN = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+bias = net[2].bias
+nn.init.ones_(bias); nn.init.zeros_(bias)
+nothing = torch.zeros(2)
+if fault == "item": bias.data[0] = torch.nan  # item
+if fault == "data": bias.data = nothing / nothing  # data
+if fault == "copy": bias.data.copy_(nothing / nothing)  # copy
+if fault == "outside": bias.detach().numpy()[0] = float("nan")
+if fault in ("item", "copy"): nn.init.ones_(net[0].bias)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(3):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+"""
+
+
+OWN = PREAMBLE + """
+net = nn.Linear(4, 3)
+with torch.no_grad():
+    net(torch.full((2, 4), torch.nan))  # a count of operations, say: nobody reads it
+if fault == "range":
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    (-net(x).log_softmax(-1).gather(-1, y[:, None]).mean()).backward()  # range
+if fault == "asked" and torch.isnan(net(torch.full((2, 4), torch.nan))).any():
+    raise ValueError("a NaN")
+raise ValueError("lr0=1e30 is not valid")
+"""
+
+
+tells("an exception that no bad number leads to is the script's own", OWN, 1, {"": ""})
+tells("an exception that a bad number leads to is examined", OWN, 3, {
+    "range": "-> data", "asked": "ValueError: a NaN at step 0",
+})
+
+
+tells("a weight that is initialised twice is no fault", WRITTEN, 0, {"": ""})
+tells("what is written past a parameter is not blamed on the last initialiser", WRITTEN, 3, {
+    "item": "-> weights",
+    "data": "-> divergence",
+    "copy": "-> divergence",
+    "outside":
+        "2.bias is nan at step 0 ... what wrote it after that was not seen -- not torch.zero",
+})
+
+
+# Its memo holds all that; to walk it at each tensor takes quadratic time.
+tells("a deep copy keeps nothing of what was copied before", PREAMBLE + """
+import copy
+class Memo(dict):
+    walks = 0
+    def items(self):
+        Memo.walks += 1
+        return super().items()
+h = torch.ones(3) * 2
+h = h / (h * 0) if fault else h  # here
+copied = copy.deepcopy([h, *nn.Linear(3, 3).parameters()], Memo())
+assert not Memo.walks, Memo.walks
+w = torch.ones(3, requires_grad=True)
+(w * copied[0]).sum().backward()
+torch.optim.SGD([w], 0.1).step()
+""", 3, {"fault": "aten.div"})
+
+
+CLOSURES = PREAMBLE + """
+maker, judge = nn.Linear(3, 4), nn.Linear(4, 1)
+rate = 1e30 if fault == "rate" else 0.1
+makes = torch.optim.SGD(maker.parameters(), 0.1)
+judges = torch.optim.LBFGS(judge.parameters(), lr=rate, max_iter=3)
+for step in range(6):
+    x = torch.randn(9, 3)
+    if fault == "data" and step == 4: x[5] = torch.nan  # data
+    def closure():
+        judges.zero_grad()
+        loss = (judge(maker(x).detach()) - 1).square().mean()
+        loss.backward()
+        return loss
+    print(judges.step(closure).item().hex())  # rate
+    makes.zero_grad(); judge(maker(x)).square().mean().backward()
+    makes.step(lambda: None)
+"""
+
+
+tells("a step with a closure counts once", CLOSURES, 0, {"": "6 steps, nothing non-finite"})
+tells("what an optimizer writes around its closure is its own", CLOSURES, 3, {
+    "data": "-> data ... at step 4 ",
+    "rate": "-> optimizer ... made by LBFGS (lr=1e+30) ... at step 0 ",
+})
+
+
+LOADED = PREAMBLE + """
+import numpy
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+if fault == "early":
+    state = net.state_dict(); state["0.bias"] = torch.full((8,), torch.nan)  # early
+    net.load_state_dict(state)
+if fault == "file":
+    numbers = torch.from_numpy(numpy.full(8, numpy.nan)).float()
+    net.load_state_dict({**net.state_dict(), "0.bias": numbers})  # file
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+for step in range(6):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    if fault == "norm" and step == 3:
+        with torch.no_grad(): net[0].weight[0] = torch.nan  # norm
+    if fault == "moment" and step == 3:
+        state = optimizer.state_dict()
+        state["state"][2]["exp_avg"] = torch.full((8,), torch.inf)
+        optimizer.load_state_dict(state)  # moment
+"""
+
+
+tells("what is written or loaded is the cause and not its consequence", LOADED, 3, {
+    "early": "-> weights ... what the script writes into 0.bias is nan at step 0",
+    "file": "-> weights ... what the script writes into 0.bias is nan at step 0",
+    "norm": "-> weights ... what the script writes into 0.weight is nan",
+    "moment": "-> weights ... exp_avg of 1.weight is inf as loaded at",
+})
+
+
+TABLE = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(9, 4, sparse=fault == "sparse")
+        self.own = nn.Parameter(torch.randn(9, 4))
+        self.last = nn.Linear(4, 2)
+    def forward(self, index):
+        return self.last(self.emb(index) + self.own[index] * (fault == "own"))  # used
+
+net = Net()
+key = "own" if fault == "own" else "emb.weight"
+state = {k: t.clone() for k, t in net.state_dict().items()}
+state[key][7] = torch.nan
+if fault == "before":
+    net.emb = nn.Embedding.from_pretrained(state[key], freeze=False)
+else:
+    net.load_state_dict(state)  # plain, frozen, sparse, own, used
+if fault == "frozen":
+    net.emb.requires_grad_(False)
+if fault == "sparse":
+    net.last.requires_grad_(False)
+kind = torch.optim.SparseAdam if fault == "sparse" else torch.optim.Adam
+params = net.emb.parameters() if fault == "sparse" else net.parameters()
+optimizer = kind([p for p in params if p.requires_grad], 1e-2)
+for step in range(6):
+    index = torch.arange(6)
+    if step == 4 and fault == "used":
+        index = index + 2
+    loss = net(index).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    print(loss.item())
+"""
+
+
+ROW = "parameter emb.weight holds NaN or inf in rows 7 of 9 ( ... 6 steps, nothing else non-finite"
+tells("a bad row that nothing asks for is one line", TABLE, 0, {
+    "plain": ROW,
+    "frozen": ROW,
+    "sparse": ROW,
+    "before": f"{ROW} ... before the watch",
+    "own": ROW.replace("emb.weight", "own"),
+})
+tells("a bad row that a sample asks for is a verdict with the line that wrote it", TABLE, 3, {
+    "used": "-> weights ... loss is nan at step 4 ... samples 5 of 6 ... written at script.py:",
+})
+
+
+tells("an optimizer that makes a row bad is named though the gradient is zero", PREAMBLE + """
+class Own(torch.optim.SGD):
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True))
+net = nn.Embedding(4, 3) if fault == "table" else nn.Linear(4, 3, bias=False)
+optimizer = Own(net.parameters(), 0.1)
+for step in range(3):
+    loss = net(torch.arange(3) if fault == "table" else torch.randn(8, 4))[:, :2].square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+""", 3, dict.fromkeys(("layer", "table"),
+                      "after good gradients at step 0 -> optimizer ... runs again"))
+
+
+BATCHES = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, noise, pixels, marks=None):
+        out = self.layer(pixels + 0 * noise)[:, 0]
+        return out, None if marks is None else F.l1_loss(out, marks)
+class Batch(dict):
+    def to(self, *there):
+        return Batch({k: v.to(*there) for k, v in self.items()})
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x, y = torch.randn(40, 4).numpy(), torch.randn(40).numpy()
+if fault == "pixels": x[22, 1] = float("nan")
+if fault in ("marks", "target"): y[22] = float("nan")
+for i in range(0, 40, 5):
+    batch = Batch(pixels=torch.from_numpy(x[i:i + 5]), marks=torch.from_numpy(y[i:i + 5]))
+    batch = batch.to("cpu", torch.float32)
+    if fault == "target":
+        loss = F.mse_loss(net(torch.randn(5, 4), batch["pixels"])[0], batch["marks"])
+    else:
+        loss = net(torch.randn(5, 4), **batch)[1]
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+tells("a tensor of the batch has the name of the argument that it is given for", BATCHES, 3, {
+    "pixels": "pixels holds nan ... samples 2 of",
+    "marks": "marks holds nan ... samples 2 of",
+    "target": "target holds nan ... samples 2 of",
+})
+
+
+AVERAGED = PREAMBLE + """
+import copy
+from torch.optim.swa_utils import AveragedModel
+def count(mean, new, n):
+    return mean + (new - mean) / (n - 1)  # counter
+net = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+swa = AveragedModel(net, avg_fn=count if fault == "counter" else None)
+ema, mine = copy.deepcopy(net), copy.deepcopy(net)
+ours, theirs = list(ema.parameters()), list(net.parameters())
+for step in range(4):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    swa.update_parameters(net)
+    bad = fault if step == 2 else ""
+    with torch.no_grad():
+        torch._foreach_lerp_(ours, theirs, float("inf") if bad == "foreach" else 0.1)  # foreach
+        for a, b in zip(mine.parameters(), theirs):
+            a.detach().copy_(b / (b * (bad != "detach")))  # detach
+"""
+
+
+# Nothing but the script's own writes shows it.
+tells("an average that no module calls is read too", AVERAGED, 0, {"": ""})
+tells("an average that no module calls is read too", AVERAGED, 3, {
+    "counter": "-> divergence", "foreach": "-> weights", "detach": "-> divergence",
+})
+
+
+SLOTS = PREAMBLE + """
+from dataclasses import dataclass
+@dataclass(slots=True)
+class Batch:
+    images: torch.Tensor
+    targets: torch.Tensor
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+    def forward(self, batch):
+        return (self.body(batch.images) - batch.targets).square().mean()  # first use
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(4):
+    x = torch.randn(5, 4)
+    if fault and step == 2: x[3] = torch.nan
+    optimizer.zero_grad(); net(Batch(x, torch.randn(5, 1))).backward(); optimizer.step()
+"""
+
+
+tells("a batch in slots is a batch", SLOTS, 3,
+      {"first use": "-> data ... images holds nan ... samples 3 of"})
+
+
+PLANTED = PREAMBLE + """
+net = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+x = torch.randn(40, 4)
+if fault == "table": x[23, 1] = torch.nan  # table
+for i in range(0, 40, 5):
+    batch = x[i:i + 5] * 1
+    with torch.no_grad():
+        if fault == "row" and i == 20: batch[3][1] = torch.inf  # row
+        if fault == "fill" and i == 20: batch[3].fill_(torch.nan)  # fill
+    optimizer.zero_grad(); net(batch).square().mean().backward(); optimizer.step()
+"""
+
+
+tells("a number that the script writes into its data is written again", PLANTED, 3,
+      dict.fromkeys(("table", "row", "fill"), "-> data ... samples 3 of"))
+
+
+STRANGE = PREAMBLE + """
+import copy
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+for step in range(4):
+    optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
+    with torch.inference_mode(fault == "inference"):
+        room = torch.empty(5, 4)
+    if fault == "written": room.div_(room.zero_())  # written
+    if fault == "out": torch.log(torch.zeros(5, 4) - 1, out=room)  # out
+    if fault == "lent": room.numpy()[2] = float("nan")
+    x = torch.zeros_like(room) / 0 if fault == "shape" else room.double().float()  # shape
+    with torch.no_grad(), torch.device("cpu"):
+        copy.deepcopy(net)(room if fault == "inference" else x)  # lent
+"""
+
+
+tells("a warm-up on the memory of empty is no fault", STRANGE, 0, dict.fromkeys(
+    ("", "inference"),
+    "nothing non-finite ... passed over, its input is what torch.empty found"))
+tells("a warm-up on memory that somebody writes is one", STRANGE, 3, {
+    "written": "-> divergence", "shape": "-> divergence", "out": "-> divergence",
+    "lent": "-> data",
+})
+
+
+FILLED = PREAMBLE + """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    with torch.autocast("cpu", torch.float16):
+        scores = net(torch.randn(8, 4)) * 1
+        if step == 3 and fault == "too large": scores[:, 1] = float(2 ** 30)  # too large
+        if step == 3 and fault == "infinite": scores[:, 1] = torch.inf  # infinite
+    loss = scores.float().logsumexp(1).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(loss.item())
+"""
+tells("a number that fp16 cannot hold is its fault, an inf is the script's", FILLED, 3, {
+    "too large": "-> precision ... the number 1.07e+09", "infinite": "-> data ... writes inf"})
+
+ACTS = PREAMBLE + """
+policy, target = nn.Linear(4, 2), nn.Linear(4, 2)
+optimizer = torch.optim.Adam(policy.parameters())
+for step in range(5):
+    if fault == "acts": policy(torch.randn(1, 4)).argmax(dim=1).numpy()
+    done, state, after = torch.zeros(16, 1), torch.randn(16, 4), torch.randn(16, 4)
+    done[[3, 7]] = 1
+    done, state, after = (torch.tensor(t.numpy()) for t in (done, state, after))
+    with torch.no_grad():
+        goal = 1 + 0.99 * target(after).amax(1) / (1 - done.flatten())  # here
+    loss = nn.functional.mse_loss(goal, policy(state).amax(1))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("samples are those of the batch though a policy acts before", ACTS, 3,
+      dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"))
