@@ -224,8 +224,8 @@ def _batch(recorder, calls):
             named.append((Source(Kind.BATCH, names.get(t, nth)), t))
             batch.append(t)
         elif made:
-            before = made.number <= recorder.first
-            kind = Kind.BEFORE_TRAINING if before else Kind.EARLIER_STEP
+            before = Kind.BEFORE_TRAINING if made.number else Kind.OUTSIDE
+            kind = before if made.number <= recorder.first else Kind.EARLIER_STEP
             named.append((Source(kind, line=line_of(made.frames)), t))
         else:
             named.append((Source(Kind.OUTSIDE), t))

@@ -140,7 +140,7 @@ tells("kinds that look like another", LEFT_OVER, 3, {
     "accumulated": "-> precision ... aten.add_.Tensor outside of any module (backward of "
                    "AccumulateGrad) ... in micro-batch 4 of 8 ... the gradient of weight",
     "overwritten": "-> precision",
-    "numpy": "first to use a tensor before this step (script.py:26",
+    "numpy": "first to use a tensor from outside of torch (NumPy, a file) (script.py:26",
     "opaque": "an opaque kernel",
 })
 

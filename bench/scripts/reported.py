@@ -176,7 +176,7 @@ with torch.no_grad():
     print("validation", float(torch.stack([net(data(0))[6:].mean()]).mean()))  # here
 """),
     "norm_weights_of_one_in_bf16": ("https://github.com/vllm-project/speculators/pull/765", 0,
-                                    "1 bfloat16 tensors had gradients .* never changed", """
+                                    "1 bfloat16 tensors? had gradients .* never changed", """
 net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.RMSNorm(8)).to(torch.bfloat16)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0)
 loop(net, lambda step: net(data(step).bfloat16()).float().square().mean(), 20, optimizer)
