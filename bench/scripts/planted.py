@@ -1689,3 +1689,21 @@ for step in range(5):
 """
 tells("samples are those of the batch though a policy acts before", ACTS, 3,
       dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"))
+
+TWICE = PREAMBLE + """
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12, growth_interval=5)
+for step in range(60):
+    x, y = torch.randn(32, 16) * 8, torch.randint(0, 4, (32,))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(net(x), y)  # left over
+    scaler.scale(loss).backward()
+    scaler.step(optimizer); scaler.update()
+    optimizer.step()
+"""
+# the scaler skips step 44, and the second call makes it
+tells("the first and the second run tell the same step", TWICE, 3, {
+    "left over": "step 44. ... runs again ... inf at step 44 (float16 ... -> calibration ... "
+                 "makes two steps with the gradients of one backward pass -- not step 45"})
