@@ -22,6 +22,12 @@ class Events:
     def loaded(self, module, state, answer):
         """module.load_state_dict(state) has returned `answer`."""
 
+    def switched(self, module, training):
+        """train() or eval() of a module and all within it is over."""
+
+    def iterated(self, loader):
+        """An iterator of a DataLoader begins."""
+
     def read(self, t, name):
         """The script reads a number, or detaches a tensor."""
 

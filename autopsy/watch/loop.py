@@ -1,8 +1,8 @@
 """
 Loop: what a training loop does with gradients and rates between a backward pass and a step.
 
-zero_grad(), clip_grad_norm_() and its like, unscale_() and the step of a scheduler are wrapped:
-when one is over, the checks of the folder silent/ are told.
+zero_grad(), clip_grad_norm_() and its like, unscale_(), the step of a scheduler, train(), eval()
+and the iterators of a DataLoader are wrapped: the checks of the folder silent/ are told of each.
 """
 
 from functools import partial
@@ -25,6 +25,22 @@ def watch_loop(hooks, deferred, silent):
         return out
 
     within = []  # schedulers under way
+    switching = []  # modules
+
+    def switch(original, module, mode=True):
+        """Each module calls train() of those within it."""
+        switching.append(module)
+        try:
+            out = original(module, mode)
+        finally:
+            switching.pop()
+        if not (switching or hooks.depth):
+            hooks.safely(silent.switched, module, mode)
+        return out
+
+    def iterate(original, loader):
+        hooks.safely(silent.iterated, loader)
+        return original(loader)
 
     def schedule(original, scheduler, *args, **kwargs):
         """What a lambda of the script reads in it is seen."""
@@ -59,6 +75,8 @@ def watch_loop(hooks, deferred, silent):
         (nn.Module, "zero_grad", silent.cleared),
     ):
         hooks.wrap(owner, name, partial(tell, event))
+    hooks.wrap(nn.Module, "train", switch)
+    hooks.wrap(torch.utils.data.DataLoader, "__iter__", iterate)
     hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)
     hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", schedule)
     for kind in _schedulers():
