@@ -1,0 +1,99 @@
+"""
+Pairs: does a loss compare each result with each target?
+
+Of [n, 1] and [n] broadcasting makes [n, n], and its mean trains a network to guess the mean of all
+targets. In the graphs of the first losses it looks for such a difference or product, of a part with
+a graph and a target of the batch without, as long as the batch, and after it nothing but numbers of
+each pair and a mean or sum of all.
+"""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from ..frames import line_now, line_of
+from ..tensors import leaves
+from ..watch.events import Events
+
+FIRST = 12  # backward passes
+OFTEN = 3  # of one line
+OF_ALL = ("MeanBackward0", "SumBackward0")
+NAMES = ("Add", "Sub", "Mul", "Div", "Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin")
+OF_EACH = [f"{name}Backward0" for name in NAMES]
+LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "l1_loss")
+
+
+class Pairs(Events):
+    """Losses that are made of all pairs."""
+
+    def __init__(self, watch):
+        self.recorder, self.passes = watch.recorder, 0
+        self.found = Counter()  # (line, shape of the results, of the targets): passes
+
+    def backward(self, losses):
+        if self.passes == FIRST:
+            return
+        self.passes += 1
+        calls = [c for c in self.recorder.calls if c.number > self.recorder.latest]
+        rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
+        by_hand = []  # (shape of the results, of the targets)
+        for node in [node for loss in losses if rows for node in _each(loss.grad_fn)]:
+            ours = _results(node)
+            n = ours[0] if ours else 0
+            if n in rows and ours in ([n], [n, 1]):
+                theirs = [n] if ours == [n, 1] else [n, 1]
+                if node.name() not in LOSSES:
+                    by_hand.append((ours, theirs))
+                elif node._saved_target.stride()[len(theirs) - 1] == 0:  # expanded the other way
+                    made = self.recorder.maker(losses[0])
+                    line = line_of(made.frames) if made else line_now()
+                    self.found[line, str(ours), str(theirs)] += 1
+        if by_hand:
+            self._look(by_hand, calls)
+
+    def _look(self, by_hand, calls):
+        """If no more calls than nodes have such targets, it is these."""
+        targets = {made: t for t, made in self.recorder.known.items() if made.data}
+        found = []
+        for call in calls:
+            if call.name in BY_HAND or isinstance(call.function, nn.L1Loss):
+                given = [targets.get(x, x) for x in leaves(call.args)]
+                shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor)]
+                pairs = [pair for pair in by_hand if [pair[1]] == shapes]
+                found += [(line_of(call.frames), *map(str, pair)) for pair in pairs[:1]]
+        self.found.update(found if len(found) <= len(by_hand) else ())
+
+    def sentences(self):
+        for (line, ours, theirs), passes in self.found.items():
+            if passes >= OFTEN:
+                yield (
+                    f"the loss at {line} compares each result with each target: {ours} and "
+                    f"{theirs} make a square: give both one shape, with squeeze(1) or [:, None]"
+                )
+
+
+def _each(node):
+    """From the loss on: those that make one number of all, or of each pair of numbers one."""
+    left = [node] if node else []
+    for node in left:
+        if node.name() in (*LOSSES, *OF_EACH):
+            yield node
+        if node.name() in (*OF_ALL, *OF_EACH) and len(left) < 64:
+            left += [part for part, _ in node.next_functions if part]
+
+
+def _results(node):
+    """Of a square: the shape of its one part with a graph; else []."""
+    made = [*node._saved_self.shape] if node.name() in LOSSES else _shape(node)
+    parts = [part for part, _ in node.next_functions if part]
+    while len(parts) == 1 and parts[0].name() == "ExpandBackward0":
+        parts = [part for part, _ in parts[0].next_functions]
+    square = len(made) == 2 and made[0] == made[1] and len(parts) == 1
+    return _shape(parts[0]) if square else []
+
+
+def _shape(node):
+    """Of what it has made; of a weight, of itself."""
+    return [*getattr(node, "variable", node._input_metadata[0]).shape]
