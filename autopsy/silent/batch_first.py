@@ -1,74 +1,97 @@
 """
-Batch first: does a recurrent or an attention layer take the samples of a batch for steps in time?
+Batch first: does a network take the samples of a batch for something else?
 
 nn.LSTM, nn.GRU, nn.MultiheadAttention and nn.Transformer layers expect (time, batch, features),
-unless batch_first=True. Given (batch, time, features) they mix samples, and nothing fails. In two
-steps of training the shapes of what they are given are compared with the network's own input and
-with the number of samples in the loss. Only where all three agree, and the second dimension is
-another number, is it told; a batch of one, or of equal lengths, shows nothing.
+unless batch_first=True. Given (batch, time, features) they mix samples, and nothing fails. So does
+a softmax over samples, and a view that makes rows of a hidden state, whose first dimension is
+layers. In two steps of training the shapes of what is given are compared with the network's own
+input and with the number of samples in the loss. Only where all three agree, and the second
+dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing. A mask
+of scaled_dot_product_attention that lets each step see only those after it is told, too.
 """
 
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from ..frames import line_now
 from ..modes import is_compiled
-from ..tensors import batched, few, flat_tensors
+from ..tensors import batched, few, flat_tensors, storage_of
 from ..watch.events import Events
 from .gradient_path import nodes_of
 from .losses import NEAR, NLL
 
 LOOKS = (1, 4)  # steps
 LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+LOOKED_AT = ("softmax", "view", "reshape", "scaled_dot_product_attention")
 
 
 class BatchFirst(Events):
-    """Layers whose first dimension is the batch, though they take it for time."""
+    """What takes the first dimension, which is the batch, for time or layers."""
 
     def __init__(self, watch):
         self.recorder, self.names = watch.recorder, watch.names
         self.given = []  # (layer, shape) in the call under way, and in those before it in this step
         self.suspects = WeakKeyDictionary()  # layer: (its name, shape, how often)
+        self.over_samples = []  # (sentence, samples) of this step
+        self.found = {}  # sentence: steps
 
     def during(self, call, args, kwargs):
         module = call.function
         if not (call.grad and module.training and self.recorder.steps in LOOKS):
             return ()
-        layers = [part for part in module.modules()
-                  if isinstance(part, LAYERS) and not batch_is_first(part)]  # fmt: skip
-        if not layers or is_compiled([*module.modules()]):
+        if is_compiled([*module.modules()]):
             return ()
         names = {part: name for name, part in module.named_modules()}
-        sizes = {len(t) for t in batched(flat_tensors((args, kwargs)))}
-        return [self._looking(layers, names, sizes)]
+        given = [*batched(flat_tensors((args, kwargs)))]
+        sizes = {len(t) for t in given}
+        sequences = all(t.dim() > 2 or not t.is_floating_point() for t in given)
+        calls = Calls(self._note, *(sizes if sequences and len(sizes) == 1 else ()))
+        return [self._looking(names, sizes, calls), calls]
 
     @contextmanager
-    def _looking(self, layers, names, sizes):
+    def _looking(self, names, sizes, calls):
         def note(layer, args):
             with suppress(Exception):
                 shape = args[0].shape
                 if len(shape) == 3 and sizes == {shape[0]} and shape[1] not in (1, shape[0]):
                     self.given.append((layer, names[layer], shape))
 
-        handles = [layer.register_forward_pre_hook(note) for layer in layers]
-        try:
+        def note_hidden(layer, args, out):
+            with suppress(Exception):
+                calls.hidden.update((storage_of(t), t.shape) for t in flat_tensors(out[1]))
+
+        with ExitStack() as hooks:
+            for layer in names:
+                if isinstance(layer, LAYERS) and not batch_is_first(layer):
+                    hooks.enter_context(layer.register_forward_pre_hook(note))
+                if isinstance(layer, nn.RNNBase):
+                    hooks.enter_context(layer.register_forward_hook(note_hidden))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _note(self, text, samples=0):
+        if samples:
+            self.over_samples.append((text, samples))
+        else:
+            self.found.setdefault(text, set()).add(self.recorder.steps)
 
     def backward(self, losses):
         """A loss of one number for each of so many samples."""
-        if not self.given:
+        if not (self.given or self.over_samples):
             return
         nodes = [node for node in nodes_of(losses, NEAR) if node.name() in NLL]
-        targets = [node._saved_target.shape for node in nodes]
+        targets = {node._saved_target.shape for node in nodes}
         for layer, name, shape in self.given:
-            if targets and all(t == shape[:1] for t in targets):
+            if targets == {shape[:1]}:
                 *_, often = self.suspects.get(layer, (0,))
                 self.suspects[layer] = name, shape, often + 1
-        self.given = []
+        for text, samples in self.over_samples:
+            if targets == {(samples,)}:
+                self._note(text)
+        self.given, self.over_samples = [], []
 
     def sentences(self):
         told = {}
@@ -81,6 +104,49 @@ class BatchFirst(Events):
                 f"{few(names, 2)}: given {list(shape)} with batch_first=False, and the loss has "
                 f"{shape[0]} samples: make it with batch_first=True"
             )
+        yield from [text for text, steps in self.found.items() if len(steps) == len(LOOKS)]
+
+
+class Calls(TorchFunctionMode):
+    """Functions that a network calls; `size`: how many samples, if each is a sequence."""
+
+    def __init__(self, note, size=0):
+        super().__init__()
+        self.note, self.size = note, size
+        self.hidden = {}  # storage: shape of the hidden state of a recurrent layer
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in LOOKED_AT:
+            with suppress(Exception):
+                self._look(name, args, kwargs or {}, out)
+        return out
+
+    def _look(self, name, args, kwargs, out):
+        t, *more = args
+        shape, samples = [*t.shape], len(t)
+        if name == "softmax":
+            over = (more or [kwargs.get("dim")])[0] in (0, -t.dim())
+            if over and t.dim() > 2 and self.size == samples > 1 and shape.count(samples) == 1:
+                text = f"softmax at {line_now()} is over the {samples} samples of the batch "
+                self.note(f"{text}(dim=0 of {shape}): they read each other", samples)
+        elif name == "scaled_dot_product_attention":
+            mask = more[2] if len(more) > 2 else kwargs["attn_mask"]
+            square = mask.dtype == torch.bool and mask.shape[-2] == mask.shape[-1] > 1
+            if square and torch.equal(mask, torch.ones_like(mask).triu(1)):
+                self.note(
+                    f"the mask of {name} at {line_now()} lets each step see only those after it: "
+                    "True means that it takes part: pass ~mask"
+                )
+        elif t.shape == self.hidden.get(storage_of(t)) and out.dim() < 4:
+            layers, samples, _ = shape
+            if layers != samples == len(out) and min(layers, samples) > 1:
+                self.note(
+                    f"the hidden state {shape} of a recurrent layer is viewed as {[*out.shape]} at "
+                    f"{line_now()}: its first dimension is layers and directions, so each row "
+                    "mixes samples: transpose(0, 1) before it"
+                )
 
 
 def batch_is_first(layer):
