@@ -1,21 +1,28 @@
 """
-Frozen statistics: do the running statistics of a frozen module still move?
+Frozen statistics: do the running statistics of a frozen module still move, or stand still in an
+average?
 
 requires_grad_(False) freezes weights, and train() of the whole network switches the running
 statistics of a frozen part on again: what it computes drifts. Statistics and weights are read at
 the steps 1, 2, 4, 8, ...: a part is told whose statistics move and whose weights do not, neither by
 an optimizer nor by hand (as those of an average do).
+
+A loop over parameters() averages weights, and no running statistic: those are buffers. Told is a
+module whose weights the script writes by hand, that is evaluated in eval mode, and none of whose
+statistics was ever moved from 0 and 1, while a module of the same class has others.
 """
 
 from itertools import pairwise
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..tensors import few, is_sharded, running_statistics
+from ..frames import line_now
+from ..tensors import few, is_sharded, running_statistics, storage_of
 from ..watch.events import Events
 
 OFTEN = 3  # reads
+EARLY = 8  # steps in which writes are noted
 
 
 class FrozenStatistics(Events):
@@ -24,6 +31,26 @@ class FrozenStatistics(Events):
     def __init__(self, watch):
         self.names, self.recorder, self.deferred = watch.names, watch.recorder, watch.deferred
         self.reads = WeakKeyDictionary()  # part: (norms of statistics, of weights) at each read
+        self.written = WeakSet()  # storages of weights
+        self.looks = WeakKeyDictionary()  # averages: how often they were looked at
+        self.averages = {}  # names of statistics: line
+
+    def wrote(self, line, weights):
+        if self.recorder.steps < EARLY:
+            self.written.update(map(storage_of, weights))
+
+    def during(self, call, args, kwargs):
+        module, looks = call.function, self.looks.get(call.function, 0)
+        if call.grad or module.training or looks == OFTEN or not self.written:
+            return ()
+        if any(storage_of(p) in self.written for p in module.parameters()):
+            self.looks[module] = looks + 1
+            mine = _statistics(module)
+            others = [root for root in self.names.roots if type(root) is type(module)]
+            moved = any(not _as_made(_statistics(root)) for root in others)
+            if mine and moved and _as_made(mine):
+                self.averages.setdefault(few([*map(self.names.of, mine)], 4), line_now())
+        return ()
 
     def stepped(self, optimizer):
         if self.recorder.steps and self.recorder.steps.bit_count() < 2:
@@ -48,6 +75,17 @@ class FrozenStatistics(Events):
                 "are frozen (requires_grad is False for all weights): call eval() on these after "
                 "each train()"
             )
+        for names, line in self.averages.items():
+            yield (
+                f"an average of weights is evaluated at {line} with running statistics that are "
+                f"still 0 and 1 ({names}): they are buffers, and parameters() has none: copy them "
+                "from the network that trains"
+            )
+
+
+def _as_made(statistics):
+    """Whether each is 0, or 1."""
+    return all((t == t.flatten()[0]).all() and t.flatten()[0] in (0, 1) for t in statistics)
 
 
 def _statistics(module):
