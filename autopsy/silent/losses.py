@@ -3,10 +3,10 @@ Losses: does a loss get the numbers that it is defined for, and how large is the
 
 The graph of a loss shows what made its input. cross_entropy applies a softmax itself, and
 binary_cross_entropy_with_logits a sigmoid: after another one the network trains badly, and never
-fails. nll_loss takes logarithms of probabilities, and not logits. An untrained classifier of C
-classes has a cross-entropy near ln(C). Far above that it begins sure of wrong answers. The graphs
-of the first backward passes are looked at; a weight of the loss, a sum in place of a mean, or
-weights that were loaded say nothing about the first loss.
+fails. A ReLU before them cuts every negative logit off. nll_loss takes logarithms of probabilities,
+and not logits. An untrained classifier of C classes has a cross-entropy near ln(C). Far above that
+it begins sure of wrong answers. The graphs of the first backward passes are looked at; a weight of
+the loss, a sum in place of a mean, or weights that were loaded say nothing about the first loss.
 """
 
 from collections import Counter
@@ -35,6 +35,7 @@ SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes
 SIGMOID_TWICE = (
     "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
 )
+RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
 NO_LOGARITHM = (
     "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
     "cross_entropy in its place"
@@ -87,13 +88,14 @@ def _misused(node):
     """A sentence, or ""."""
     name, before = node.name(), _before(node)
     made = before.name() if before else ""
-    if name == "BinaryCrossEntropyWithLogitsBackward0" and made == "SigmoidBackward0":
-        return SIGMOID_TWICE
+    if name == "BinaryCrossEntropyWithLogitsBackward0":
+        return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
     if name not in NLL:
         return ""
     if made == "LogSoftmaxBackward0":
         logits = _before(before)
-        return SOFTMAX_TWICE if logits and logits.name() == "SoftmaxBackward0" else ""
+        made = logits.name() if logits else ""
+        return {"SoftmaxBackward0": SOFTMAX_TWICE, "ReluBackward0": RELU}.get(made, "")
     if made == "SoftmaxBackward0":
         return NO_LOGARITHM.format("a softmax")
     if made in LINEAR and bool((node._saved_self > 0).any()):
