@@ -2,7 +2,10 @@
 
 Each row has the address of a report, a small script of ours with the same fault, and a twin of it
 without: one passage is another. The words that autopsy should say were written before its first
-run; of the twin it must say nothing. OTHERS are healthy loops in an order that looks odd.
+run; of the twin it must say nothing. OTHERS are healthy loops that look odd. SILENT are reports
+that autopsy still does not name. These 8 and the last 12 of REPORTS were fresh: at first sight it
+named 2 of the 20, and 12 after we had written checks for what they show; no twin was accused
+(first run: public_reports_fresh-first-cpu.json).
 
     python bench/public_reports.py [NAME...]      with names: prints their output, writes no file
 """
@@ -329,6 +332,296 @@ for i in range(60):
     loss = F.cross_entropy(net(ids, mask=mask), ids.sum(1) % 3)
     opt.zero_grad(); loss.backward(); opt.step()
 """, "torch.ones_like(ids)", "mask.long()"),
+    "evaluation mode for ever after the first validation": Row(
+        "github.com/wkentaro/pytorch-fcn/issues/57", "mode",
+        r"autopsy: .*eval.*train\(\)",
+        """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2),
+                    nn.Linear(32, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3)
+def validate():
+    net.eval()
+    with torch.no_grad(): return F.cross_entropy(net(labels(999)[0]), labels(999)[1]).item()
+net.train()
+for i in range(120):
+    if i % 40 == 20: validate(); pass
+    x, y = labels(i); loss = F.cross_entropy(net(x), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "pass", "net.train()"),
+    "a softmax over the batch in attention of one's own": Row(
+        "github.com/PetrochukM/PyTorch-NLP/issues/2", "batch",
+        r"autopsy: .*samples.*script.py:\d+|autopsy: .*softmax at script.py:\d+.*batch",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.query, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        scores = torch.bmm(self.query(x[:, -1:]), x.transpose(1, 2))
+        weights = F.softmax(scores, dim=0)
+        return self.head(torch.bmm(weights, x)[:, 0])
+def batch(i):
+    g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
+    return x, x[:, 0].argmax(1) % 3
+loop(Net(), None, 90, batch, F.cross_entropy)
+""", "dim=0", "dim=-1"),
+    "an attention whose softmax is over one number": Row(
+        "github.com/DEEP-PolyU/KEQA_WSDM19/issues/2", "path",
+        r"autopsy: .*attn.*(exactly )?0 .*[Ss]oftmax",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.attn, self.head = nn.Linear(8, 1), nn.Linear(8, 3)
+    def forward(self, x):
+        B, T, D = x.shape
+        scores = self.attn(x.reshape(B * T, D))
+        weights = F.softmax(scores, dim=1)
+        return self.head((weights.view(B, T, 1) * x).sum(1))
+loop(Net(), None, 90, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,))), F.cross_entropy)
+""", "F.softmax(scores, dim=1)", "F.softmax(scores.view(B, T), dim=1)"),
+    "view of a hidden state mixes samples": Row(
+        "github.com/timbmg/Sentence-VAE/issues/15", "batch",
+        r"autopsy: .*(samples|rows).*script.py:\d+|autopsy: .*script.py:\d+.*(samples|rows)",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(8, 12, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(24, 3)
+    def forward(self, x):
+        hidden = self.rnn(x)[1]
+        return self.head(hidden.reshape(len(x), 24))
+def batch(i):
+    g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
+    return x, x[:, 0].argmax(1) % 3
+loop(Net(), None, 90, batch, F.cross_entropy)
+""", "hidden.reshape(len(x), 24)", "hidden.transpose(0, 1).reshape(len(x), 24)"),
+    "mse_loss of (n, 1) and (n,)": Row(
+        "github.com/LAMDA-Tabular/TALENT/pull/92", "shape",
+        r"autopsy: .*script.py:\d+.*\[16, 1\].*\[16\]|autopsy: .*script.py:\d+.*\[16\].*\[16, 1\]",
+        """
+net = mlp(1); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); y = y[:, 0]
+    loss = F.mse_loss(net(x), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "F.mse_loss(net(x), y)", "F.mse_loss(net(x), y[:, None])"),
+    "a difference of (n, 1) and (n,) by hand": Row(
+        "github.com/benedekrozemberczki/pytorch_geometric_temporal/pull/233", "shape",
+        r"autopsy: .*script.py:\d+.*\[20, 1\].*\[20\]|autopsy: .*script.py:\d+.*\[20\].*\[20, 1\]",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.mix, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+    def forward(self, x, edges): return self.head((edges @ self.mix(x)).relu())
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+edges = torch.eye(20) + (torch.rand(20, 20) < 0.1).float()
+for epoch in range(3):
+    cost = 0
+    for i in range(12):
+        x = torch.randn(20, 8); y = (edges @ x)[:, 0]
+        guess = net(x, edges)
+        cost = cost + torch.mean((guess - y) ** 2)
+        if i % 4 == 3:
+            (cost / 4).backward(); opt.step(); opt.zero_grad(); cost = 0
+""", "guess = net(x, edges)\n", "guess = net(x, edges).squeeze()\n"),
+    "an average without the running statistics": Row(
+        "github.com/FlyreelAI/sesemi/issues/36", "state",
+        r"autopsy: .*running (statistics|mean).*(average|copy|never)|autopsy: .*average.*running",
+        """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+ema = copy.deepcopy(net).requires_grad_(False).eval()
+opt = torch.optim.Adam(net.parameters(), 1e-2)
+def follow():
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), net.parameters()): e.mul_(0.9).add_(p, alpha=0.1)
+        pass
+for i in range(120):
+    x, y = labels(i); x = 3 * x + 2
+    opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step(); follow()
+with torch.no_grad(): print((ema(3 * labels(0)[0] + 2).argmax(1) == labels(0)[1]).float().mean())
+""", "        pass\n", "        for e, b in zip(ema.buffers(), net.buffers()): e.copy_(b)\n"),
+    "the optimizer before the layers are exchanged": Row(
+        "github.com/hustzxd/EfficientPyTorch/issues/1", "state",
+        r"autopsy: .*\d\.(weight|inner).*in (any|no) optimizer|autopsy: .*other tensors",
+        """
+class Quantized(nn.Module):
+    def __init__(self, layer):
+        super().__init__(); self.inner = nn.Linear(layer.in_features, layer.out_features)
+    def forward(self, x): return self.inner(x + 0.01 * torch.rand_like(x))
+def exchange(net):
+    for name, child in net.named_children():
+        if isinstance(child, nn.Linear): setattr(net, name, Quantized(child))
+net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3))
+pass
+opt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9); exchange(net)
+loop(net, opt, 90, labels, F.cross_entropy)
+""", "pass\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9); exchange(net)",
+        "exchange(net)\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)"),
+    "the first batch of the loader, for ever": Row(
+        "github.com/wandb/examples/issues/444", "data",
+        r"autopsy: .*same (batch|input|numbers|tensor)",
+        """
+x, y = labels(0, 256)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 16)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(6):
+    batches = iter(loader)
+    for i in range(len(loader)):
+        x, y = next(iter(loader))
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+""", "next(iter(loader))", "next(batches)"),
+    "a causal mask that is the wrong way round": Row(
+        "github.com/rasbt/LLMs-from-scratch/issues/1061", "mask",
+        r"autopsy: .*mask.*(future|later|after)",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.qkv = nn.Embedding(20, 16), nn.Linear(16, 48)
+        self.head = nn.Linear(16, 20)
+    def forward(self, ids):
+        h = self.emb(ids); q, k, v = self.qkv(h).chunk(3, -1); T = ids.shape[1]
+        mask = torch.triu(torch.ones(T, T), diagonal=1).bool()
+        return self.head(h + F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(90):
+    ids = torch.randint(1, 20, (16, 1)) + torch.arange(13); ids = ids % 20
+    loss = F.cross_entropy(net(ids[:, :-1]).transpose(1, 2), ids[:, 1:])
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "attn_mask=mask", "attn_mask=~mask"),
+    "a ReLU after the last layer": Row(
+        "github.com/pytorch/tutorials/pull/1644", "loss",
+        r"autopsy: .*loss at script.py:\d+.*(relu|ReLU)",
+        """
+net = nn.Sequential(mlp(), nn.ReLU()); loop(net, None, 90, labels, F.cross_entropy)
+""", "nn.Sequential(mlp(), nn.ReLU())", "nn.Sequential(mlp(), nn.Identity())"),
+    "the best weights are a reference": Row(
+        "github.com/WenjieDu/PyPOTS/issues/667", "state",
+        r"autopsy: .*load_state_dict.*script.py:\d+.*(own|same|nothing)",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 3e-2); best = 1e9
+for epoch in range(8):
+    loop(net, opt, 10)
+    with torch.no_grad(): loss = F.mse_loss(net(data(999)[0]), data(999)[1]).item()
+    if loss < best: best, state = loss, net.state_dict()
+net.load_state_dict(state)
+with torch.no_grad(): print(best, F.mse_loss(net(data(999)[0]), data(999)[1]).item())
+""", "best, state = loss, net.state_dict()", "best, state = loss, copy.deepcopy(net.state_dict())"),
+}
+
+# What it does not say: each may be meant, or nothing that it sees tells the two apart.
+SILENT = {
+    "view where transpose was meant, of heads": Row(
+        "github.com/zhouhaoyi/Informer2020/issues/59", "shape",
+        r"autopsy: .*view.*transpose",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+    def forward(self, x):
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 6, 4).split(2, 2)
+        q, k, v = (t.reshape(B, 2, T, 4) for t in (q, k, v))
+        h = F.scaled_dot_product_attention(q, k, v)
+        return self.head(h.transpose(1, 2).reshape(B, T, D).mean(1))
+def batch(i):
+    g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
+    return x, x[:, 0].argmax(1) % 3
+loop(Net(), None, 90, batch, F.cross_entropy)
+""", "t.reshape(B, 2, T, 4)", "t.transpose(1, 2)"),
+    "padding counts in the loss": Row(
+        "github.com/lukas-blecher/LaTeX-OCR/issues/305", "loss",
+        r"autopsy: .*padding",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+    def forward(self, ids): return self.head(self.rnn(self.emb(ids))[0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(90):
+    ids = torch.randint(1, 20, (16, 13)); ids[torch.arange(13) > torch.randint(3, 12, (16, 1))] = 0
+    out = net(ids[:, :-1]).transpose(1, 2)
+    loss = F.cross_entropy(out, ids[:, 1:], ignore_index=-100)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "ignore_index=-100", "ignore_index=0"),
+    "a scheduler built after the optimizer was loaded": Row(
+        "github.com/torch-points3d/torch-points3d/pull/630", "state",
+        r"autopsy: .*(lr|rate).*(loaded|load_state_dict)",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1)
+def plan(): return torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 0.97**k)
+rate = plan(); loop(net, opt, 60, after=lambda step: rate.step())
+saved = copy.deepcopy((net.state_dict(), opt.state_dict(), rate.state_dict()))
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1); net.load_state_dict(saved[0])
+opt.load_state_dict(saved[1]); rate = plan()
+loop(net, opt, 60, after=lambda step: rate.step())
+""", "opt.load_state_dict(saved[1]); rate = plan()",
+        "rate = plan(); rate.load_state_dict(saved[2]); opt.load_state_dict(saved[1])"),
+    "normalize over tokens in place of features": Row(
+        "github.com/gabeur/mmt/issues/1", "shape",
+        r"autopsy: .*normalize at script.py:\d+.*dim",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.reduce, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+    def forward(self, x): return self.head(4 * F.normalize(self.reduce(x), dim=1).mean(1))
+def batch(i):
+    g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
+    return x, x.mean(1).argmax(1) % 3
+loop(Net(), None, 90, batch, F.cross_entropy)
+""", "dim=1).mean(1)", "dim=-1).mean(1)"),
+    "the generator's adversarial loss is detached": Row(
+        "github.com/nikhilsinghmus/image2reverb/issues/37", "path",
+        r"autopsy: .*(term|loss).*script.py:\d+.*(no gradient|detach)",
+        """
+G, D = mlp(3), nn.Sequential(nn.Linear(11, 32), nn.ReLU(), nn.Linear(32, 1))
+g, d = torch.optim.Adam(G.parameters(), 2e-3), torch.optim.Adam(D.parameters(), 2e-3)
+for i in range(90):
+    x, real = data(i); fake = G(x)
+    guess = D(torch.cat([x, fake.detach()], 1))
+    adversarial = F.mse_loss(guess, torch.ones(16, 1))
+    near = F.l1_loss(fake, real)
+    g.zero_grad(); (adversarial + 10 * near).backward(); g.step()
+    there, here = D(torch.cat([x, real], 1)), D(torch.cat([x, fake.detach()], 1))
+    d.zero_grad(); ((there - 1).square().mean() + here.square().mean()).backward(); d.step()
+""", "guess = D(torch.cat([x, fake.detach()], 1))", "guess = D(torch.cat([x, fake], 1))"),
+    "one layer, several times in a list": Row(
+        "github.com/linkedin/Liger-Kernel/pull/269", "state",
+        r"autopsy: .*heads\.0.*same",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Linear(8, 16)
+        def head(): return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.heads = nn.ModuleList([head()] * 3)
+    def forward(self, x): h = self.body(x).relu(); return torch.stack([f(h) for f in self.heads], 1)
+def loss_of(out, y): return sum(F.mse_loss(out[:, k], y.roll(k, 1)) for k in range(3))
+loop(Net(), None, 90, data, loss_of)
+""", "[head()] * 3", "head() for _ in range(3)"),
+    "micro-batches that are summed": Row(
+        "github.com/hirofumi0810/neural_sp/issues/168", "order",
+        r"autopsy: .*(micro-batches|backward passes).*(sum|divide)",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.05)
+for i in range(240):
+    x, y = data(i); loss = F.mse_loss(net(x), y)
+    loss = loss / 1
+    loss.backward()
+    if i % 8 == 7: opt.step(); opt.zero_grad()
+""", "loss / 1", "loss / 8"),
+    "a teacher that drops": Row(
+        "github.com/yxuansu/TaCL/issues/11", "mode",
+        r"autopsy: .*teacher.*(eval|drop)",
+        """
+student = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+teacher = copy.deepcopy(student); loop(teacher, None, 60)
+opt = torch.optim.Adam(student.parameters(), 1e-2); teacher.requires_grad_(False); teacher.train()
+for i in range(90):
+    x, y = data(i)
+    with torch.no_grad(): soft = teacher(x)
+    loss = F.mse_loss(student(x), soft); opt.zero_grad(); loss.backward(); opt.step()
+""", "teacher.train()", "teacher.eval()"),
 }
 
 OTHERS = {
@@ -472,6 +765,127 @@ def fused(p): opts[p].step(); opts[p].zero_grad()
 for p in net.parameters(): p.register_post_accumulate_grad_hook(fused)
 for i in range(60): x, y = data(i); F.mse_loss(net(x), y).backward()
 """,
+    "eval mode on purpose: an attack, a second phase, a frozen norm": """
+class Net(nn.Sequential):
+    def train(self, mode=True): super().train(mode); self[1].eval(); return self
+def body(kind): return kind(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
+def validate(net):
+    was = net.training; net.eval()
+    with torch.no_grad(): net(data(999)[0])
+    net.train(was)
+def train(net, opt, steps):
+    for i in range(steps):
+        x, y = labels(i); net.eval(); x.requires_grad_()
+        g, = torch.autograd.grad(F.cross_entropy(net(x), y), x); net.train(net.mode)
+        loss = F.cross_entropy(net((x + 0.1 * g.sign()).detach()), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        if i % 10 == 9: validate(net)
+for kind in (Net, nn.Sequential):
+    net = body(kind); opt = torch.optim.Adam(net.parameters(), 1e-3)
+    net.mode = True; train(net, opt, 30); validate(net)
+    net.eval(); net(data(999)[0]); net.eval(); net.mode = False; train(net, opt, 30)
+""",
+    "softmax over instances, nodes, kernels": """
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__(); self.kind, self.out = kind, nn.Linear(8, 3)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        if self.kind == "bag":
+            weights = F.softmax(self.a(x).view(-1, 2, 4), 0).flatten(1)
+            return self.out((weights * x).sum(0, True))
+        if self.kind == "nodes":
+            q, k, v = self.a(x).view(-1, 2, 4), self.b(x).view(-1, 2, 4), x.view(-1, 2, 4)
+            kv = torch.einsum("nhd,nhe->hde", k.softmax(0), v)
+            return self.out(torch.einsum("nhd,hde->nhe", q.softmax(-1), kv).flatten(1))
+        both = torch.stack([self.a(x).mean(1), self.b(x).mean(1)])
+        return self.out((both * F.softmax(both[..., None], dim=0)[..., 0]).sum(0))
+for kind in ("bag", "nodes", "kernels"):
+    shape, n = (16, 5, 8) if kind == "kernels" else (16, 8), 1 if kind == "bag" else 16
+    def batch(i): return torch.randn(shape), torch.randint(3, (n,))
+    loop(Net(kind), None, 30, batch, F.cross_entropy)
+""",
+    "views of hidden states and heads, and masks": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.one = nn.GRU(8, 8, batch_first=True)
+        self.two = nn.LSTM(8, 8, 2, bidirectional=True, batch_first=True)
+        self.out, self.qkv = nn.Linear(56, 3), nn.Linear(8, 24)
+    def forward(self, x):
+        B, T, D = x.shape; h = self.one(x)[1].view(B, 8); _, (s, c) = self.two(x)
+        s = s.view(2, 2, B, 8)[-1]; c = torch.cat([c[-2], c[-1]], 1)
+        q, k, v = (t.view(B, T, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T).tril().bool())
+        p = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T).triu().bool())
+        r = self.qkv(x.transpose(0, 1)).contiguous().view(T, B * 6, 4)[:, :B * 2].transpose(0, 1)
+        r = F.scaled_dot_product_attention(r, r, r).transpose(0, 1).reshape(T, B, 8)[-1]
+        o = (o + p).transpose(1, 2).reshape(B, T, D).mean(1)
+        return self.out(torch.cat([h, s.transpose(0, 1).reshape(B, 16), c, o, r], 1))
+for B in (16, 4):
+    loop(Net(), None, 30, lambda i: (torch.randn(B, 5, 8), torch.randint(3, (B,))), F.cross_entropy)
+""",
+    "averages with statistics": """
+def body(): return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+def look(net):
+    net.eval()
+    with torch.no_grad(): return net(data(999)[0])
+average = torch.optim.swa_utils.AveragedModel
+net = body(); first = body(); second = average(net, use_buffers=True); third = average(net)
+with torch.no_grad():
+    for a, p in zip(first.parameters(), net.parameters()): a.copy_(p)
+look(first); look(net); net.train(); first.train()
+def after(i):
+    second.update_parameters(net); third.update_parameters(net)
+    with torch.no_grad():
+        for a, p in zip(first.parameters(), net.parameters()): a.lerp_(p, 0.1)
+        first(data(i)[0])
+    if i % 20 == 19: look(second); look(first); first.train(); second.train()
+loop(net, None, 60, labels, F.cross_entropy, after)
+torch.optim.swa_utils.update_bn([data(i)[0] for i in range(9)], third); look(third)
+""",
+    "one batch on purpose, and loaders that begin anew": """
+data_set = torch.utils.data.TensorDataset(*labels(0, 256)); load = torch.utils.data.DataLoader
+def train(batches, steps=40, check=None):
+    net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+    for i in range(steps):
+        x, y = batches(i); loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        if check:
+            with torch.no_grad(): x, y = next(iter(check)); net(x)
+one = next(iter(load(data_set, 16))); train(lambda i: one)
+random = load(data_set, 16, shuffle=True); train(lambda i: next(iter(random)))
+whole = load(data_set, 256); train(lambda i: next(iter(whole)))
+train(lambda i: labels(i), check=load(data_set, 16)); train(lambda i: one, check=load(data_set, 16))
+""",
+    "pairs on purpose": """
+net = mlp(1); opt = torch.optim.Adam(net.parameters(), 1e-3); bins = torch.linspace(-1, 1, 16)
+for i in range(30):
+    x, y = data(i); y = y[:, 0]; out = net(x); flat = out[:, 0]
+    rank = F.softplus(-(out - flat) * (y[:, None] - y).sign()).mean()
+    histogram = torch.exp(-((out - bins) ** 2)).mean(0)
+    matched = (out - y).abs()[torch.arange(16), torch.arange(16)].mean()
+    kernel = torch.exp(-((out - y) ** 2)).diagonal().mean() + (out - y[:, None]).square().mean()
+    spread = (out - flat.detach()).square().mean() + (out * bins.softmax(0)[:, None]).mean()
+    loss = rank + (histogram - 0.5).square().mean() + matched + kernel + 0 * spread
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "best weights that were copied, and a state that is loaded at once": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 3e-2); best = 1e9
+for epoch in range(4):
+    loop(net, opt, 10)
+    with torch.no_grad(): loss = F.mse_loss(net(data(999)[0]), data(999)[1]).item()
+    if loss < best: best, state = loss, {k: v.clone() for k, v in net.state_dict().items()}
+    net.load_state_dict(net.state_dict())
+    mine = net.state_dict(); other = mlp(); other.load_state_dict(mine); net.load_state_dict(mine)
+net.load_state_dict(state)
+""",
+    "a ReLU before a pooled classifier": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.conv, self.last = nn.Conv1d(1, 8, 3), nn.Conv1d(8, 3, 1)
+    def forward(self, x): return self.last(self.conv(x[:, None]).relu()).relu().mean(2)
+loop(Net(), None, 60, labels, F.cross_entropy)
+""",
 }
 
 
@@ -480,7 +894,7 @@ def outcome(name):
     if name in OTHERS:
         code, said = run(PRELUDE + OTHERS[name])
         return code == 0 and "autopsy:" not in said, "", said
-    row = REPORTS[name]
+    row = (REPORTS | SILENT)[name]
     (code, said), (code_twin, said_twin) = run(PRELUDE + row.script), run(PRELUDE + row.twin)
     right = code == 0 and bool(re.search(row.words, said))
     right &= code_twin == 0 and "autopsy:" not in said_twin  # torch may warn
@@ -491,15 +905,17 @@ def main():
     parser = arguments(__doc__, "cpu")
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
-    names = args.names or [*REPORTS, *OTHERS]
+    names = args.names or [*REPORTS, *SILENT, *OTHERS]
     rows = {}
     with ThreadPoolExecutor(2) as pool:
         for name, (right, said, twin) in zip(names, pool.map(outcome, names), strict=True):
-            about = REPORTS[name]._asdict() if name in REPORTS else {"script": OTHERS[name]}
+            row = (REPORTS | SILENT).get(name)
+            about = row._asdict() if row else {"script": OTHERS[name]}
             rows[name] = {"named": right, "said": said, "said of the twin": twin} | about
             print(f"{'right' if right else 'WRONG'}  {name}\n    {said}\n    {twin}")
     counts = {"named, and the twin is not accused": sum(r["named"] for r in rows.values())}
     counts["of"] = len(rows)
+    counts["healthy and accused"] = sum("autopsy:" in r["said of the twin"] for r in rows.values())
     args.smoke |= bool(args.names)
     write(header("public_reports", args) | counts | {"rows": rows}, args, ("rows",))
 

@@ -48,8 +48,9 @@ class BatchFirst(Events):
         names = {part: name for name, part in module.named_modules()}
         given = [*batched(flat_tensors((args, kwargs)))]
         sizes = {len(t) for t in given}
-        sequences = all(t.dim() > 2 or not t.is_floating_point() for t in given)
-        calls = Calls(self._note, *(sizes if sequences and len(sizes) == 1 else ()))
+        sequences = [t.dim() > 2 or not t.is_floating_point() for t in given]
+        alone = [[*t.shape].count(len(t)) == 1 for t in given]
+        calls = Calls(self._note, *(sizes if all(sequences + alone) and len(sizes) == 1 else ()))
         return [self._looking(names, sizes, calls), calls]
 
     @contextmanager

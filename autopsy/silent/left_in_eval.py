@@ -47,7 +47,9 @@ class LeftInEval(Events):
 
     def during(self, call, args, kwargs):
         root = call.function
-        seen = self.networks.setdefault(root, Network())
+        if root not in self.networks:
+            self.networks[root] = Network()
+        seen = self.networks[root]
         if not call.grad:
             seen.evaluated |= not root.training
         elif root.training:

@@ -106,7 +106,8 @@ class Still(Events):
             )
 
         mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        pairs = [(t, mine[name]) for name, t in state.items() if name in mine]
+        tensors = [(n, t) for n, t in state.items() if n in mine and isinstance(t, torch.Tensor)]
+        pairs = [(t, mine[name]) for name, t in tensors]
         made = [self.recorder.known.get(t) for t, _ in pairs]
         older = made and all(m and m.number < self.recorder.latest for m in made)
         if older and all(t is not p and t.data_ptr() == p.data_ptr() for t, p in pairs):
