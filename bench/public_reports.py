@@ -866,6 +866,7 @@ for i in range(30):
     matched = (out - y).abs()[torch.arange(16), torch.arange(16)].mean()
     kernel = torch.exp(-((out - y) ** 2)).diagonal().mean() + (out - y[:, None]).square().mean()
     spread = (out - flat.detach()).square().mean() + (out * bins.softmax(0)[:, None]).mean()
+    spread = spread + (out * bins - torch.eye(16)).abs().mean()
     loss = rank + (histogram - 0.5).square().mean() + matched + kernel + 0 * spread
     opt.zero_grad(); loss.backward(); opt.step()
 """,

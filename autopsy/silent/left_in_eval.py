@@ -1,11 +1,9 @@
 """
 Left in eval: does training go on in eval mode after an evaluation?
 
-A validation calls eval(), and nobody calls train() after it: from there on nothing drops, and
-BatchNorm takes its running statistics. Told is a network that was trained in train mode, then
-evaluated without a graph, and then trained from the same line again while no train() or eval() came
-in between. Whoever wants to train in eval mode calls eval() after the evaluation, or trains on
-another line.
+A validation calls eval(), and nobody calls train() after it: nothing drops, and BatchNorm takes its
+running statistics. Told is a network that was trained in train mode, then evaluated, and then
+trained from the same line again, with no train() or eval() in between.
 """
 
 from weakref import WeakKeyDictionary

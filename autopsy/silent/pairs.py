@@ -19,8 +19,9 @@ from ..watch.events import Events
 FIRST = 12  # backward passes
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
-NAMES = ("Add", "Sub", "Mul", "Div", "Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin")
-OF_EACH = [f"{name}Backward0" for name in NAMES]
+ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin")  # nothing else is given
+SCALED, SUMS = ("MulBackward0", "DivBackward0"), ("AddBackward0", "SubBackward0")
+OF_EACH = [*(f"{name}Backward0" for name in ALONE), *SCALED, *SUMS]
 LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "l1_loss")
 
@@ -80,7 +81,12 @@ def _each(node):
     for node in left:
         if node.name() in (*LOSSES, *OF_EACH):
             yield node
-        if node.name() in (*OF_ALL, *OF_EACH) and len(left) < 64:
+        more = node.name() in (*OF_ALL, *OF_EACH) and len(left) < 64
+        if more and node.name() in SUMS:
+            more = not _shape(node)  # else a matrix may be meant, which is compared with another
+        elif more and node.name() in SCALED:
+            more = getattr(node._saved_other, "shape", ()) == ()
+        if more:
             left += [part for part, _ in node.next_functions if part]
 
 

@@ -1,9 +1,9 @@
 """
 Same batch: does next(iter(loader)) train with the first batch for ever?
 
-Each call of iter() begins anew, so without shuffle=True the loop sees one batch of many. Told is
-only a loader of several batches in fixed order, a line that says next(iter( and runs in most steps,
-and a network whose inputs were equal, in tensors of their own, at each of the first steps.
+Each iter() begins anew, so without shuffle=True the loop sees one batch of many. Told is a loader
+of several batches in fixed order, a line that says next(iter( and runs in most steps, and a network
+whose inputs were equal, in tensors of their own, at each of the first steps.
 """
 
 from collections import Counter
