@@ -139,10 +139,10 @@ def main():
             common = (home, sixty, tests, "--seed", seed, "--max-steps")
             count = 4 if args.smoke else 60
             init = ours("init", *common, count, "--init", args.start)
-            # What the head's fit costs is made good with steps.
-            scratch = ours("scratch", *common, count)
-            longer = round(count * init[1] / scratch[1])
-            if longer > 1.1 * count:
+            few = max(1, count // 6)
+            scratch = ours("scratch", *common, few)
+            longer = round(few * init[1] / scratch[1])
+            if longer > few:  # then it makes as many updates as fit into the seconds of --init
                 scratch = ours("longer", *common, longer)
             theirs = tutorial(args.start, sixty, tests, init[1], seed)
         row = {"seed": seed, "classes": classes, "tests": len(tests)}

@@ -14,7 +14,7 @@ from ranks import refuse
 from .flags import scaled_lr
 from .record import Run
 
-SLOW = 0.1  # of the rate, for weights that --init has loaded
+SLOW = 0.3  # of the rate, for weights that --init has loaded
 
 
 def choose_batch(run: Run):
