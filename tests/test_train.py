@@ -347,6 +347,19 @@ def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe
     assert (f"not {recipe}, for {images:,} images" in args.lr_reason) == (batch != recipe)
 
 
+@pytest.mark.parametrize("images, asked, left, rate", [
+    (51, ["a*"], [], 1e-3 * (16 / 64) ** 0.5), (51, ["b*"], ["b*"], 8e-3 * (16 / 256) ** 0.5),
+    (400, ["a*"], ["a*"], 8e-3 * (64 / 256) ** 0.5),
+])  # fmt: skip
+def test_few_images_take_adamw_because_muon_would_take_longer_than_they(images, asked, left, rate):
+    recipe = RECIPE | {"batch_size": 256, "lr": 8e-3, "muon": ["a*"]}
+    args = SimpleNamespace(batch_size=None, lr=None, accum_steps=1, recipe=recipe, muon=asked)
+    plan.choose_batch(record.Run(args=args, data=SimpleNamespace(train=(None, range(images)))))
+    assert args.muon == left
+    assert args.lr == pytest.approx(rate)
+    assert ("AdamW alone" in args.lr_reason) == (not left)
+
+
 @pytest.mark.parametrize("epoch_steps, seconds, given, steps, validations, warns", [
     (4, 0.1, {}, 300, 25, False),  # 60 pictures
     (4, 1.2, {}, 100, 25, True),  # what two minutes allow

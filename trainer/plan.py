@@ -9,12 +9,14 @@ steps. This file is wiring: prepare.py calls it.
 import math
 from datetime import timedelta
 
+from models import FINE_TUNE
 from ranks import refuse
 
 from .flags import scaled_lr
 from .record import Run
 
-SLOW = 0.3  # of the rate, for weights that --init has loaded
+SLOW = 0.1  # of the rate, for weights that --init has loaded
+FEW = 32  # images in a batch, of a set of less than 256
 
 
 def choose_batch(run: Run):
@@ -25,11 +27,15 @@ def choose_batch(run: Run):
     quarter = 2 ** max(4, int(math.log2(max(total, 4) / 4)))
     suits = min(recipe["batch_size"], quarter, total)
     suits = max(pieces, suits - suits % pieces)
-    why = ""
+    why, usual = "", recipe
     if args.batch_size is None:
         args.batch_size = suits
+        few = suits <= FEW and suits < recipe["batch_size"]
+        if few and recipe["muon"] and args.muon == recipe["muon"]:
+            # Muon turns each matrix once a step: that takes longer than so few images.
+            args.muon, usual, why = [], FINE_TUNE, "AdamW alone, "
         if suits != recipe["batch_size"]:
-            why = f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
+            why += f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
     if args.batch_size % pieces:
         refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
                   f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
@@ -39,7 +45,7 @@ def choose_batch(run: Run):
     rate = f"lr {args.lr} as asked"
     if args.lr is None:
         args.lr, rate = scaled_lr(
-            recipe["lr"], args.batch_size, recipe["batch_size"], recipe["lr_rule"]
+            usual["lr"], args.batch_size, usual["batch_size"], usual["lr_rule"]
         )
     args.lr_reason = why + rate
 
