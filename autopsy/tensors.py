@@ -138,7 +138,8 @@ def extent(t):
         t = t.float()
     number = torch._C.TensorBase.item  # class Watch replaces Tensor.item
     if t.numel() == 1:
-        return Span(*[float(number(t))] * 2)
+        value = float(number(t))
+        return Span(value, value)
     low, high = torch.aminmax(t)
     return Span(float(number(low)), float(number(high)))
 
