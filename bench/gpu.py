@@ -1,7 +1,7 @@
 """
 All that only a GPU can tell, in three calls of at most 570 seconds:  bash run.sh gpu STAGE
 
-    accuracy       time to accuracy beside airbench94_muon; what each precision costs and keeps
+    accuracy       time to accuracy beside the records; what each precision costs and keeps
     costs          of the guards, with launches and memory of all models; of the watch, the
                    optimizer, a save
     correctness    bad samples, two ranks, a kill, the tests; whole runs; all models
@@ -47,8 +47,9 @@ def command(part, args):
     if part in ("runs", "time_to_accuracy") and args.data_dir:
         words.append(f"--data-dir={args.data_dir.resolve()}")
     if part == "time_to_accuracy":
-        words.append("--seeds=5")
-        return [*words, f"--airbench={args.airbench.resolve()}"] if args.airbench else None
+        peers = {"airbench": args.airbench, "hiverge": args.hiverge}
+        clones = [f"--{name}={clone.resolve()}" for name, clone in peers.items() if clone]
+        return [*words, "--seeds=5", *clones] if clones else None
     return words
 
 
@@ -85,7 +86,7 @@ def run(part, args, seconds):
         return True
     words = command(part, args)
     if words is None:
-        print(f"{part}: left out, --airbench is missing")
+        print(f"{part}: left out, --airbench and --hiverge are missing")
         return True
     if seconds < 5:
         print(f"{part}: no time left; call this stage again")
@@ -106,6 +107,7 @@ def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--airbench", type=Path, help="a clone of cifar10-airbench")
+    parser.add_argument("--hiverge", type=Path, help="a clone of hiverge/cifar10-speedrun")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10")
     args = parser.parse_args(argv)
     if unknown := set(args.stages) - set(STAGES):

@@ -1,25 +1,28 @@
 """
-Time to accuracy on CIFAR-10: the default recipe beside cifar10-airbench's record, airbench94_muon.
+Time to accuracy on CIFAR-10: the default recipe beside the records, airbench94_muon and hiverge's.
 
     git clone https://github.com/KellerJordan/cifar10-airbench
-    python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR
+    git clone https://github.com/hiverge/cifar10-speedrun
+    python bench/time_to_accuracy.py --airbench cifar10-airbench --hiverge cifar10-speedrun \
+        --data-dir DIR
     python bench/time_to_accuracy.py --airbench cifar10-airbench --data-dir DIR --flags "--lr 8e-3"
 
-Both recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. (An
-earlier version, which took turns after every epoch, made the raw files.) The bench writes its raw
-file after every run, with the means so far: if it is cut short, it goes on with the next run. What
-max-autotune compiled for the peer is in .cache/inductor.
+All recipes get the same pixels on the same machine. Whole runs take turns, seed by seed. The bench
+writes its raw file after every run, with the means so far: if it is cut short, it goes on with the
+next run. What max-autotune compiled for a peer is in .cache/inductor.
 
-The bench times training alone, as the peer does: no loading, no evaluation. It reads both clocks
-when the device has done its work: the peer synchronises itself, for ours the bench does. Our time
-is what train.py counts, guards and checkpoints included; the whitening is computed before its clock
-starts (the peer's clock has it: milliseconds). After every epoch both are evaluated plainly and
-with airbench's test-time augmentation ("tta"; on a CPU, where it takes half a minute, after the
-last one), ours in fp32, the peer in its own precision. The goal is the accuracy that the peer ends
-at, the mean of its seeds: for each recipe the bench prints the first epoch after which the mean of
-its seeds is as good, and the seconds until then.
+The bench times training alone: no loading, no evaluation (hiverge's clock counts its test-time
+views; the bench takes them off). It reads all clocks when the device has done its work: the peers
+synchronise themselves, for ours the bench does. Our time is what train.py counts, guards and
+checkpoints included; the whitening is computed before its clock starts (the peers' clocks have it:
+milliseconds). Each recipe is evaluated plainly and with test-time views, a peer with its own: "tta"
+is airbench's, "gated" is hiverge's, for the quarter of the images that the network is least sure
+of. Ours has both, in fp32; a peer computes in its own precision. (On a CPU, views come after the
+last epoch alone.) The goal is the accuracy that the peer ends at, the mean of its seeds: for each
+recipe the bench prints the first evaluation at which the mean of its seeds is as good, and the
+seconds until then. hiverge evaluates at its end only.
 
-On CUDA the peer's file runs as it is. It knows no CPU: there PORT's substitutions change its
+On CUDA a peer's file runs as it is. It knows no CPU: there its substitutions (PEERS) change its
 source, and it computes in bf16 where our policy does, else in fp32. --smoke takes 100 drawn images
 and one seed.
 """
@@ -33,7 +36,9 @@ import sys
 import tempfile
 import time
 import types
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -47,20 +52,39 @@ from bench import record
 from data import batches
 from models import MODELS
 
-URL = "https://github.com/KellerJordan/cifar10-airbench"
-BATCH = 2000  # images in a step of the peer
-COLUMNS = {"plain": 2, "tta": 3}  # of a row: epochs, seconds, plain, tta
+COLUMNS = {"plain": 2, "tta": 3, "gated": 4}  # of a row; before them epochs and seconds
+
+
+class Peer(NamedTuple):
+    url: str
+    file: str
+    batch: str  # the statement that sets the images of a step, but for their number
+    batch_size: int
+    views: str  # the column of its test-time views
+    port: dict[str, str]  # what else a CPU needs; see PORT
+
+
 # On a CPU. HALF is bf16 or fp32. Weights, momentum and Newton-Schulz steps have it too, as they
 # are half on a GPU.
 PORT = {
-    "@torch.compile\n": "",
-    "G.bfloat16()": "G.to(HALF)",
+    "torch.compile": "uncompiled",
     'torch.device("cuda")': 'torch.device("cpu")',
     "self.images.half()": "self.images.to(HALF)",
     "mod.half()": "mod.to(HALF)",
     "torch.cuda.Event(enable_timing=True)": "Clock()",
     "torch.cuda.synchronize()": "None",
 }
+PEERS = {
+    "airbench": Peer(
+        "https://github.com/KellerJordan/cifar10-airbench", "airbench94_muon.py",
+        "batch_size = ", 2000, "tta", {"G.bfloat16()": "G.to(HALF)"},
+    ),
+    "hiverge": Peer(
+        "https://github.com/hiverge/cifar10-speedrun", "cifar10_speedrun.py",
+        "training_batch_size = ", 1536, "gated",
+        {"torch.half": "HALF", ".pin_memory()": "", 'device="cuda"': 'device="cpu"'},
+    ),
+}  # fmt: skip
 
 
 class Clock:
@@ -73,23 +97,30 @@ class Clock:
         return 1e3 * (later.now - self.now)
 
 
-def import_peer(path, device, half, batch_size=BATCH):
+def uncompiled(function=None, **options):
+    """In the place of torch.compile, as a decorator with or without options."""
+    return function or uncompiled
+
+
+def import_peer(peer, folder, device, half, batch_size=None):
     """The peer's file as a module; its main guard keeps it from running. `half`: a dtype."""
+    path = folder / peer.file
     if not path.is_file():
-        raise SystemExit(f"--airbench: {path} is not there; git clone {URL}, and name the folder")
+        raise SystemExit(f"{path} is not there; git clone {peer.url}, and name the folder")
     source = path.read_text()
-    for text, replacement in PORT.items():
+    for text, replacement in (PORT | peer.port).items():
         if text not in source:
             raise SystemExit(f"{path} has changed: without {text!r} it is not the file that this "
                              "bench knows how to time")
         source = source.replace(text, replacement) if device.type == "cpu" else source
-    source = source.replace(f"batch_size = {BATCH}", f"batch_size = {batch_size}")
+    source = source.replace(f"{peer.batch}{peer.batch_size}",
+                            f"{peer.batch}{batch_size or peer.batch_size}")  # fmt: skip
     # torch.compile looks it up by name
-    peer = sys.modules["airbench94_muon"] = types.ModuleType("airbench94_muon")
-    peer.Clock, peer.HALF = Clock, half
+    module = sys.modules[path.stem] = types.ModuleType(path.stem)
+    module.Clock, module.HALF, module.uncompiled = Clock, half, uncompiled
     with patch.object(sys, "argv", [str(path)]):  # it reads its own source from there
-        exec(compile(source, str(path), "exec", dont_inherit=True), peer.__dict__)
-    return peer
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    return module
 
 
 def load(folder, smoke=False):
@@ -112,31 +143,50 @@ def cut(dataset, count):
 
 
 def write_for_peer(dataset, folder):
-    """The same images as airbench's loader caches them."""
+    """The same images as the peers' loaders cache them."""
     for name, (images, labels) in {"train": dataset.train, "test": dataset.val}.items():
         images = images.permute(0, 2, 3, 1).contiguous()
         content = {"images": images, "labels": labels, "classes": dataset.classes}
         torch.save(content, folder / f"{name}.pt")
 
 
+def views(images):
+    """As it is; moved by one pixel down and right; up and left; then the mirror images of these."""
+    padded = F.pad(images, (1,) * 4, "reflect")
+    moved = [images, padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]
+    return [*moved, *(view.flip(-1) for view in moved)]
+
+
+def mean_logits(net, images, weights):
+    """The mean over the views; `weights`: of the image as it is, of each moved one."""
+    as_it_is, moved = weights
+    both = (as_it_is, moved, moved) * 2
+    return sum(w / 2 * net(view) for w, view in zip(both, views(images), strict=True))
+
+
 @torch.no_grad()
-def tta_accuracy(net, split):
-    """Percent, with airbench's tta_level 2: logits averaged over mirror images (1/2 each), and over
-    the image as it is (1/2), moved by one pixel down and right (1/4), up and left (1/4)."""
+def accuracies(net, split):
+    """Percent, with the views of each peer: airbench's tta_level 2, which counts the image as it is
+    as much as both moved ones; hiverge's, a plain mean, for the least confident quarter alone.
+    `split`: (images, labels) batches."""
     net.eval()
-    right = count = 0
+    plain, right = [], 0
     for images, labels in split:
-        padded = F.pad(images, (1,) * 4, "reflect")
-        views = (0.5, images), (0.25, padded[:, :, :-2, :-2]), (0.25, padded[:, :, 2:, 2:])
-        logits = sum(weight / 2 * (net(view) + net(view.flip(-1))) for weight, view in views)
+        plain.append(net(images))
+        logits = mean_logits(net, images, (0.5, 0.25))
         right += (logits.argmax(1) == labels).sum().item()
-        count += len(labels)
+    plain = torch.cat(plain)
+    labels = torch.cat([labels for _, labels in split])
+    unsure = plain.softmax(1).amax(1).topk(len(plain) // 4, largest=False).indices
+    images = torch.cat([images for images, _ in split])[unsure]
+    plain[unsure] = torch.cat([mean_logits(net, x, (1 / 3, 1 / 3)) for x in images.split(500)])
     net.train()
-    return 100 * right / count
+    gated = (plain.argmax(1) == labels).sum().item()
+    return {"tta": 100 * right / len(labels), "gated": 100 * gated / len(labels)}
 
 
 def run_ours(dataset, flags):
-    """One run of train.py: [epochs, seconds of training, plain, tta] for every evaluation."""
+    """One run of train.py: [epochs, seconds of training, *COLUMNS] for every evaluation."""
     rows, validate, end_of_step = [], train.validation.validate, train.end_of_step
 
     def read_clock(run, end, began):
@@ -147,14 +197,15 @@ def run_ours(dataset, flags):
 
     def listen(run):
         warning = validate(run)
-        last, tta = run.step >= run.total_steps, math.nan
-        if last or run.device.type == "cuda":
+        with_views = {"tta": math.nan, "gated": math.nan}
+        if run.step >= run.total_steps or run.device.type == "cuda":
             split = batches.val_batches(*run.data.val, run.stream.normalize, batch_size=500,
                                         device=run.device)
             with train.validation.evaluated_weights(run):
-                tta = tta_accuracy(run.net, split)
+                with_views = accuracies(run.net, [*split])
         plain = run.scores["val_acc1"]
-        rows.append([run.step / run.epoch_steps, run.speed.seconds, plain, tta])
+        epochs = run.step / run.epoch_steps
+        rows.append([epochs, run.speed.seconds, plain, with_views["tta"], with_views["gated"]])
         return warning
 
     torch.backends.cudnn.benchmark = False  # torch's default; airbench sets it when imported
@@ -169,34 +220,52 @@ def run_ours(dataset, flags):
     return rows
 
 
-def peers_model(peer, device):
+def peers_model(module, device):
     """As the peer makes it under its main guard. Made once: on CUDA it compiles for minutes."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(record.ROOT / ".cache" / "inductor"))
-    model = peer.CifarNet().to(device, memory_format=torch.channels_last)
+    model = module.CifarNet().to(device, memory_format=torch.channels_last)
     if device.type == "cuda":
         model.compile(mode="max-autotune")
     return model
 
 
-def run_peer(peer, model, folder, seed):
-    """The same of the peer: after every epoch its main() passes its variables to a printer, which
-    we replace."""
-    rows, loader = [], peer.CifarLoader
+def run_peer(peer, module, model, folder, seed):
+    """The same of a peer: its main() passes its variables to a printer, which we replace. airbench
+    prints after every epoch, and both print at the end."""
+    rows, loader, evaluate, spent = [], module.CifarLoader, module.evaluate, []
+    device = next(model.parameters()).device
+
+    def timed(net, images, tta_level=0):
+        record.wait(device)
+        began = time.perf_counter()
+        accuracy = evaluate(net, images, tta_level=tta_level)
+        if tta_level:
+            spent.append(time.perf_counter() - began)
+        return accuracy
+
+    def add(epochs, seconds, plain, with_views=math.nan):
+        row = [epochs, seconds, 100 * plain, math.nan, math.nan]
+        row[COLUMNS[peer.views]] = 100 * with_views
+        rows.append(row)
 
     def listen(variables, is_final_entry):
-        if is_final_entry:
-            return
-        tta = math.nan
-        if next(model.parameters()).is_cuda:
-            tta = peer.evaluate(model, variables["test_loader"], tta_level=2)
-        plain = 100 * variables["val_acc"]
-        rows.append([variables["epoch"] + 1, variables["time_seconds"], plain, 100 * tta])
+        plain, seconds = variables["val_acc"], variables["time_seconds"]
+        if not is_final_entry:
+            with_views = math.nan
+            if device.type == "cuda":
+                with_views = evaluate(model, variables["test_loader"], tta_level=2)
+            add(variables["epoch"] + 1, seconds, plain, with_views)
+        elif rows:
+            rows[-1][COLUMNS[peer.views]] = 100 * variables["tta_val_acc"]
+        else:  # hiverge's clock goes on while it looks at the views
+            epochs = variables["step"] / len(variables["train_loader"])
+            add(epochs, seconds - sum(spent), plain, variables["tta_val_acc"])
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(seed)
-    replaced = {"CifarLoader": lambda _, **options: loader(folder, **options)}
-    with patch.multiple(peer, print_training_details=listen, **replaced):
-        rows[-1][3] = 100 * peer.main(seed, model)
+    replaced = {"CifarLoader": lambda _, **options: loader(folder, **options), "evaluate": timed}
+    with patch.multiple(module, print_training_details=listen, **replaced):
+        module.main(seed, model)
     return rows
 
 
@@ -209,60 +278,77 @@ def reached(seeds, column, goal):
 
 
 def report(curves):
-    """Print the means; return the paired ratio of seconds, and what became of the goals."""
+    """Print the means; return for each peer the paired ratio of seconds, and what became of the
+    goals."""
     for name, seeds in curves.items():
         ends = zip(*(curve[-1] for curve in seeds), strict=True)
-        epochs, seconds, plain, tta = (statistics.mean(values) for values in ends)
-        print(f"{name:16} {epochs:.2f} epochs {seconds:8.2f} s  plain {plain:.2f}  tta {tta:.2f}")
-    (ours, of_ours), (theirs, of_theirs) = curves.items()
-    pairs = zip(of_ours, of_theirs, strict=True)
-    ratio = record.spread([a[-1][1] / b[-1][1] for a, b in pairs])
-    print(f"{ours} / {theirs}, seconds: {ratio['median']:.3f}, n = {ratio['n']}, paired")
+        epochs, seconds, *percent = (statistics.mean(values) for values in ends)
+        shown = (f"{kind} {x:.2f}" for kind, x in zip(COLUMNS, percent, strict=True) if x == x)
+        print(f"{name:16} {epochs:.2f} epochs {seconds:8.2f} s ", *shown)
+    return {name: beside(curves, name) for name in curves if name != "ours"}
+
+
+def beside(curves, name):
+    """Ours beside this peer: the paired ratio of seconds, and the goals."""
+    pairs = zip(curves["ours"], curves[name], strict=True)
+    ratio = record.spread([ours[-1][1] / theirs[-1][1] for ours, theirs in pairs])
+    print(f"ours / {name}, seconds: {ratio['median']:.3f}, n = {ratio['n']}, paired")
     goals = {}
     for kind, column in COLUMNS.items():
-        goal = statistics.mean(curve[-1][column] for curve in of_theirs)
-        first = {name: reached(seeds, column, goal) for name, seeds in curves.items()}
-        seconds = first[ours] and first[ours][1] / first[theirs][1]
+        goal = statistics.mean(curve[-1][column] for curve in curves[name])
+        if math.isnan(goal):  # another peer's views
+            continue
+        first = {who: reached(curves[who], column, goal) for who in ("ours", name)}
+        seconds = first["ours"] and first["ours"][1] / first[name][1]
         goals[kind] = {"goal": goal, "first": first, "ratio": seconds}
-        print(f"to {goal:.2f} % {kind}: {ours} "
-              + (f"in {seconds:.3f} of its time" if seconds else "MISSES it"))
+        print(f"to {goal:.2f} % {kind}: ours "
+              + (f"in {seconds:.3f} of {name}'s time" if seconds else "MISSES it"))
     return {"ratio": ratio, "goals": goals}
 
 
 def main(argv=None):
     parser = record.arguments(__doc__)
-    parser.add_argument("--airbench", type=Path, required=True, help=f"a clone of {URL}")
+    for name, peer in PEERS.items():
+        parser.add_argument(f"--{name}", type=Path, help=f"a clone of {peer.url}")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10, as train.py reads it")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, help="of ours; default: its recipe's")
     parser.add_argument("--flags", default="", help="more flags for train.py, in one string")
     args = parser.parse_args(argv)
-    device, path = torch.device(args.device), args.airbench / "airbench94_muon.py"
+    folders = {name: folder for name in PEERS if (folder := getattr(args, name))}
+    if not folders:
+        parser.error("name at least one peer: --airbench CLONE, --hiverge CLONE")
+    device = torch.device(args.device)
     policy = amp_policy.choose_policy("auto", amp_policy.capabilities(device))
     # a CPU emulates fp16
     half = torch.float32 if policy.dtype is torch.float32 else torch.bfloat16
-    batch_size = 100 if args.smoke else BATCH
-    peer = import_peer(path, device, half, batch_size)
+    batch_size = 100 if args.smoke else None
+    modules = {name: import_peer(PEERS[name], folder, device, half, batch_size)
+               for name, folder in folders.items()}  # fmt: skip
     full = load(args.data_dir, args.smoke)
-    few = cut(full, batch_size)
+    few = cut(full, batch_size or 2000)
     if args.smoke:
         full, args.seeds, args.flags = few, 1, f"--batch-size={batch_size} {args.flags}"
     flags = [f"--device={device.type}", f"--precision={policy.name}", *shlex.split(args.flags)]
     flags.append(f"--epochs={args.epochs or MODELS['cifarnet'][1]['epochs']}")
-    of_peer = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    head = record.begin("time_to_accuracy", args, precision=policy.name, peer=of_peer)
-    curves = head.setdefault("curves", {"ours": [], path.stem: []})
+    peers = {
+        name: {"file": PEERS[name].file, "sha256": sha256(folder / PEERS[name].file)}
+        for name, folder in folders.items()
+    }
+    head = record.begin("time_to_accuracy", args, precision=policy.name, peers=peers)
+    curves = head.setdefault("curves", {"ours": [], **{name: [] for name in peers}})
     left = [(seed, name) for seed in range(args.seeds) for name in list(curves)[:: (-1) ** seed]
             if len(curves[name]) <= seed]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        model = peers_model(peer, device)
+        runs = {"ours": lambda dataset, seed: run_ours(dataset, [*flags, f"--seed={seed}"])}
+        for name, module in modules.items():
+            peer = partial(run_peer, PEERS[name], module, peers_model(module, device), Path(folder))
+            runs[name] = lambda dataset, seed, peer=peer: peer(seed)
 
         def run(name, dataset, seed):
             write_for_peer(dataset, Path(folder))
             record.wait(device)
-            if name == "ours":
-                return run_ours(dataset, [*flags, f"--seed={seed}"])
-            return run_peer(peer, model, Path(folder), seed)
+            return runs[name](dataset, seed)
 
         for name in curves if left and not args.smoke else ():
             # the warm-up; on a GPU until its clocks have risen
@@ -274,9 +360,13 @@ def main(argv=None):
             curves[name].append(run(name, full, seed))
             print(f"seed {seed}  {name:16} {curves[name][-1][-1]}", flush=True)
             if len({len(curve) for curve in curves.values()}) == 1:
-                head |= {"columns": ["epochs", "seconds", *COLUMNS]} | report(curves)
+                head |= {"columns": ["epochs", "seconds", *COLUMNS], "beside": report(curves)}
             record.keep(head, args)
     record.write(head, args, samples=("curves",))
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_a_part_that_is_timed_out_leaves_no_grandchild_running(gpu_args, monkeyp
 
 def test_every_part_of_the_plan_exists_and_bad_samples_are_in_it(gpu_args):
     args, _ = gpu_args
-    args.airbench = args.data_dir = args.results
+    args.airbench = args.hiverge = args.data_dir = args.results
     for part in [part for parts in gpu.STAGES.values() for part in parts]:
         _, program, *words = gpu.command(part, args)
         assert (record.ROOT / "bench" / program).exists()
