@@ -1,5 +1,5 @@
 """
-Watch: what a script does with modules, backward passes, steps and loss scalers.
+Watch: what a script does with backward passes, steps, loss scalers and weights, by its hooks.
 
 The recorder keeps the calls; deferred.py keeps what is to be read: losses, gradients, weights and
 moments, buffers, evaluation outputs. checks.py decides whether a number is bad, findings.py why.
@@ -9,26 +9,25 @@ import os
 from functools import partial
 from math import inf
 from multiprocessing.process import BaseProcess
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ..advice import framework_of
-from ..frames import frames_now, line_now, script_frames_now
+from ..frames import frames_now, line_now
 from ..locator import Locator
-from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
-from ..tensors import LIMIT, batched, device_of, extent, inner_tensors, storage_of
+from ..tensors import LIMIT, extent, inner_tensors
 from .budget import Budget
-from .calls import BACKWARD, ResultRef
+from .calls import BACKWARD
 from .checks import Checks, Update, Write, given_to
 from .deferred import DeferredChecks, held_by, moved_by, over_ranks, params_of
 from .events import silent_faults
 from .findings import Findings
 from .history import History
-from .hooks import Hooks, is_of_fabric
+from .hooks import Hooks
 from .loop import watch_loop
 from .names import Names
+from .outermost import OutermostCalls
 from .recorder import CallRecorder
 from .scaling import Scaling
 
@@ -53,11 +52,7 @@ class Watch:
         self.checks = Checks(self.findings, self.names)
         self.silent = self.findings.silent = silent_faults(self)
         self.losses = []  # of the backward passes since the last step
-        self.writers = WeakSet()  # modules that write into what they are given
-        self.noted = set()  # (module, its mode) of a step that is not recorded
-        self.outermost = None  # the outermost call under way
-        self.versions = []  # of the tensors that it was given
-        self.trained = None  # the last module that was trained: it lives until the script's end
+        self.outermost = OutermostCalls(self)
         self.optimizer = None  # whose step is under way
         self.with_closure = None  # the same, while its closure is still to run
 
@@ -65,24 +60,14 @@ class Watch:
         hooks = self.hooks
         hooks.around_each_step(self._before_step, self._stepped)
         watch_loop(hooks, self.deferred, self.silent)
-        module = self._module_begins, self._module_ends, self._module_called
-        hooks.wrap_outermost(nn.Module, "__call__", *module, passes=is_of_fabric)
+        self.outermost.watch_calls()
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
-        for owner, name in (
-            (torch.nn.utils.stateless, "_functional_call"),
-            (torch.autograd.Function, "apply"),
-            (torch._functorch.apis, "vmap_impl"),
-            (torch._functorch.eager_transforms, "grad_impl"),
-        ):
-            hooks.wrap_outermost(owner, name, self._call_begins, self._call_ends, self._called)
         hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load)
         hooks.wrap(nn.Module, "load_state_dict", self._load_module)
         hooks.wrap(torch.amp.GradScaler, "scale", self._scale)
         hooks.wrap(torch.amp.GradScaler, "step", self._scaler_step)
         hooks.wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", hooks.unseen)
         hooks.wrap(BaseProcess, "start", hooks.children)
-        for name in ("from_numpy", "frombuffer", "from_dlpack"):
-            hooks.wrap(torch, name, self._enters)
         hooks.wrap_reads(self.findings.read)
         hooks.take_warnings()
         hooks.take_signals()
@@ -144,114 +129,6 @@ class Watch:
         for p, write in writes:
             self.deferred.wrote(p, write, self.checks.check_write)
 
-    def _enters(self, original, *args, **kwargs):
-        """No mode of torch sees it. Of a table, the line where it enters torch is noted."""
-        t = original(*args, **kwargs)
-        if self.budget.recording:
-            self.recorder.known[t] = ResultRef(0, 0, script_frames_now(), data=True)
-        return t
-
-    def _call_begins(self, function, args, kwargs):
-        """torch.func's vmap, grad or functional_call, a custom autograd.Function."""
-        self.outermost = self.recorder.write(function, args, kwargs)
-        self.outermost.rng = rng_states(device_of((args, kwargs)))
-
-    def _call_ends(self, out):
-        """Its results can be made again."""
-        self.recorder.done(self.outermost, out)
-
-    def _called(self, args, kwargs, out):
-        """In a step that is not recorded."""
-
-    # Modules
-
-    def _known(self, module):
-        """(what the script calls, is it the first time?)"""
-        self.optimizer = None  # what raises from here on is not its step
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        root = getattr(module, "_orig_mod", module)  # what was compiled
-        fresh = root not in self.names.roots
-        if fresh:
-            self.names.roots.add(root)
-            self.recorder.weights.update(map(storage_of, module.parameters()))
-            self.recorder.buffers.update(map(storage_of, module.buffers()))
-        if self.recorder.full:
-            self.transfer(calm=True)
-            self.recorder.forget()
-            if not self.budget.recording:
-                self._go_on()
-        return module, fresh
-
-    def _module_called(self, args, kwargs, out):
-        """In a step that is not recorded: a module that trains is noted once."""
-        mode = args[0], args[0].training
-        if not (mode in self.noted and torch.is_grad_enabled()):
-            self.noted.add(mode)
-            self.hooks.safely(self._note_call, args, kwargs, out)
-
-    def _note_call(self, args, kwargs, out):
-        """Only what it has made is noted."""
-        module, _ = self._known(args[0])
-        call = self.recorder.note(module)
-        given = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, torch.Tensor)]
-        call.shape = next((t.shape for t in batched(given)), ())
-        self._note_output(call, out)
-
-    def _module_begins(self, function, args, kwargs):
-        """The call is written down, with what is needed to make it again."""
-        module, *args = args
-        module, fresh = self._known(module)
-        given = [t for _, t in inner_tensors((args, kwargs))]
-        for t in given if fresh or module in self.writers else ():
-            if not t.requires_grad:
-                self.recorder.overwritten("", t)
-        call = self.outermost = self.recorder.write(module, args, kwargs)
-        self.versions = [(t, t._version) for t in given if not t.is_inference()]
-        call.rng = rng_states(device_of(given))
-        call.shape = next((t.shape for t in batched(given)), ())
-        call.uninitialised = any(map(self.recorder.is_uninitialised, given))
-        call.carried = carried_by(module)
-        if call.grad and module.training:
-            earlier = self.recorder.copied.setdefault(module, call)
-            call.buffers = earlier.buffers or copied_buffers(module)
-            self.recorder.copied[module] = call
-            self.silent.called(module, given)
-        self.hooks.within = self.silent.during(call, args, kwargs)
-        if self.hooks.locator:
-            self.hooks.locator.take([*args, kwargs] if kwargs else args)
-
-    def _module_ends(self, out):
-        """What it has made and written is noted, to be read."""
-        call = self.outermost
-        module = call.function
-        call.left = [
-            (m, name)
-            for m, before in call.carried
-            for name, value in attributes_of(m).items()
-            if type(value) in KEPT or value is not before.get(name, (None,))[0]
-        ]
-        self.recorder.done(call, out)
-        written = [b for n, b in module.named_buffers() if n in call.buffers]
-        entries = self.deferred.entries(written, partial(self.checks.check_buffer, call))
-        if any(t._version != before for t, before in self.versions):
-            self.writers.add(module)  # it writes into its inputs: the next ones are copied
-        self.deferred.results(entries)
-        self._note_output(call, out)
-
-    def _note_output(self, call, out):
-        """What a module has made without gradients, as in an evaluation."""
-        if call.grad:
-            self.trained = call.function  # so that it lives until the end of the script
-        elif any(True for _ in call.function.parameters()):
-            made = [t for _, t in inner_tensors(out) if t.is_floating_point()]
-            check = partial(self.checks.check_output, call)
-            # because -inf alone is a mask
-            largest = self.deferred.largest(made)
-            self.deferred.results([(size, check) for size in largest if size is not None])
-        if not call.grad and len(self.deferred) > 999:  # a script that trains nothing
-            self.transfer(calm=True)
-
     # Backward passes and steps
 
     def _backward_begins(self, function, args, kwargs):
@@ -265,7 +142,7 @@ class Watch:
         losses = [t for _, t in inner_tensors(args[0] if args else kwargs["tensors"])]
         self.losses += [t.detach() for t in losses]
         if len(self.losses) > 99 and not self.budget.recording:
-            self._go_on()  # there may be steps by hand, which only the recorder sees
+            self.go_on()  # there may be steps by hand, which only the recorder sees
         self.silent.backward(losses)
 
     def _backward_ends(self, out):
@@ -376,13 +253,13 @@ class Watch:
         was_recorded = self.budget.recording
         self.budget.over(self.recorder.steps, by_hand=id(None) in self.recorder.steps_of)
         if not was_recorded:
-            self._go_on(self.budget.recording)
+            self.go_on(self.budget.recording)
         self.losses, self.deferred.clipped = [], []
-        self.noted.clear()
+        self.outermost.noted.clear()
         self._watch_operations()
         self.silent.over()
 
-    def _go_on(self, recording=True):
+    def go_on(self, recording=True):
         """After a part that was not recorded, is the next one?"""
         self.budget.recording = recording
         self.recorder.gap = self.recorder.number
