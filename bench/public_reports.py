@@ -495,6 +495,13 @@ for i in range(90):
         """
 net = nn.Sequential(mlp(), nn.ReLU()); loop(net, None, 90, labels, F.cross_entropy)
 """, "nn.Sequential(mlp(), nn.ReLU())", "nn.Sequential(mlp(), nn.Identity())"),
+    "SGD with a rate for Adam": Row(
+        "pypi.org/project/torchtest2 (its gallery, 10)", "state",
+        r"autopsy: in \d+ updates SGD has moved no matrix .*its learning rate, 1e-05 .*too small",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), lr=1e-5)
+loop(net, opt, 200, labels, F.cross_entropy)
+""", "lr=1e-5", "lr=1e-1"),
     "the best weights are a reference": Row(
         "github.com/WenjieDu/PyPOTS/issues/667", "state",
         r"autopsy: .*load_state_dict.*script.py:\d+.*(own|same|nothing)",

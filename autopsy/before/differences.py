@@ -48,7 +48,8 @@ class Custom(Operations):
         """A custom function is called, perhaps within another one."""
         if not self.depth:
             wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
-            self.keep(function.__name__, own, args, kwargs, wanted)
+            used = any(wanted)  # else the step makes no use of its backward
+            self.keep(function.__name__, own, args, kwargs, wanted if used else None, used)
         self.depth += 1
         try:
             out = own(*args, **kwargs)
@@ -82,31 +83,34 @@ class Custom(Operations):
             self.keep(str(func), func, args, kwargs, None)
         return func(*args, **kwargs)
 
-    def keep(self, name, function, args, kwargs, wanted):
+    def keep(self, name, function, args, kwargs, wanted, used=True):
         line = line_now()
         if (name, line) in self.calls or len(self.calls) >= MOST:
             return
         held = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
         rng = rng_states(device_of(args))
-        self.calls[name, line] = function, held, kwargs, wanted, rng
+        self.calls[name, line] = (function, held, kwargs, wanted, rng), used
 
     def answers(self):
         """Compare all: (sentences on wrong ones, names of unknown ones, names of those that nobody
         can compare, number of right ones)."""
         named, unknown, chosen, right = [], [], [], 0
-        for (name, line), call in self.calls.items():
+        for (name, line), (call, used) in self.calls.items():
             try:
                 with torch.enable_grad():
                     answer = differs(*call)
             except Exception as error:
-                unknown.append(f"{name} ({said(error)})")
+                unknown += [f"{name} ({said(error)})"] if used else []
+                continue
+            if answer in (None, CHOICE) and not used:
                 continue
             if answer is None:
                 unknown.append(f"{name} (not smooth enough for differences)")
             elif answer is CHOICE:
                 chosen.append(f"{name} (its forward is a step or an identity: a choice)")
             elif answer:
-                named.append(f"{line}: {name}: {answer}")
+                unused = "" if used else "; no argument needs a gradient in this step"
+                named.append(f"{line}: {name}: {answer}{unused}")
             right += answer == ""
         return named, unknown, chosen, right
 

@@ -103,13 +103,19 @@ def _misused(node):
     return ""
 
 
+def classes_of(node):
+    """Of a mean cross-entropy; 0 for any other node."""
+    if node.name() not in NLL or node._saved_reduction != MEAN or node._saved_weight is not None:
+        return 0
+    before, scores = _before(node), node._saved_self
+    several = scores.dim() > 1 and scores.shape[1] > 1
+    return scores.shape[1] * (several and before and before.name() == "LogSoftmaxBackward0")
+
+
 def _first(node, line):
     """A sentence if the mean is far above that of equal guesses."""
-    before = _before(node)
-    scores, target = node._saved_self, node._saved_target
-    classes = scores.shape[1] if scores.dim() > 1 else 1
-    mean = node._saved_reduction == MEAN and node._saved_weight is None
-    if not (mean and classes > 1 and before and before.name() == "LogSoftmaxBackward0"):
+    scores, target, classes = node._saved_self, node._saved_target, classes_of(node)
+    if not classes:
         return ""
     ignored = node._saved_ignore_index
     ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign

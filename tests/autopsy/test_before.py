@@ -247,6 +247,17 @@ WRONG = {
             return g * ctx.saved_tensors[0]
     train(Net(lambda self, h: Square.apply(h)))  # here
     """, "Square: its backward gives"),
+    "the same of data, so that the step does not call it": ("""
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+    train(Net(lambda self, h: h + Square.apply(torch.ones_like(h))))  # here
+    """, "Square: its backward gives .*; no argument needs a gradient in this step"),
     "the sign of the second argument": ("""
     class Fixed(torch.autograd.Function):
         @staticmethod
@@ -431,6 +442,20 @@ HEALTHY = {
         def backward(ctx, g):
             return g * (ctx.saved_tensors[0].abs() < 1)
     train(Net(lambda self, h: Round.apply(h * 3) + Reverse.apply(h) + Sign.apply(h)))
+    """,
+    "functions of data, which have no backward": """
+    class Lookup(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.exp()
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError
+    class Log(Lookup):
+        @staticmethod
+        def backward(ctx, g):
+            return None
+    train(Net(lambda self, h: h + Lookup.apply(torch.ones(4)).sum() + Log.apply(torch.ones(1))))
     """,
     "functions whose backward is right": """
     class Swish(torch.autograd.Function):
