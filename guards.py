@@ -58,6 +58,7 @@ Copy it alone: it needs torch.
 from __future__ import annotations
 
 import gc
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -89,12 +90,23 @@ def magnitude(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.detach(), dtype=wide)
 
 
+def scalar(x):
+    """x, which holds one number, 0-dim and fp32."""
+    return x if x.ndim == 0 and x.dtype is torch.float32 else x.float().reshape(())
+
+
+def together(norms):
+    """The norm of all tensors that have these norms, 0-dim."""
+    return magnitude(torch.stack(norms)) if norms[1:] else norms[0]
+
+
 def with_gradient(optimizer):
     return [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
-def skips_on_device(optimizer):
-    """Whether step() changes nothing if the attribute found_inf is 1. The class decides.
+def skips_on_device(optimizer, params):
+    """Whether step() changes nothing if the attribute found_inf is 1. The class decides. params:
+    those with a gradient.
 
     torch's fused SGD leaves uninitialised momentum if its first step is skipped, so torch's own
     optimizers need state first. Shards (DTensor) do not accept a plain found_inf. MPS's kernels
@@ -102,11 +114,10 @@ def skips_on_device(optimizer):
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return getattr(optimizer, "skips_on_device", False)
-    params = with_gradient(optimizer)
-    ready = all(
-        p in optimizer.state and not hasattr(p, "full_tensor") and not p.is_mps for p in params
-    )
-    return ready and optimizer.param_groups[0].get("fused")  # a checkpoint may have changed it
+    if not optimizer.param_groups[0].get("fused"):  # a checkpoint may have changed it
+        return False
+    sharded = any(hasattr(kind, "full_tensor") for kind in {type(p) for p in params})
+    return not sharded and all(p in optimizer.state and not p.is_mps for p in params)
 
 
 class Verdict(NamedTuple):
@@ -128,9 +139,12 @@ class Buffers:
     """
 
     def __init__(self, net):
+        modules = [*net.modules()]
+        self.holders = [held for m in modules for held in (m._buffers, m._modules)]
+        self.held = self.hold()
         self.owners = [
             (m._buffers, name, b)
-            for m in net.modules()
+            for m in modules
             for name, b in m._buffers.items()
             if b is not None
         ]
@@ -157,6 +171,15 @@ class Buffers:
                 if b in self.last_accepted:
                     self.last_accepted[b] = pair
 
+    def hold(self):
+        """All buffers and modules of the network."""
+        return [x for held in self.holders for x in held.values()]
+
+    def are_others(self):
+        """Whether a buffer or a module came, went or was replaced."""
+        now = self.hold()
+        return len(now) != len(self.held) or not all(map(operator.is_, now, self.held))
+
     def save(self):
         """A step begins."""
         for live, _, before_step in self.groups:
@@ -168,11 +191,15 @@ class Buffers:
         for live, _, before_step in self.groups:
             torch._foreach_copy_(live, before_step)
 
-    def end_step(self, rejected):
+    def end_step(self, found_inf):
         """Keep what the step has left, or restore. The next step begins here."""
         for live, copies, before_step in self.groups:
+            if found_inf.device.type == "cpu" and not found_inf:  # no need to select on a device
+                torch._foreach_copy_(before_step, live)
+                copies[1].copy_(copies[0])
+                continue
             now = _flatten_dense_tensors(live)
-            torch.where(rejected, copies, now, out=copies)
+            torch.where(found_inf != 0, copies, now, out=copies)
             torch._foreach_copy_(live, before_step)
 
     def take_back(self):
@@ -273,7 +300,7 @@ class Guard:
         self._start_copy()  # nobody has asked for the last verdict; it still counts
         self._buffers.take_back()
         self.number = self.number + 1 if step is None else step
-        if {*self.net.buffers()} != {b for *_, b in self._buffers.owners}:
+        if self._buffers.are_others():
             self._repair_buffers()
             self.watch(self.net)
         if self._has_carried:
@@ -297,20 +324,23 @@ class Guard:
         the labels returned are safe: on CUDA a bad label is a device assert. Your own batch stays
         unchanged. decide() reads it.
         """
+        if isinstance(images, Tensor) and isinstance(labels, Tensor):
+            self._safe(images)
+            return self._safe(labels, is_label=True)
         batch = dict(images) if isinstance(images, Mapping) else images  # a tokenizer's is no dict
-        safe = tree_map_with_path(self._safe, {"images": batch, "labels": labels})
+        safe = tree_map_with_path(self._safe_at, {"images": batch, "labels": labels})
         return safe["images" if labels is ... else "labels"]
 
-    def _safe(self, path, x):
+    def _safe_at(self, path, x):
         keys = [entry.key for entry in path if hasattr(entry, "key")]
-        is_label = keys[-1] in LABELS
-        if not isinstance(x, Tensor):
-            return x
+        return self._safe(x, keys[-1] in LABELS) if isinstance(x, Tensor) else x
+
+    def _safe(self, x, is_label=False):
         if x.dtype in CHECKED:  # among labels: soft labels, regression targets
             # One with gaps would make the foreach kernel a kernel a tensor.
-            dense = torch.ops.aten.is_non_overlapping_and_dense(x)
+            dense = torch.ops.aten.is_non_overlapping_and_dense.default(x)
             self._see("label" if is_label else "input", x if dense else magnitude(x))
-        elif is_label and self.num_classes:
+        elif is_label and self.num_classes and not self._are_classes(x):
             safe = x.clamp(0, self.num_classes - 1).to(x.dtype)  # bool stays bool
             if self.ignore_index is not None:
                 safe = torch.where(x == self.ignore_index, x, safe)
@@ -318,10 +348,17 @@ class Guard:
             return safe
         return x
 
+    def _are_classes(self, labels):
+        """Whether the host, which has these labels, sees at once that all are in range."""
+        if labels.device.type != "cpu" or not labels.numel():
+            return False
+        low, high = labels.aminmax()
+        return low.item() >= 0 and high.item() < self.num_classes
+
     def see_loss(self, loss: Tensor):
         """Check the loss of one micro-batch: one number, before you scale it."""
         # No buffer is touched here: a backward may still need what it holds.
-        self._unread += (("loss", loss.detach().float().reshape(())),)
+        self._unread += (("loss", loss.detach()),)
 
     def see_state(self, **trees):
         """Now and then: see_state(param=dict(net.named_parameters()), optstate=optimizer.state)."""
@@ -357,10 +394,11 @@ class Guard:
         self._unread = ()
         self.state = "decided"
         row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
-        self._flags = torch.where(row <= LIMIT, self._carried, self._rank_mark)  # NaN: not below
+        flags = self._row[: len(row)]  # NaN: not below
+        torch.where(row <= LIMIT, self._carried, self._rank_mark, out=flags)
         if self.together:
-            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
-        found_inf = self._flags[:FAULTS].amax()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        found_inf = flags[:FAULTS].amax()
         return found_inf.clamp(max=1) if self.together else found_inf
 
     def _measure(self, gradients):
@@ -371,7 +409,7 @@ class Guard:
         kinds = {}
         for flag, t in (*self._unread, *seen):
             t = t.coalesce().values() if t.is_sparse else t
-            kind = t.device, t.dtype, hasattr(t, "full_tensor") and flag
+            kind = t.device, t.dtype, hasattr(type(t), "full_tensor") and flag
             kinds.setdefault(kind, []).append((flag, t))
         norms = {}
         for (_, dtype, sharded), group in kinds.items():
@@ -380,12 +418,12 @@ class Guard:
                 each = [nn.utils.get_total_norm(tensors).full_tensor()]
             else:  # half numbers are summed in fp32
                 each = torch._foreach_norm(tensors, 2, torch.promote_types(dtype, torch.float32))
+            of_kind = {}
             for flag, norm in zip(flags, each, strict=False):
-                norms.setdefault(flag, []).append(norm.to(self.device, torch.float32))
-        return {
-            flag: magnitude(torch.stack(each)) if each[1:] else each[0]
-            for flag, each in norms.items()
-        }
+                of_kind.setdefault(flag, []).append(norm)
+            for flag, each in of_kind.items():
+                norms.setdefault(flag, []).append(together(each).to(self.device, torch.float32))
+        return {flag: together(each) for flag, each in norms.items()}
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):
@@ -396,9 +434,10 @@ class Guard:
         """
         if self.state == "open":
             self.decide()
-        self._buffers.end_step(found_inf != 0)
-        cells = [x.float().reshape(1) for x in (found_inf, *stats.values())]
-        torch.cat([self._flags, *cells], out=self._row[: len(self.names) + len(cells)])
+        self._buffers.end_step(found_inf)
+        numbers = [scalar(x) for x in (found_inf, *stats.values())]
+        first = len(self.names)
+        torch.stack(numbers, out=self._row[first : first + len(numbers)])
         self._stat_names = list(stats)
         self.state = "closed"
 
@@ -414,16 +453,18 @@ class Guard:
         see close().
         """
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        moving = [o for o in optimizers if with_gradient(o)]  # the others pass, as in torch
-        params = [p for o in moving for p in with_gradient(o)]
+        with_gradients = {o: with_gradient(o) for o in optimizers}
+        moving = [o for o in optimizers if with_gradients[o]]  # the others pass, as in torch
+        params = [p for o in moving for p in with_gradients[o]]
         if clip and not clip > 0:
             raise ValueError(f"clip={clip}: give a limit above 0 (0 or None: none)")
         self._check_use(moving, scaler)
         scaler = scaler if scaler and scaler.is_enabled() else None
-        on_device = all(map(skips_on_device, optimizers))
+        on_device = all(skips_on_device(o, ps) for o, ps in with_gradients.items())
         losses = [loss for flag, loss in self._unread if flag == "loss"]
         if losses and "loss" not in stats:
-            stats["loss"] = sum(losses) / len(losses)
+            mean = torch.stack(list(map(scalar, losses))).mean() if losses[1:] else losses[0]
+            stats["loss"] = mean
         scale = self._unscale(moving, scaler, on_device) if scaler else None
         found_inf = self.decide(p.grad for p in params)
         norm = self._norms.get("grad", self._zero)
@@ -490,8 +531,10 @@ class Guard:
                 for kind in (GradScaler, Optimizer)
             )
         self._calls += 1
+        if scaler or not self._scalers:
+            return
         used = [x for x in self._scalers if getattr(x, "_scale", None) is not None]
-        if scaler is None and not all(map(self._serves_another, used)):
+        if not all(map(self._serves_another, used)):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: call guard.step(optimizer, scaler)", stacklevel=3)
 
@@ -520,9 +563,12 @@ class Guard:
         if self.state != "closed":
             return None
         last = self._next_verdict()
-        host = self._row.to("cpu", non_blocking=self._row.is_cuda, copy=True)  # pinned
-        event = torch.cuda.current_stream().record_event() if self._row.is_cuda else None
-        self._pending = self.number, host, event, self._stat_names
+        if self._row.is_cuda:
+            row = self._row.to("cpu", non_blocking=True)  # pinned
+            event = torch.cuda.current_stream().record_event()
+        else:
+            row, event = self._row.tolist(), None
+        self._pending = self.number, row, event, self._stat_names
         self.state = "sent"
         return last if self.lag else self._next_verdict()
 
@@ -536,10 +582,11 @@ class Guard:
         self.lag = lag
 
     def _finish_copy(self):
-        step, host, event, keys = self._pending
+        step, row, event, keys = self._pending
         if event:
             event.synchronize()  # waits for that step's numbers, not for the device
-        return step, host.tolist(), keys
+            row = row.tolist()
+        return step, [*row], keys
 
     def _next_verdict(self):
         if not self._pending:
@@ -584,4 +631,4 @@ class Guard:
         self._pending = None
         if state["pending"]:
             step, row, keys = state["pending"]
-            self._pending = step, torch.tensor(row), None, keys
+            self._pending = step, row, None, keys
