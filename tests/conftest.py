@@ -12,7 +12,7 @@ import train
 from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
-from trainer import prepare
+from trainer import precision, prepare
 
 os.environ.setdefault("AUTOPSY_SHARE", "1")  # every step is recorded, however long that takes
 
@@ -97,7 +97,8 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
     trial = prepare.seconds_of
     # it is taken, and its seconds do not decide: they are other ones each time
-    monkeypatch.setattr(prepare, "seconds_of", lambda *args: [0.01, trial(*args)][0])
+    for module in (prepare, precision):
+        monkeypatch.setattr(module, "seconds_of", lambda *args: [0.01, trial(*args)][0])
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".cache").symlink_to(decoded)  # it lies beside the run
 
