@@ -76,7 +76,7 @@ import torch
 def check_model(model, inputs, targets=None, loss_fn=None, optimizer=None, **options):
     optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
     call = (lambda: model(**inputs)) if isinstance(inputs, dict) else lambda: model(inputs)
-    for step in range(60):
+    for step in range(200):  # as many as torchtest2 takes on one batch
         out = call()
         loss = loss_fn(out, targets) if loss_fn else out.square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
