@@ -39,10 +39,10 @@ class FrozenStatistics(Events):
         if self.recorder.steps < EARLY:
             self.written.update(map(storage_of, weights))
 
-    def during(self, call, args, kwargs):
-        module, looks = call.function, self.looks.get(call.function, 0)
-        if call.grad or module.training or looks == OFTEN or not self.written:
-            return ()
+    def evaluated(self, module):
+        looks = self.looks.get(module, 0)
+        if module.training or looks == OFTEN or not self.written:
+            return
         if any(storage_of(p) in self.written for p in module.parameters()):
             self.looks[module] = looks + 1
             mine = _statistics(module)
@@ -50,7 +50,6 @@ class FrozenStatistics(Events):
             moved = any(not _as_made(_statistics(root)) for root in others)
             if mine and moved and _as_made(mine):
                 self.averages.setdefault(few([*map(self.names.of, mine)], 4), line_now())
-        return ()
 
     def stepped(self, optimizer):
         if self.recorder.steps and self.recorder.steps.bit_count() < 2:

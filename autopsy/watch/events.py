@@ -34,6 +34,9 @@ class Events:
     def called(self, module, tensors):
         """An outermost module is called in training."""
 
+    def evaluated(self, module):
+        """An outermost module was called without gradients, in a step that is recorded or not."""
+
     def during(self, call, args, kwargs):
         """An outermost module is about to be called with these. Returns contexts that are open
         while it runs: they must raise nothing."""

@@ -142,11 +142,13 @@ class OutermostCalls:
         """What a module has made without gradients, as in an evaluation."""
         if call.grad:
             self.trained = call.function  # so that it lives until the end of the script
-        elif any(True for _ in call.function.parameters()):
+            return
+        self.watch.silent.evaluated(call.function)
+        if any(True for _ in call.function.parameters()):
             made = [t for _, t in inner_tensors(out) if t.is_floating_point()]
             check = partial(self.watch.checks.check_output, call)
             # because -inf alone is a mask
             largest = self.deferred.largest(made)
             self.deferred.results([(size, check) for size in largest if size is not None])
-        if not call.grad and len(self.deferred) > 999:  # a script that trains nothing
+        if len(self.deferred) > 999:  # a script that trains nothing
             self.watch.transfer(calm=True)
