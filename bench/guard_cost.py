@@ -15,6 +15,10 @@ median of ratios within rounds. Costly peers are timed in every fourth round. On
 begins and ends with a synchronisation; any other wait for the device (the peers' `.item()`) is the
 contestant's own.
 
+On a CPU one step differs from the next by more than the guard costs. "outside" is what a step takes
+outside of its forward and backward pass, which all contestants share: the difference to the bare
+loop's, as a share of its step.
+
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows.
 The pair "CUDA graph" takes Python out; ours is compared with its own bare partner there. Then come
 two ranks, and growth in parameters and in tensors with a tiny batch, where the optimizer dominates:
@@ -28,12 +32,15 @@ import itertools
 import json
 import math
 import os
+import random
+import statistics
 import sys
 import tempfile
 import time
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -273,6 +280,45 @@ def measure(steps, device, seconds, least):
     return record.in_turns(steps, device, go_on, block, rare=SLOW)
 
 
+def outside(build, shape, device, rounds):
+    """What ours, guards.py and the stock recipe take in milliseconds outside of forward and
+    backward, and the median share of a bare step that this is above the bare loop's."""
+    makers = contestants(build, shape, device)
+    steps = {name: warm(makers[name]) for name in (*TRIO, OWN)}
+    model, spent = type(wrap(build())), []
+
+    def clocked(original):
+        def timed(*args, **kwargs):
+            began = time.perf_counter()
+            out = original(*args, **kwargs)
+            spent.append(time.perf_counter() - began)
+            return out
+
+        return timed
+
+    def measured(step):
+        spent.clear()
+        began = time.perf_counter()
+        step()
+        whole = time.perf_counter() - began
+        return whole, whole - sum(spent)
+
+    with (
+        patch.object(model, "forward", clocked(model.forward)),
+        patch.object(Tensor, "backward", clocked(Tensor.backward)),
+    ):
+        turns = [random.sample(list(steps), len(steps)) for _ in range(rounds)]
+        rows = [{name: measured(steps[name]) for name in turn} for turn in turns]
+    bare = statistics.median(row["bare"][0] for row in rows)
+    return {
+        name: {
+            "milliseconds": round(1e3 * statistics.median(row[name][1] for row in rows), 3),
+            "share": statistics.median(row[name][1] - row["bare"][1] for row in rows) / bare,
+        }
+        for name in steps
+    }
+
+
 def table(title, rounds, head, key="ratios"):
     """Print one comparison and put it into `head`."""
     head["milliseconds"][title] = rounds
@@ -350,6 +396,12 @@ def main(argv=None):
     for title in [title for title in works if title in chosen]:
         rounds = partial(alone, *works[title], device, names, seconds, least)
         compare(f"{title}, bfloat16", rounds)
+        if device.type == "cpu":
+            apart = outside(*works[title], device, 2 if smoke else 80)
+            head.setdefault("outside", {})[title] = apart
+            shares = ", ".join(f"{name} {row['share']:.4f}" for name, row in apart.items())
+            print(f"  outside of forward and backward: {shares}")
+            record.keep(head, args)
     if "ranks" in chosen and device.type == "cuda" and torch.cuda.device_count() < 2:
         print("\n2 ranks: left out, this machine has one GPU")
     elif "ranks" in chosen:
