@@ -140,8 +140,9 @@ def time_to_accuracy():
     figure, axis = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     lines = zip(record["curves"].items(), (BLUE, ORANGE), (0.16, 0.05), strict=True)
     for (who, seeds), colour, height in lines:
-        for seed in seeds:  # a point: epochs, seconds, plain, with augmentation
-            axis.plot([point[1] for point in seed], [point[2] for point in seed], color=colour)
+        for seed in seeds:  # a point: epochs, seconds, plain; some look at their end alone
+            times, accuracies = [point[1] for point in seed], [point[2] for point in seed]
+            axis.plot(times, accuracies, color=colour, marker="" if seed[1:] else "o")
         seconds, accuracy = (statistics.mean(seed[-1][i] for seed in seeds) for i in (1, 2))
         text = f"{who}, {seeds[0][-1][0]:g} epochs: {accuracy:.1f} % after {seconds:.3g} s"
         axis.text(0.98, height, text, color=colour, ha="right", transform=axis.transAxes)

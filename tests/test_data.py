@@ -163,6 +163,21 @@ def test_cutout_takes_one_square_out_of_each_image_the_same_on_any_number_of_ran
     assert torch.equal(whole, plain.masked_fill(square, 0.0))
 
 
+def test_jitter_shifts_and_stretches_each_image_the_same_on_any_number_of_ranks():
+    plain, _ = stream().at(3)
+    whole, _ = stream(jitter=(0.2, 0.1)).at(3)
+    halves = [stream(jitter=(0.2, 0.1), rank=rank, world_size=2).at(3)[0] for rank in range(2)]
+    assert torch.equal(whole, torch.cat(halves))
+    wide, flat = whole.flatten(1), plain.flatten(1)
+    factor = wide.std(1) / flat.std(1)
+    added = (wide / factor[:, None] - flat).mean(1)
+    assert torch.allclose(wide, (flat + added[:, None]) * factor[:, None], atol=1e-5)
+    for drawn, most in ((factor - 1, 0.1), (added, 0.2)):
+        assert most / 2 < drawn.abs().max() < most + 1e-5
+        assert len(drawn.unique()) > len(drawn) / 2
+    assert not torch.equal(whole, stream(jitter=(0.2, 0.1)).at(4)[0])
+
+
 def test_normalised_images_of_any_number_of_channels_have_mean_0_and_deviation_1():
     images = torch.randint(0, 256, (400, 6, 16, 16), dtype=torch.uint8)
     darker = torch.arange(1, 7).view(6, 1, 1)
