@@ -95,7 +95,7 @@ def scalar(x):
     return x if x.ndim == 0 and x.dtype is torch.float32 else x.float().reshape(())
 
 
-def together(norms):
+def total(norms):
     """The norm of all tensors that have these norms, 0-dim."""
     return magnitude(torch.stack(norms)) if norms[1:] else norms[0]
 
@@ -194,7 +194,7 @@ class Buffers:
     def end_step(self, found_inf):
         """Keep what the step has left, or restore. The next step begins here."""
         for live, copies, before_step in self.groups:
-            if found_inf.device.type == "cpu" and not found_inf:  # no need to select on a device
+            if found_inf.device.type == "cpu" and found_inf.item() == 0:  # nothing to wait for
                 torch._foreach_copy_(before_step, live)
                 copies[1].copy_(copies[0])
                 continue
@@ -422,8 +422,8 @@ class Guard:
             for flag, norm in zip(flags, each, strict=False):
                 of_kind.setdefault(flag, []).append(norm)
             for flag, each in of_kind.items():
-                norms.setdefault(flag, []).append(together(each).to(self.device, torch.float32))
-        return {flag: together(each) for flag, each in norms.items()}
+                norms.setdefault(flag, []).append(total(each).to(self.device, torch.float32))
+        return {flag: total(each) for flag, each in norms.items()}
 
     @torch.no_grad()
     def close(self, found_inf: Tensor, **stats: Tensor):

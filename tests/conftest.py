@@ -12,7 +12,7 @@ import train
 from amp_policy import set_tf32
 from data import synthetic
 from models import RECIPE
-from trainer import precision, prepare
+from trainer import plan
 
 os.environ.setdefault("AUTOPSY_SHARE", "1")  # every step is recorded, however long that takes
 
@@ -95,10 +95,9 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
     Returns exit code, the JSON of the last line, standard error, the lines of metrics.jsonl.
     """
     monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
-    trial = prepare.seconds_of
+    trial = plan.seconds_of
     # it is taken, and its seconds do not decide: they are other ones each time
-    for module in (prepare, precision):
-        monkeypatch.setattr(module, "seconds_of", lambda *args: [0.01, trial(*args)][0])
+    monkeypatch.setattr(plan, "seconds_of", lambda *args: [0.01, trial(*args)][0])
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".cache").symlink_to(decoded)  # it lies beside the run
 

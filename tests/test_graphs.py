@@ -184,7 +184,7 @@ def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
     ("auto", 24_000, True), ("auto", 23_999, False), ("on", 1, True), ("off", 24_000, False)])
 def test_compile_auto_is_for_long_runs_with_a_graph(monkeypatch, flag, steps, compiled):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic: "compiled")
-    monkeypatch.setattr(train.prepare, "seconds_of", lambda *_: 0.01)
+    monkeypatch.setattr(train.prepare.plan, "seconds_of", lambda *_: 0.01)
     args = SimpleNamespace(
         compile=flag, inject="", batch_size=40, model="cifarnet", recipe=train.MODELS["cifarnet"][1]
     )

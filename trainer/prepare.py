@@ -44,7 +44,6 @@ from ranks import (
 )
 
 from . import classes, plan, resume
-from .precision import precision, seconds_of
 from .record import Plain, Run, loss_names
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def setup(run: Run, train_step: Callable):
     weights = read_init(run, saved, local_rank)
     unreadable = timed(data, local_rank)
     began = timed(network, weights)
-    seconds = timed(precision, saved)
+    seconds = timed(plan.precision, saved)
     with refusing(ValueError):
         run.rescue = rescuer()
         run.rescue.attach(run)
@@ -238,7 +237,7 @@ def network(run: Run, weights: Weights | None) -> str:
             images, labels = run.data.train
             net.init_from_data(run.stream.normalize(images[:: max(10, len(labels) // 5000)]))
         run.net = net.to(run.device, memory_format=torch.channels_last)
-        seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
+        plan.seconds_of(run, torch.float32, min(2, args.batch_size // run.world_size // run.accum))
     if not (weights or args.freeze):
         return ""
     from . import pretrained
@@ -293,7 +292,7 @@ def compilation(run: Run) -> str:
         return "compiled"
     if args.compile != "auto" or not run.graph:
         return "not compiled"
-    trial = functools.partial(seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
+    trial = functools.partial(plan.seconds_of, run, run.policy.dtype, args.batch_size // run.accum)
     shapes = 2 if args.recipe["small"] else 1
     run.compiled, why = graphs.compile_if_it_pays(run.ddp, run.total_steps // shapes, trial)
     return why
