@@ -7,7 +7,7 @@
 # bash run.sh pack [FILE]   the folder autopsy/ as one file, autopsy.pyz: python autopsy.pyz SCRIPT
 # bash run.sh gpu STAGE     accuracy, costs, correctness: one call each, at most 570 seconds on a GPU;
 #                           a stage that was cut short goes on where it was. The first one wants
-#                           --airbench CLONE --data-dir CIFAR10
+#                           --airbench CLONE --hiverge CLONE --data-dir CIFAR10
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
