@@ -28,7 +28,7 @@ README = PAGES[ROOT / "README.md"]
 ALL = "\n".join(PAGES.values())
 USERS = (  # files that a page speaks of: made by a run, by you, by others, or by nobody
     "metrics.jsonl", "model.json", "mine.py", "NAME.py", "more_NAME.py", "utils.py",
-    "airbench94_muon.py", "mixup.py",
+    "airbench94_muon.py", "cifar10_speedrun.py", "mixup.py",
 )  # fmt: skip
 
 
