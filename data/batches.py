@@ -222,8 +222,6 @@ class TrainBatches:
             areas and resize it.
         augment: "crop", as above, and the flip; or "flip": the centre size x size and the flip, for
             models that draw.
-        jitter: (brightness, contrast): each image is shifted by up to so many standard deviations,
-            and multiplied by 1 plus or minus up to so much.
         cutout: side of the square that is cut out of each image, in pixels; 0: none.
         workers: processes that decode, if the images are not decoded yet.
 
@@ -245,7 +243,6 @@ class TrainBatches:
         scale: tuple[float, float] | None = None,
         size: int | None = None,
         augment: str = "crop",
-        jitter: tuple[float, float] = (0.0, 0.0),
         cutout: int = 0,
         workers: int = 0,
     ):
@@ -279,7 +276,6 @@ class TrainBatches:
             raise ValueError(
                 f"--cutout {cutout} leaves nothing of images of {self.size}x{self.size} pixels"
             )
-        self.jitter = torch.tensor(jitter) if any(jitter) else None
         self.cutout = cutout
         self.small_until = 0
         self.batch_size = batch_size
@@ -344,14 +340,6 @@ class TrainBatches:
         """This rank's share of global_indices."""
         return self.global_indices(step)[self.mine]
 
-    def brightness_and_contrast(self, step: int) -> Tensor:
-        """What is added to each image of this rank, and what it is multiplied by: (2, B, 1, 1, 1),
-        on the device."""
-        drawn = torch.rand(2, self.batch_size, generator=self.generator("jitter", step))
-        drawn = (2 * drawn - 1) * self.jitter[:, None]
-        drawn[1] += 1
-        return send(drawn[:, self.mine, None, None, None], self.device)
-
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of batch number `step`, on the device: (images, labels).
 
@@ -377,17 +365,13 @@ class TrainBatches:
         side = self.size - 2 * margin
         shape = (len(images), images.shape[1], side, side)
         batch = torch.empty(shape, device=self.device, memory_format=torch.channels_last)
-        if self.jitter is not None:
-            added, factor = self.brightness_and_contrast(step)
         piece = len(images)
         if self.device.type == "cpu":  # pieces that fit into its cache are 1.4 times as fast
             piece = max(4, 2**19 // images[0].numel())
         for i in range(0, len(images), piece):
             some = slice(i, i + piece)
             cropped = crop(images[some], drawn[:, some], mirrored[some])
-            normalised = self.normalize(cropped[:, :, inner, inner], out=batch[some])
-            if self.jitter is not None:
-                normalised.add_(added[some]).mul_(factor[some])
+            self.normalize(cropped[:, :, inner, inner], out=batch[some])
         if self.cutout:
             random = self.generator("cutout", step)
             centre = torch.randint(0, self.size, (2, self.batch_size), generator=random)

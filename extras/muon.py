@@ -54,7 +54,6 @@ HALF = (torch.float16, torch.bfloat16)
 # Muon turns a matrix by 10 * lr radians, about what AdamW's update (0.2 * lr) does to weights
 # around 0.02.
 RADIANS = 10.0
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's, for five steps
 
 
 def matrices(net: nn.Module, patterns: Iterable[str]) -> list[Tensor]:
@@ -98,16 +97,14 @@ def shard(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def newton_schulz_(
-    stacks: list[Tensor], steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS
-) -> None:
+def newton_schulz_(stacks: list[Tensor], steps: int = 5) -> None:
     """In place: each x = U S V^T of these (n, rows, columns) becomes U V^T, roughly. A step applies
     a*s + b*s^3 + c*s^5 to S. bf16 is enough.
 
     A product that adds to another tensor than it writes is a copy and a product. So it adds where
     it writes, and one launch copies what all products of a step add to.
     """
-    a, b, c = coefficients
+    a, b, c = 3.4445, -4.7750, 2.0315
     xs = [x.mT if x.shape[1] > x.shape[2] else x for x in stacks]  # n, short side, long side
     for x in xs:
         # No singular value is above 1 then.
@@ -137,22 +134,20 @@ def check_options(options: dict[str, Any]) -> None:
 class Muon(torch.optim.Optimizer):
     """Turns each matrix by an angle of about RADIANS * lr; a filter (out, ...) is one row.
 
-    lr, momentum, ns_steps, ns_coefficients: torch.optim.Muon's, with its defaults; ValueError
-    outside of 0 <= lr, 0 <= momentum < 1, 1 <= ns_steps < 100; RuntimeError for a complex or
-    float64 matrix. masters: True keeps fp32 masters of half matrices, None refuses half matrices,
-    False trains them as they are. stacked: p[i] is a matrix, not a row.
+    lr, momentum, ns_steps: torch.optim.Muon's, with its defaults; ValueError outside of 0 <= lr,
+    0 <= momentum < 1, 1 <= ns_steps < 100; RuntimeError for a complex or float64 matrix. masters:
+    True keeps fp32 masters of half matrices, None refuses half matrices, False trains them as they
+    are. stacked: p[i] is a matrix, not a row.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     skips_on_device = True
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
-                 ns_steps: int = 5, *, masters: bool | None = None, stacked: bool = False,
-                 ns_coefficients: tuple[float, float, float] = COEFFICIENTS):
+                 ns_steps: int = 5, *, masters: bool | None = None, stacked: bool = False):
         self.makes_masters = masters
         self.masters = {}  # half matrix -> fp32 master
-        defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, stacked=stacked,
-                        ns_coefficients=ns_coefficients)  # fmt: skip
+        defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, stacked=stacked)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -228,8 +223,7 @@ class Muon(torch.optim.Optimizer):
         old_momentum = join(momenta)
         momentum = old_momentum.lerp(grad, 1 - g["momentum"])
         turn = grad.lerp(momentum, g["momentum"]).bfloat16()  # Nesterov's
-        # a state of before there was a choice has none
-        newton_schulz_(stacks(turn), g["ns_steps"], g.get("ns_coefficients", COEFFICIENTS))
+        newton_schulz_(stacks(turn), g["ns_steps"])
         old = join(weights).float()
         new = old.clone()
         norms = torch.stack(torch._foreach_norm(weights, 2, dtype=torch.float32))

@@ -135,9 +135,9 @@ def set_drop_path(net, p):
 # lr is the peak rate for batch_size images; lr_rule says how the published recipe scales it with
 # the batch: "sqrt", "linear" or "none". warmup is a share of the run. augment is "crop" (a random
 # crop and the flip) or "flip" (the centre and the flip): a generative model would learn to draw the
-# mirrored borders of padded crops. jitter is of brightness and contrast. small is the share of the
-# run, from its start, that trains on the inner 7/8 of each side (a convnet that takes images of any
-# size). updates: fewer teach little, however many epochs they are.
+# mirrored borders of padded crops. small is the share of the run, from its start, that trains on
+# the inner 7/8 of each side (a convnet that takes images of any size). updates: fewer teach little,
+# however many epochs they are.
 RECIPE = {
     "lr": 1e-3,
     "lr_rule": "sqrt",
@@ -152,7 +152,6 @@ RECIPE = {
     "drop_path": 0.0,
     "ema": 0.0,
     "augment": "crop",
-    "jitter": (0.0, 0.0),
     "small": 0.0,
     "epochs": 30,
     "updates": 300,
@@ -182,7 +181,6 @@ CIFARNET = RECIPE | {
     "muon_options": {"momentum": 0.6, "ns_steps": 3},
     "batch_size": 1000,
     "label_smoothing": 0.2,
-    "jitter": (0.14, 0.13),
     "small": 0.6,
     "epochs": 10,
 }

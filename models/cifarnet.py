@@ -14,13 +14,12 @@ four ideas:
     small logits       The head's output is divided by 9, which keeps the loss soft at the start.
 
 Differences from airbench94_muon: AdamW for head and biases, not SGD; batch norm's eps is 1e-5, not
-1e-12; evaluation without test-time augmentation. The recipe's jitter of brightness and contrast is
-that of hiverge's cifar10-speedrun (MIT): 0.34 points after nine epochs (one seed). The whitening
-layer has no bias, so that no gradient has to go back to it. This saves 6 % of a step. We saw no
-loss of accuracy (half the widths, 4 epochs, one pair of runs: 85.2 % with and without). airbench
-trains that bias for 3 of 8 epochs. The recipe trains on the inner 28x28 pixels for the first 60 %
-of a run: both sizes pool to 3x3 maps, and a step on the smaller one takes 3/4 of the time. With
-inner pixels alone, eight epochs end 2 points lower.
+1e-12; evaluation without test-time augmentation. The whitening layer has no bias, so that no
+gradient has to go back to it. This saves 6 % of a step. We saw no loss of accuracy (half the
+widths, 4 epochs, one pair of runs: 85.2 % with and without). airbench trains that bias for 3 of 8
+epochs. The recipe trains on the inner 28x28 pixels for the first 60 % of a run: both sizes pool to
+3x3 maps, and a step on the smaller one takes 3/4 of the time. With inner pixels alone, eight epochs
+end 2 points lower.
 
 What low precision does to it: nothing here overflows in fp16, because batch norm rescales after
 every convolution. A test of overflows needs a planted fault. Autocast leaves BatchNorm's running

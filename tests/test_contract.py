@@ -37,6 +37,7 @@ THEIRS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls._
 DOES_NOT_APPLY = {
     ("AdamW", "foreach"): "refused beside fused=True, in torch too",
     ("Muon", "weight_decay"): "refused: without effect on a constant norm",
+    ("Muon", "ns_coefficients"): "refused: they are fixed",
     ("Muon", "adjust_lr_fn"): "refused: lr is an angle",
     ("Muon", "only supports 2D"): "accepted: each filter is a row",
 }

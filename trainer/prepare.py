@@ -208,7 +208,6 @@ def data(run: Run, local_rank: int) -> list[str]:
             normalize=batches.Normalize(run.data.mean, run.data.std),
             scale=run.data.scale,
             size=run.data.image_size,
-            jitter=recipe["jitter"],
             cutout=args.cutout,
             workers=args.workers,
             augment=recipe["augment"],

@@ -11,7 +11,7 @@ is not the cause.
 from math import log
 from weakref import WeakKeyDictionary
 
-from ..tensors import numbers_of
+from ..tensors import is_sharded, numbers_of
 from ..watch.deferred import params_of
 from ..watch.events import Events
 from .gradient_path import nodes_of
@@ -31,7 +31,7 @@ class Begun:
 
     def __init__(self, optimizer, classes):
         self.name, self.classes = type(optimizer).__name__, classes
-        self.start = [(p, _sample(p)) for p in params_of(optimizer) if p.dim() > 1]
+        self.start = _samples(optimizer)
         self.steps, self.rates = 0, 0.0  # rates: their sum
         self.told = ""
 
@@ -57,25 +57,30 @@ class TooSlow(Events):
             self.begun[optimizer] = self._begins(optimizer, sum(losses))
         seen = self.begun[optimizer]
         if seen:
-            rates = [group.get("lr") for group in optimizer.param_groups]
-            seen.rates += max((x for x in rates if isinstance(x, float | int)), default=1.0)
+            rate = max(group["lr"] for group in optimizer.param_groups)
+            seen.rates += rate
             if seen.steps >= EARLY and seen.steps.bit_count() == 1:
-                rising = seen.steps * rates[0] > RISING * seen.rates
-                seen.told = "" if rising else self._look(seen, sum(losses), rates[0])
+                rising = seen.steps * rate > RISING * seen.rates
+                seen.told = "" if rising else self._look(seen, optimizer, sum(losses), rate)
             seen.steps += 1
 
     def _begins(self, optimizer, loss):
         near = [classes for classes in self.classes if _are_guesses(loss, classes)]
-        if not near or len(self.all) == OPTIMIZERS:
+        # a rate on a device would be waited for
+        known = all(isinstance(group.get("lr"), float | int) for group in optimizer.param_groups)
+        whole = known and not any(map(is_sharded, params_of(optimizer)))
+        if not (near and whole) or len(self.all) == OPTIMIZERS:
             return None
         self.all.append(Begun(optimizer, near[0]))
         return self.all[-1]
 
-    def _look(self, seen, loss, rate):
+    def _look(self, seen, optimizer, loss, rate):
         """A sentence, or ""."""
-        apart = [_sample(p) - start for p, start in seen.start]
-        sizes = self.deferred.norms([*apart, *(start for _, start in seen.start)])
-        sizes = self.deferred.to_host(sizes)
+        now = _samples(optimizer)
+        if len(now) != len(seen.start):  # it was given more
+            return ""
+        apart = [a - b for a, b in zip(now, seen.start, strict=True)]
+        sizes = self.deferred.to_host(self.deferred.norms([*apart, *seen.start]))
         pairs = zip(sizes[: len(apart)], sizes[len(apart) :], strict=True)
         moved = max((a / b for a, b in pairs if b), default=1.0)
         slow = 0 < moved < STILL and moved * ORDINARY * seen.steps > MOVING * seen.rates
@@ -95,6 +100,8 @@ def _are_guesses(loss, classes):
     return abs(loss / log(classes) - 1) < AS_GUESSES
 
 
-def _sample(p):
-    flat = numbers_of(p.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].float().clone()
+def _samples(optimizer):
+    """Some numbers of each matrix, copied."""
+    matrices = [p for p in params_of(optimizer) if p.dim() > 1 and p.is_floating_point()]
+    flat = [numbers_of(p.detach()).reshape(-1) for p in matrices]
+    return [t[:: max(1, t.numel() // SAMPLE)].float().clone() for t in flat]
