@@ -158,6 +158,16 @@ OVERFLOWS = {
     train(Net(middle), context=lambda: torch.autocast("cpu", torch.float16))
     """, "aten.mul.*times the end of fp16"),
 }
+SQUARE = """
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+    """
 # name: (script, words)
 WRONG = {
     "a result that is written to behind autograd's back": ("""
@@ -236,26 +246,10 @@ WRONG = {
         return h.add_(wide)
     train(Net(middle))
     """, "Swish keeps ctx.x, to which something writes"),
-    "a factor is missing": ("""
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0]
+    "a factor is missing": (SQUARE + """
     train(Net(lambda self, h: Square.apply(h)))  # here
     """, "Square: its backward gives"),
-    "the same of data, so that the step does not call it": ("""
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0]
+    "the same of data, so that the step does not call it": (SQUARE + """
     train(Net(lambda self, h: h + Square.apply(torch.ones_like(h))))  # here
     """, "Square: its backward gives .*; no argument needs a gradient in this step"),
     "the sign of the second argument": ("""
