@@ -272,6 +272,7 @@ class Guard:
         self._carried = constants.new_zeros(len(self.names))
         self._has_carried = False
         self._row = constants.new_zeros(len(self.names) + 32)  # what a step sends to the host
+        self._flags = self._row[: len(self.names)]
 
     def open(self, step=None):
         """Begin an attempted step exactly here. step: its number; None: count on.
@@ -394,11 +395,11 @@ class Guard:
         self._unread = ()
         self.state = "decided"
         row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
-        flags = self._row[: len(row)]  # NaN: not below
-        torch.where(row <= LIMIT, self._carried, self._rank_mark, out=flags)
+        # NaN: not below
+        torch.where(row <= LIMIT, self._carried, self._rank_mark, out=self._flags)
         if self.together:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        found_inf = flags[:FAULTS].amax()
+            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
+        found_inf = self._flags[:FAULTS].amax()
         return found_inf.clamp(max=1) if self.together else found_inf
 
     def _measure(self, gradients):

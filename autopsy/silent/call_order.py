@@ -52,6 +52,8 @@ class Gradients:
 class CallOrder(Events):
     """The order of backward passes, clears, clips and steps."""
 
+    recorded_only = True  # steps that follow each other are enough
+
     def __init__(self, watch):
         self.recorder, self.hooks, self.scaling = watch.recorder, watch.hooks, watch.scaling
         self.optimizers = WeakKeyDictionary()
@@ -60,6 +62,12 @@ class CallOrder(Events):
         self.passes = 0
         self.clip = ()  # (parameters, limit, line), while the loss scale may multiply them
         self.scaled = {}  # (line, limit, loss scale): how often
+
+    def resumed(self):
+        """What became of the gradients in between is not known."""
+        self.inside, self.clip = None, ()
+        for seen in self.all:
+            seen.pending, seen.thrown, seen.led, seen.now = [], [], False, _state(seen)
 
     # Passes and clears
 
@@ -164,7 +172,7 @@ class CallOrder(Events):
                 if n >= OFTEN:
                     yield (
                         f"{seen.name} makes two steps with the gradients of one backward pass, at "
-                        f"{first} and at {second}, {n} times: remove one of them"
+                        f"{first} and at {second}, seen {n} times: remove one of them"
                     )
             for line, times in seen.wasted.items():
                 if len(times) >= max(OFTEN, SHARE * seen.windows):

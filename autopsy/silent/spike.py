@@ -111,7 +111,7 @@ class Spike(Events):
         recent = [max(values) for values in zip(*past.last, strict=True)] or [0.0, 0.0]
         if past.jump:
             self._after(past, now)
-        elif len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES:
+        elif self._is_asked(past) and any(a > ROWS * b for a, b in zip(now, recent, strict=True)):
             usual = [median(values) for values in zip(*past.last, strict=True)]
             times = [*map(_times, now, recent, usual)]
             new = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
@@ -123,6 +123,9 @@ class Spike(Events):
         if not past.jump and not raised:
             past.last.append(now)
         past.highest = tuple(map(max, highest, now))
+
+    def _is_asked(self, past):
+        return len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES
 
     def wrote(self, line, weights):
         self.changes.wrote(line, weights)

@@ -16,6 +16,8 @@ from ..frames import said
 class Events:
     """The events of a script, in their order within a step."""
 
+    recorded_only = False  # whether it is told nothing of a step that is not recorded
+
     def __init__(self, watch):
         """`watch`: its recorder, deferred, names, scaling and hooks may be read."""
 
@@ -75,6 +77,9 @@ class Events:
     def over(self):
         """A step is over, with or without an update."""
 
+    def resumed(self):
+        """After steps that were not recorded, the next one is."""
+
     def causes(self):
         """Those of its sentences that may explain a NaN: each is the advice of its report."""
         return ()
@@ -84,6 +89,7 @@ class Events:
         return ()
 
 
+SAID = ("causes", "sentences")  # what is asked for at the end
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
 
 
@@ -91,8 +97,9 @@ class Listeners:
     """Passes each event to those of `checks` that override it. A check that raises ends, and it
     alone: the others and the watch go on, and `failures` says so at the end."""
 
-    def __init__(self, checks):
+    def __init__(self, checks, budget):
         self.failures = []  # sentences
+        self.budget = budget
         self._listening = {}  # event: checks
         for name in NAMES:
             listening = [c for c in checks if getattr(type(c), name) is not getattr(Events, name)]
@@ -103,6 +110,8 @@ class Listeners:
         """Returns what they answer, one after the other."""
         answers = []
         for check in [*self._listening[event]]:
+            if check.recorded_only and not (self.budget.recording or event in SAID):
+                continue
             try:
                 answers += getattr(check, event)(*args) or ()
             except Exception as error:
@@ -118,7 +127,7 @@ def silent_faults(watch):
     try:
         from .. import silent
     except ImportError:
-        return Listeners([])
+        return Listeners([], watch.budget)
     found = []
     for entry in pkgutil.iter_modules(silent.__path__):
         try:
@@ -131,4 +140,4 @@ def silent_faults(watch):
             is_check = isinstance(value, type) and issubclass(value, Events)
             if is_check and value.__module__ == module.__name__:
                 found.append(value(watch))
-    return Listeners(found)
+    return Listeners(found, watch.budget)

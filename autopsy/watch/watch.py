@@ -91,12 +91,14 @@ class Watch:
         if hooks.locator:
             hooks.locator.step = steps
 
-    def transfer(self, more=(), calm=False):
-        """Read what is noted, and the values of `more`; `calm`: losses wait, for the scaler."""
+    def transfer(self, more=(), calm=False, norms=()):
+        """Read what is noted, and the values of `more`; `calm`: losses wait, for the scaler.
+        `norms`: of the losses, if somebody has read them."""
         losses = []
         if not calm and self.hooks.world == 1:  # else all ranks decide by the gradients
             losses, self.losses = self.losses, []
-        return self.deferred.transfer(more, self.deferred.entries(losses, self.checks.check_loss))
+        entries = self.deferred.entries(losses, self.checks.check_loss, norms)
+        return self.deferred.transfer(more, entries)
 
     # Outside of modules
 
@@ -195,7 +197,7 @@ class Watch:
             norms = [over_ranks(norms)]  # each of a shard
         losses = self.deferred.norms(self.losses)
         clipped = [n for params, n in self.deferred.clipped if {*params} & {*moved}]
-        values = self.transfer([*losses, *clipped, *norms, *scales], calm=bool(scales))
+        values = self.transfer([*losses, *clipped, *norms, *scales], bool(scales), losses)
         losses, values = values[: len(losses)], values[len(losses) :]
         before, values = values[: len(clipped)], values[len(clipped) :]
         scale = values.pop() if scales else 1.0
@@ -243,7 +245,10 @@ class Watch:
         """Weights and moments, as this update has left them."""
         rates = [group.get("lr") for group in optimizer.param_groups]  # a schedule moves them
         self.history.after_step(rates, self.recorder.steps)
-        held = [t for _, p, _, t in held_by(optimizer) if p.grad is not None]
+        if self.budget.recording:
+            held = [t for _, p, _, t in held_by(optimizer) if p.grad is not None]
+        else:  # good gradients make no bad moments, but for a few kinds; those stay bad
+            held = moved_by(optimizer)
         update = Update(optimizer, rates, self.history.largest, line_now())
         self.deferred.note(held, partial(self.checks.check_update, update))
 
@@ -262,6 +267,8 @@ class Watch:
     def go_on(self, recording=True):
         """After a part that was not recorded, is the next one?"""
         self.budget.recording = recording
+        if recording:
+            self.silent.resumed()
         self.recorder.gap = self.recorder.number
         self.hooks.writing = not self.hooks.depth
 

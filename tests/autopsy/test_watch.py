@@ -295,7 +295,7 @@ class Counts(Events):
 
 def test_a_check_that_raises_ends_alone():
     good = Counts(None)
-    listeners = Listeners([Broken(None), good])
+    listeners = Listeners([Broken(None), good], Budget(1.0))
     listeners.over()
     listeners.over()
     assert good.n == 2 and len(listeners.failures) == 1
