@@ -42,7 +42,8 @@ class Update(NamedTuple):
     optimizer: Any
     rates: list  # of its groups, at that step
     gradient: float  # the largest gradient norm up to it
-    line: str = ""
+    follows: bool  # a step after which the moments were read, too
+    line: str
 
 
 class Write(NamedTuple):
@@ -240,6 +241,8 @@ class Checks:
             return  # bad before the first step
         span = extent(t)
         symptom = f"{name} is {span.bad_end}{f' ({LARGE})' if span.is_large else ''}"
+        if t is not p and not update.follows:
+            symptom += " (perhaps for longer: the steps before were not recorded)"
         group, rate = optimizer.param_groups[k], update.rates[k]
         origin = self.hooks.locator and self.hooks.locator.origin_of([t])
         why, fix = _why_bad(group, p, rate, update.gradient)

@@ -55,6 +55,7 @@ class Watch:
         self.outermost = OutermostCalls(self)
         self.optimizer = None  # whose step is under way
         self.with_closure = None  # the same, while its closure is still to run
+        self.moments_were_read = True  # after the last step
 
     def __enter__(self):
         hooks = self.hooks
@@ -249,7 +250,8 @@ class Watch:
             held = [t for _, p, _, t in held_by(optimizer) if p.grad is not None]
         else:  # good gradients make no bad moments, but for a few kinds; those stay bad
             held = moved_by(optimizer)
-        update = Update(optimizer, rates, self.history.largest, line_now())
+        follows, self.moments_were_read = self.moments_were_read, self.budget.recording
+        update = Update(optimizer, rates, self.history.largest, follows, line_now())
         self.deferred.note(held, partial(self.checks.check_update, update))
 
     def _count(self, optimizer):

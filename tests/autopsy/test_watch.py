@@ -373,6 +373,24 @@ def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
         assert once.returncode == 3 and "the step was not recorded" in once.stderr, once.stderr
 
 
+MOMENTS = PREAMBLE + """
+net = nn.Linear(4, 2).half()
+optimizer = torch.optim.Adam(net.parameters(), 1e-3, betas=(0.9, 0.5), eps=1e-4)
+for step in range(40):
+    loss = net(torch.randn(5, 4).half()).square().mean() * (2000 if step == 20 else 1)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("share, step, words", [
+    ("1", 20, "inf after"), ("0", 31, "inf (perhaps for longer: the steps before"),
+])  # fmt: skip
+def test_moments_are_read_in_recorded_steps(run, share, step, words):
+    done = run(MOMENTS, before=["--share", share])
+    assert done.returncode == 3 and f"at step {step} -> optimizer" in done.stderr, done.stderr
+    assert f"exp_avg_sq of weight is {words}" in done.stderr
+
+
 class NeverSearched(list):
     """Of calls: nobody walks all of them, nor searches from the front."""
 
