@@ -376,8 +376,11 @@ class ClippedAdamW(AdamW):
                           "a gradient is non-finite", stacklevel=5)
 
     def __getstate__(self):
-        """For copy and pickle: everything but hooks, as in torch."""
-        return {key: value for key, value in vars(self).items() if "hook" not in key}
+        """For copy and pickle: everything but hooks, as in torch. A scheduler of torch gives an
+        instance its own step(), bound to that instance: a copy would step the original."""
+        kept = {key: value for key, value in vars(self).items() if "hook" not in key}
+        kept.pop("step", None)
+        return kept
 
     def state_dict(self):
         """The state_dict of torch.optim.AdamW, which can load it, plus masters. The tensors are

@@ -252,8 +252,11 @@ class Muon(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     def __getstate__(self):
-        """For copy and pickle: everything but hooks, as in torch."""
-        return {key: value for key, value in vars(self).items() if "hook" not in key}
+        """For copy and pickle: everything but hooks, as in torch. A scheduler of torch gives an
+        instance its own step(), bound to that instance: a copy would step the original."""
+        kept = {key: value for key, value in vars(self).items() if "hook" not in key}
+        kept.pop("step", None)
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with masters beside it. The tensors are live."""

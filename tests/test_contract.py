@@ -5,7 +5,9 @@ torch. And each recipe runs with our optimizers in place of its own.
 """
 
 import contextlib
+import copy
 import io
+import pickle
 import re
 import sys
 import types
@@ -88,6 +90,22 @@ def test_torchs_inputs_train_and_go_through_a_checkpoint(name, kwargs):
     assert same(ours, resumed) and losses[-1] < losses[0]
     if name == "AdamW":
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("twice", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("make", [ClippedAdamW, Muon])
+def test_a_copy_made_after_a_scheduler_steps_its_own_weights_alone(make, twice):
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = make([weight], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it hangs a step() on the instance
+    twin = twice(optimizer)
+    (copied,) = twin.param_groups[0]["params"]
+    for one, other, stepped in ((copied, weight, twin), (weight, copied, optimizer)):
+        before = snapshot(other)
+        one.grad = torch.eye(2)
+        other.grad = torch.eye(2)
+        stepped.step()
+        assert same(before, snapshot(other)) and not same(one, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("name, argument", [
