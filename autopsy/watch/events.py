@@ -46,6 +46,9 @@ class Events:
     def wrote(self, line, weights):
         """The script has written into weights by hand."""
 
+    def filled(self, name, line, written):
+        """The same, by the function of this name: [(weight, what it is given)]."""
+
     def backward(self, losses):
         """A backward pass begins."""
 

@@ -115,6 +115,7 @@ class Watch:
         step, line = self.recorder.steps, line_now()
         weights = [p if p._base is None else p._base for p, _ in written]
         self.silent.wrote(line, weights)
+        self.silent.filled(name, line, written)
         norms = self.deferred.norms(weights)
         writes = [
             (p, Write(name, step, line, *given_to(values, self.recorder.maker), before))
