@@ -28,7 +28,11 @@ class Events:
         """train() or eval() of a module and all within it is over."""
 
     def iterated(self, loader):
-        """An iterator of a DataLoader begins."""
+        """An iterator of a DataLoader begins. Returns contexts that are open while it is made: they
+        must raise nothing."""
+
+    def seeded(self, kind):
+        """The script has seeded the generator of "torch", "numpy" or "random"."""
 
     def read(self, t, name):
         """The script reads a number, or detaches a tensor."""

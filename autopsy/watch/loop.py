@@ -1,11 +1,16 @@
 """
 Loop: what a training loop does with gradients and rates between a backward pass and a step.
 
-zero_grad(), clip_grad_norm_() and its like, unscale_(), the step of a scheduler, train(), eval()
-and the iterators of a DataLoader are wrapped: the checks of the folder silent/ are told of each.
+zero_grad(), clip_grad_norm_() and its like, unscale_(), the step of a scheduler, train(), eval(),
+the iterators of a DataLoader and the seeds of generators are wrapped: the checks of the folder
+silent/ are told of each.
 """
 
-from functools import partial
+import random
+import sys
+import threading
+from contextlib import ExitStack
+from functools import partial, wraps
 from inspect import signature
 from types import GeneratorType
 
@@ -39,8 +44,10 @@ def watch_loop(hooks, deferred, silent):
         return out
 
     def iterate(original, loader):
-        hooks.safely(silent.iterated, loader)
-        return original(loader)
+        with ExitStack() as stack:
+            for context in hooks.safely(silent.iterated, loader) or ():
+                stack.enter_context(context)
+            return original(loader)
 
     def schedule(original, scheduler, *args, **kwargs):
         """What a lambda of the script reads in it is seen."""
@@ -70,6 +77,19 @@ def watch_loop(hooks, deferred, silent):
         hooks.safely(silent.clipped, params, limit, norm)
         return out
 
+    def seeding(kind, original):
+        """It may run once a sample, and in threads that use no torch."""
+
+        @wraps(original)
+        def seed(*args, **kwargs):
+            out = original(*args, **kwargs)
+            is_off = torch.compiler.is_compiling() or hooks.busy or not hooks.on
+            if not is_off and threading.get_ident() == hooks.thread:
+                silent.seeded(kind)
+            return out
+
+        return seed
+
     for owner, name, event in (
         (torch.optim.Optimizer, "zero_grad", silent.cleared),
         (nn.Module, "zero_grad", silent.cleared),
@@ -85,6 +105,16 @@ def watch_loop(hooks, deferred, silent):
         for owner in (nn.utils, nn.utils.clip_grad):
             if hasattr(owner, name):
                 hooks.wrap(owner, name, clip)
+    for kind, owner, name in seeders():
+        hooks.replace(owner, name, seeding(kind, getattr(owner, name)))
+
+
+def seeders():
+    """(generator, owner, name) of each function that seeds a generator of this process."""
+    found = [("torch", torch, "manual_seed"), ("torch", torch.random, "manual_seed")]
+    if numpy := sys.modules.get("numpy"):
+        found.append(("numpy", numpy.random, "seed"))
+    return [*found, ("random", random, "seed")]
 
 
 def _norm(deferred, params):
