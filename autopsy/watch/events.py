@@ -27,6 +27,9 @@ class Events:
     def switched(self, module, training):
         """train() or eval() of a module and all within it is over."""
 
+    def built(self, container):
+        """An nn.ModuleList or nn.Sequential was made."""
+
     def iterated(self, loader):
         """An iterator of a DataLoader begins. Returns contexts that are open while it is made: they
         must raise nothing."""

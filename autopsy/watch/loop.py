@@ -2,8 +2,8 @@
 Loop: what a training loop does with gradients and rates between a backward pass and a step.
 
 zero_grad(), clip_grad_norm_() and its like, unscale_(), the step of a scheduler, train(), eval(),
-the iterators of a DataLoader and the seeds of generators are wrapped: the checks of the folder
-silent/ are told of each.
+the iterators of a DataLoader, the seeds of generators and lists of modules are wrapped: the checks
+of the folder silent/ are told of each.
 """
 
 import random
@@ -42,6 +42,10 @@ def watch_loop(hooks, deferred, silent):
         if not (switching or hooks.depth):
             hooks.safely(silent.switched, module, mode)
         return out
+
+    def build(original, container, *args, **kwargs):
+        original(container, *args, **kwargs)
+        hooks.safely(silent.built, container)
 
     def iterate(original, loader):
         with ExitStack() as stack:
@@ -96,6 +100,8 @@ def watch_loop(hooks, deferred, silent):
     ):
         hooks.wrap(owner, name, partial(tell, event))
     hooks.wrap(nn.Module, "train", switch)
+    for kind in (nn.ModuleList, nn.Sequential):
+        hooks.wrap(kind, "__init__", build)
     hooks.wrap(torch.utils.data.DataLoader, "__iter__", iterate)
     hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)
     hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", schedule)
