@@ -2,9 +2,9 @@
 Pairs: does a loss compare each result with each target?
 
 Of [n, 1] and [n] broadcasting makes [n, n], and its mean trains a network to guess the mean of all
-targets. In the graphs of the first losses it looks for such a difference or product, of a part with
-a graph and a target of the batch without, as long as the batch, and after it nothing but numbers of
-each pair and a mean or sum of all.
+targets. In the graphs of the first losses it looks for such a difference, of a part with a graph
+and a target of the batch without (or what is computed under no_grad), as long as the batch, and
+after it nothing but numbers of each pair and a mean or sum of all.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin")  # noth
 SCALED, SUMS = ("MulBackward0", "DivBackward0"), ("AddBackward0", "SubBackward0")
 OF_EACH = [*(f"{name}Backward0" for name in ALONE), *SCALED, *SUMS]
 LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
-BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "l1_loss")
+BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "l1_loss")  # of products: products.py
 
 
 class Pairs(Events):
@@ -45,9 +45,11 @@ class Pairs(Events):
             n = ours[0] if ours else 0
             if n in rows and ours in ([n], [n, 1]):
                 theirs = [n] if ours == [n, 1] else [n, 1]
-                if node.name() not in LOSSES:
+                other = node._saved_target if node.name() in LOSSES else None
+                if node.name() in SUMS:
                     by_hand.append((ours, theirs))
-                elif node._saved_target.stride()[len(theirs) - 1] == 0:  # expanded the other way
+                elif other is not None and other.stride()[len(theirs) - 1] == 0:
+                    # expanded the other way
                     made = self.recorder.maker(losses[0])
                     line = line_of(made.frames) if made else line_now()
                     self.found[line, str(ours), str(theirs)] += 1
@@ -56,10 +58,13 @@ class Pairs(Events):
 
     def _look(self, by_hand, calls):
         """If no more calls than nodes have such targets, it is these."""
-        targets = {made: t for t, made in self.recorder.known.items() if made.data}
+        quiet = _quiet(self.recorder.calls)
+        known = self.recorder.known.items()
+        targets = {made: t for t, made in known if made.data or made.number in quiet}
         found = []
         for call in calls:
-            if call.name in BY_HAND or isinstance(call.function, nn.L1Loss):
+            computed = any(not (m.data or m.number in quiet) for m in call.uses())
+            if computed and (call.name in BY_HAND or isinstance(call.function, nn.L1Loss)):
                 given = [targets.get(x, x) for x in leaves(call.args)]
                 shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor)]
                 pairs = [pair for pair in by_hand if [pair[1]] == shapes]
@@ -73,6 +78,18 @@ class Pairs(Events):
                     f"the loss at {line} compares each result with each target: {ours} and "
                     f"{theirs} make a square: give both one shape, with squeeze(1) or [:, None]"
                 )
+
+
+def _quiet(calls):
+    """The numbers of those that run under no_grad, or take nothing but their results and data."""
+    quiet = set()
+    for call in calls:
+        refs = call.uses()
+        taken = all(made.data or made.number in quiet for made in refs)
+        plain = not isinstance(call.function, nn.Module) and call.name != "detach"
+        if not call.grad or (refs and taken and plain):
+            quiet.add(call.number)
+    return quiet
 
 
 def _each(node):
