@@ -1,0 +1,52 @@
+"""
+Dimensions: which dimension of a result is which of what was given?
+
+Products of two tensors in the letters of einsum, and views by the strides that they have without
+numbers.
+"""
+
+import torch
+
+VIEWS = ("transpose", "permute", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
+         "movedim", "moveaxis", "swapaxes", "swapdims", "__getitem__", "T", "mT")  # fmt: skip
+
+
+def viewed(func, args, kwargs, dims):
+    """The names of the dimensions of a view, by the strides that it has without numbers."""
+    t = torch.empty(args[0].shape, device="meta")
+    view = func(t, *args[1:], **kwargs)
+    names = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        within = [
+            name for name, n, step in zip(dims, t.shape, t.stride(), strict=True)
+            if n > 1 and step <= stride and stride * (size - 1) < step * n
+        ]  # fmt: skip
+        names.append(within[0] if len(within) == 1 and size > 1 else None)
+    return names
+
+
+def product_of(name, args):
+    """(a, b, letters of a, of b, of the result) as einsum names them; or None."""
+    if name == "einsum":
+        equation, *tensors = args
+        a, b = tensors if len(tensors) == 2 else tensors[0]
+        inputs, _, result = equation.replace(" ", "").partition("->")
+        of_a, of_b = inputs.split(",")
+        n = max(t.dim() - len(x.replace("...", "")) for t, x in ((a, of_a), (b, of_b)))
+        given = [_letters(x, n) for x in (of_a, of_b, result)]
+        fits = result and [a.dim(), b.dim()] == [*map(len, given[:2])]
+        return (a, b, *given) if fits else None
+    if name not in ("matmul", "__matmul__", "bmm", "baddbmm"):
+        return None
+    a, b = args[-2:] if name == "baddbmm" else args[:2]
+    n = max(a.dim(), b.dim()) - 2
+    if min(a.dim(), b.dim()) < 2:
+        return None
+    batch = [*map(str, range(n))]
+    of_a, of_b = batch[n + 2 - a.dim() :], batch[n + 2 - b.dim() :]
+    return a, b, [*of_a, "i", "j"], [*of_b, "j", "k"], [*batch, "i", "k"]
+
+
+def _letters(text, n):
+    before, dots, after = text.partition("...")
+    return [*before, *(map(str, range(n)) if dots else ()), *after]
