@@ -56,7 +56,7 @@ class ShiftedLabels(Events):
             self._look(losses)
 
     def _look(self, losses):
-        labels = [t for t in map(_labels, nodes_of(losses, NEAR)) if t is not None]
+        labels = [t for t in map(labels_of, nodes_of(losses, NEAR)) if t is not None]
         if not labels:
             return
         nodes = [node for node in nodes_of(losses) if node.name() == "EmbeddingBackward0"]
@@ -148,7 +148,7 @@ class Seen(TorchFunctionMode):
         return RIGHT if gaps == {1} else ""
 
 
-def _labels(node):
+def labels_of(node):
     """Of a cross-entropy, also one that is made by gather(); those that do not count are -1."""
     if node.name() in NLL:
         ignored = node._saved_ignore_index
