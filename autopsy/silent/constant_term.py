@@ -25,7 +25,7 @@ from ..watch.events import Events
 from ..watch.forward import Forward
 from .gradient_path import DetachFinder
 
-LOOKS = (2, 5)  # steps of an optimizer, at the earliest
+LOOKS = (2, 5)  # recorded steps of an optimizer, at the earliest
 MOST = 4  # looks in all
 NODES = 32  # of a loss
 LOSSES = ("kl_div", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits")
@@ -57,6 +57,8 @@ class ConstantTerm(Events):
             self.suspect |= any("no graph" in form for form in forms)
 
     def before_step(self, optimizer, losses, norm, moved):
+        if not (self.told or self.recorder.hooks.budget.recording):
+            return
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Seen()
         seen = self.optimizers[optimizer]

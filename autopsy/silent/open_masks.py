@@ -124,10 +124,10 @@ class OpenMasks(Events):
         if len(steps) >= OFTEN:
             _, value, side, names, shape = reached[-1]
             yield (
-                f"the {names[0]}, called at {self.line}, has one value and hides nothing, in "
-                f"{len(steps)} steps, though rows of the ids {[*shape]} {side} with runs of "
-                f"{value} of different lengths (padding?), and these reach the loss: make it of "
-                f"ids != {value}"
+                f"the argument {names[0]}, in the call at {self.line}, has one value and hides "
+                f"nothing, in {len(steps)} steps, though rows of the ids {[*shape]} {side} with "
+                f"runs of {value} of different lengths (padding?), and these reach the loss: make "
+                f"it of ids != {value}"
             )
 
 

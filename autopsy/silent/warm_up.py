@@ -145,13 +145,13 @@ def _versions(optimizer):
     a weight trains counts as well."""
     found = {}
     for p in params_of(optimizer):
-        found[id(p), p.requires_grad] = _version(p)
+        found[id(p), p.requires_grad] = _writes_to(p)
         state = optimizer.state.get(p)
         for key, t in state.items() if isinstance(state, dict) else ():
             if isinstance(t, Tensor):
-                found[id(p), key, id(t)] = _version(t)
+                found[id(p), key, id(t)] = _writes_to(t)
     return found
 
 
-def _version(t):
+def _writes_to(t):
     return 0 if t.is_inference() else t._version
