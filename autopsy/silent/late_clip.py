@@ -29,7 +29,8 @@ class Used:
     followed: list = ()  # references to some of them
     after: tuple = ()  # their gradients after the step
     reads: int = 0  # how often the script had read or set a gradient
-    fresh: bool = True  # has a backward pass come since then, or is that not known?
+    known: bool = True  # has every call since then been seen?
+    fresh: bool = True  # has a backward pass come since then?
     cleared: bool = False
     in_time: bool = False  # has a clip ever come before a step?
     late: dict = field(default_factory=dict)  # (line, limit) of a clip: how often it was late
@@ -59,7 +60,8 @@ class LateClip(Events):
     def resumed(self):
         """What became of the gradients in between is not known."""
         self.inside, self.waiting = None, []
-        self.passed()
+        for seen in self.all:
+            seen.known = False
 
     def passed(self):
         for seen in self.all:
@@ -70,6 +72,8 @@ class LateClip(Events):
             return
         ids = {id(p) for p in params}
         owners = [s for s in self.optimizers.values() if not ids.isdisjoint(s.ids)]
+        if not all(seen.known for seen in owners):
+            return
         reads = self.recorder.gradient_reads
         used = [seen for seen in owners if not seen.fresh and seen.reads == reads]
         if len(used) < len(owners):
@@ -89,7 +93,7 @@ class LateClip(Events):
         if self.inside is not None:
             return
         for seen in self.optimizers.values():
-            if not seen.fresh:
+            if seen.known and not seen.fresh:
                 pairs = zip(_state(seen), seen.after, strict=False)
                 seen.cleared |= all(now != after for now, after in pairs)
         if self.waiting:
@@ -137,7 +141,7 @@ class LateClip(Events):
         seen.line, seen.ids = line_now(), {id(p) for p in params}
         seen.followed = [ref(p) for p in some]
         seen.after, seen.reads = _state(seen), self.recorder.gradient_reads
-        seen.fresh, seen.cleared = not some, False
+        seen.known, seen.fresh, seen.cleared = True, not some, False
 
     def sentences(self):
         for seen in self.all:
