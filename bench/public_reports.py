@@ -816,6 +816,30 @@ class Net(nn.Module):
 def batch(i): ids = torch.randint(20, (16, 5 + i % 4)); return ids, ids[:, 0] % 3
 loop(Net(), None, 30, batch, F.cross_entropy)
 """, "self.pe[:x.size(0)]", "self.pe[:x.size(1)].transpose(0, 1)"),
+    "a name that is nearly requires_grad": Row(
+        "github.com/udacity/deep-learning-v2-pytorch/issues/12", "frozen",
+        r"0.weight, 0.bias: require_grad = False .* PyTorch does not read",
+        """
+net = mlp()
+for p in net[0].parameters(): p.require_grad = False
+loop(net, torch.optim.Adam(net.parameters(), 1e-3), 60)
+""", "p.require_grad = False", "p.requires_grad = False"),
+    "a cosine for the epochs that moves with each batch": Row(
+        "github.com/ivadomed/ivadomed/pull/55", "schedule",
+        r"CosineAnnealingLR at script.py:\d+ in train has T_max=6, as many as .* 60 steps",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+def train(epochs):
+    net, loader = mlp(), DataLoader(TensorDataset(*data(1, 160)), 16, shuffle=True)
+    opt = torch.optim.Adam(net.parameters(), 3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, epochs)
+    for epoch in range(epochs):
+        for x, y in loader:
+            loss = F.mse_loss(net(x), y)
+            opt.zero_grad(); loss.backward(); opt.step()
+            schedule.step()
+train(6)
+""", "            schedule.step()", "        schedule.step()"),
 }
 
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
@@ -1655,6 +1679,17 @@ class Net(nn.Module):
     def forward(self, x):
         return self.out(self.time(self.emb(x) + self.agent(torch.arange(len(x)))[:, None]).mean(1))
 loop(Net(), None, 20, lambda i: (torch.randn(12, 7, 8), torch.randint(3, (12,))), F.cross_entropy)
+""",
+    "a cosine of short waves, and weights with a note": """
+from torch.utils.data import DataLoader, TensorDataset
+net, loader = mlp(), DataLoader(TensorDataset(*data(1, 160)), 16, shuffle=True)
+for p in net.parameters(): p.requires_grad_reduction, p.needs_grad = False, False
+opt = torch.optim.Adam(net.parameters(), 3e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)  # up and down once in two epochs
+for epoch in range(6):
+    for x, y in loader:
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step(); schedule.step()
 """,
 }
 

@@ -2,7 +2,8 @@
 Schedules: does a learning rate scheduler move with the updates, and why is a rate 0?
 
 A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
-never steps leaves a warm-up at its start.
+never steps leaves a warm-up at its start. A cosine for as many steps as there are epochs, which
+moves with each batch, falls and rises all the time.
 """
 
 from collections import Counter
@@ -15,10 +16,12 @@ from ..frames import line_now
 from ..tensors import few
 from ..watch.events import Events
 from ..watch.names import living
+from .passes import Loops
 
 FIRST = 3  # steps; then the schedulers are built
 MOST = 8  # optimizers: some scripts build one for each task
 LONG = 50  # steps in which a scheduler should step once
+PERIODS = 4  # of a cosine, each half of a wave
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
 
@@ -31,6 +34,7 @@ class Scheduled:
         self.built = ()  # classes of schedulers
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
         self.turns = {}  # the same: steps for each update
+        self.moves = {}  # the same: (steps in all, the loop over a loader that was under way)
 
     def updated(self):
         """A step of the optimizer, or one that the loss scaler skipped."""
@@ -62,6 +66,10 @@ class Schedules(Events):
 
     def __init__(self, watch):
         self.names, self.optimizers = watch.names, {}
+        self.loops = Loops()
+
+    def iterated(self, loader):
+        self.loops.begin(loader)
 
     def _of(self, optimizer):
         found = self.optimizers.get(id(optimizer))
@@ -72,7 +80,9 @@ class Schedules(Events):
     def scheduled(self, scheduler):
         known = vars(scheduler)
         length = known.get("T_max") or known.get("total_iters") or 0
-        self._of(scheduler.optimizer).since[type(scheduler).__name__, line_now(), length] += 1
+        seen, key = self._of(scheduler.optimizer), (type(scheduler).__name__, line_now(), length)
+        seen.since[key] += 1
+        seen.moves[key] = seen.moves.get(key, (0,))[0] + 1, self.loops.last
 
     def skipped(self, optimizer):
         self._of(optimizer).updated()
@@ -106,5 +116,13 @@ class Schedules(Events):
         often = seen.often()
         if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
+        for (kind, line, length), (n, loop) in seen.moves.items():
+            of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
+            if of_epochs and n >= PERIODS * length and not often:
+                yield (
+                    f"{kind} at {line} has T_max={length}, as many as there were passes over the "
+                    f"loader at {loop.line}, and made {n} steps: the lr of {seen.name} falls and "
+                    f"rises in turn, {length} steps each: call it once a pass, or give it T_max={n}"
+                )
         if seen.built and not (seen.turns or seen.since or seen.zero) and seen.steps >= LONG:
             yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"
