@@ -840,6 +840,23 @@ def train(epochs):
             schedule.step()
 train(6)
 """, "            schedule.step()", "        schedule.step()"),
+    "a language model without a causal mask": Row(
+        "github.com/pytorch/tutorials/issues/2478", "mask",
+        r"the labels of the loss at script.py:\d+ in <module> are the next ids, and each position sees",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(24, 32), nn.Linear(32, 24)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    def forward(self, ids, mask): return self.head(self.body(self.emb(ids), mask))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+later = nn.Transformer.generate_square_subsequent_mask(12)
+for i in range(60):
+    ids = torch.randint(24, (16, 13)); out = net(ids[:, :-1], None)
+    loss = F.cross_entropy(out.reshape(-1, 24), ids[:, 1:].reshape(-1))
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "net(ids[:, :-1], None)", "net(ids[:, :-1], later)"),
 }
 
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
@@ -1690,6 +1707,35 @@ for epoch in range(6):
     for x, y in loader:
         loss = F.mse_loss(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step(); schedule.step()
+""",
+    "an encoder sees the ids that a decoder learns": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(24, 32), nn.Linear(32, 24)
+        self.encoder, self.decoder = nn.GRU(32, 32, batch_first=True), nn.GRU(56, 32, batch_first=True)
+    def forward(self, ids):
+        code = self.encoder(self.emb(ids))[1].transpose(0, 1).expand(-1, 12, -1)
+        before = F.one_hot(ids[:, :-1], 24).float()
+        return self.head(self.decoder(torch.cat([code, before], 2))[0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(60):
+    ids = torch.randint(24, (16, 13))
+    loss = F.cross_entropy(net(ids).reshape(-1, 24), ids[:, 1:].reshape(-1))
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "a translator with one table for both languages, which are one": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(24, 32), nn.Linear(32, 24)
+        self.body = nn.Transformer(32, 2, 1, 1, 64, 0.0, batch_first=True)
+        self.register_buffer("later", nn.Transformer.generate_square_subsequent_mask(12))
+    def forward(self, ids):
+        return self.head(self.body(self.emb(ids), self.emb(ids[:, :-1]), tgt_mask=self.later))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(60):
+    ids = torch.randint(24, (16, 13))
+    loss = F.cross_entropy(net(ids).reshape(-1, 24), ids[:, 1:].reshape(-1))
+    opt.zero_grad(); loss.backward(); opt.step()
 """,
 }
 

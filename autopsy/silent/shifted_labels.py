@@ -1,13 +1,14 @@
 """
-Shifted labels: is each token trained on the next one, or on the next but one, or on itself?
+Shifted labels: is each token trained on the next one, which it does not see?
 
 A language model shifts its labels in its loss. Shifted in the data as well, position t learns token
-t + 2, and nothing fails. Not shifted at all, it copies what it sees. The graphs of the first losses
-hold the labels, and the ids that an embedding was given. If labels are exactly the ids, moved by
-any number but 1, a step is made again, once a run: the gradients of three positions show the last
-id that each depends on. Told is only the id after the next one, or, with a causal mask, that last
-id itself. Labels that are the next ids, also of another head, or a slice from 2 on in the script
-are meant so.
+t + 2, and nothing fails. Not shifted at all, or without a causal mask, it copies what it sees. The
+graphs of the first losses hold the labels, and the ids that an embedding was given. If labels are
+exactly the ids, moved by one number, a step is made again, once a run: the gradients of three
+positions show on which ids each depends. Told is the id after the next one; with a causal mask, the
+last id that it sees; and the next id, if the position sees it and the last label is not among the
+ids (else they may be those of an encoder). Labels at several places, or a slice from 2 on in the
+script, are meant so.
 """
 
 import linecache
@@ -63,7 +64,7 @@ class ShiftedLabels(Events):
         tables = [node._saved_indices for node in nodes]
         found = {shift for t in labels for ids in tables for shift, *_ in _shifts(t, ids)}
         self.shifts.update(found)
-        self.is_meant = 1 in found or len(found) > 1 or (bool(found) and _is_written())
+        self.is_meant = len(self.shifts) > 1 or (bool(found - {1}) and _is_written())
         self.is_due = not self.text and max(self.shifts.values(), default=0) >= OFTEN
 
     def before_step(self, optimizer, losses, norm, moved):
@@ -124,6 +125,8 @@ class Seen(TorchFunctionMode):
         ids, length = rows.shape[dim], labels.shape[1]
         first, end = max(0, -shift), min(length, ids - shift)
         gaps, copied = set(), True
+        # an encoder is given all that is to be decoded
+        seen = shift == 1 and bool((labels[:, ids - shift :] >= 0).any())
         for quarter in (1, 2, 3):
             t = first + (end - first) * quarter // 4
             row = (labels[:, t] >= 0).nonzero().flatten()
@@ -134,6 +137,7 @@ class Seen(TorchFunctionMode):
             on = (slope != 0).any(-1).any(1 - dim).nonzero().flatten().tolist()
             gaps.add(t + shift - on[-1])
             copied &= len(on) > 1 and self.hides_later
+            seen &= t + shift in on
         if gaps == {2}:
             return (
                 f"the labels of the loss at {line} are the ids two places on: a position that sees "
@@ -144,6 +148,12 @@ class Seen(TorchFunctionMode):
             return (
                 f"the labels of the loss at {line} are the last ids that a position sees, though a "
                 "causal mask hides those after it: it learns to copy: shift the labels"
+            )
+        if seen:
+            return (
+                f"the labels of the loss at {line} are the next ids, and each position sees its "
+                "own: it learns to copy: hide what comes later from it (a causal mask; one "
+                "direction of a recurrent layer)"
             )
         return RIGHT if gaps == {1} else ""
 
