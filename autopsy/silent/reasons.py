@@ -261,8 +261,7 @@ class Reasons:
             if weights and all(w.p.requires_grad != asked for w in weights):
                 yield (
                     f"{self._names(weights)}: {name} = {asked} {of}is an attribute that PyTorch "
-                    f"does not read; their requires_grad is {not asked}: use "
-                    f"requires_grad_({asked})"
+                    f"does not read; theirs is {not asked}: use requires_grad_({asked})"
                 )
 
 
