@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import batched, few, flat_tensors, storage_of
 from ..watch.events import Events
+from .following import Follower
 from .gradient_path import nodes_of
 from .losses import NEAR, NLL
 
@@ -108,7 +108,7 @@ class BatchFirst(Events):
         yield from [text for text, steps in self.found.items() if len(steps) == len(LOOKS)]
 
 
-class Calls(TorchFunctionMode):
+class Calls(Follower):
     """Functions that a network calls; `size`: how many samples, if each is a sequence."""
 
     def __init__(self, note, size=0):
@@ -116,15 +116,9 @@ class Calls(TorchFunctionMode):
         self.note, self.size = note, size
         self.hidden = {}  # storage: shape of the hidden state of a recurrent layer
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in LOOKED_AT:
-            with suppress(Exception):
-                self._look(name, args, kwargs or {}, out)
-        return out
-
-    def _look(self, name, args, kwargs, out):
+    def look(self, func, name, args, kwargs, out):
+        if name not in LOOKED_AT:
+            return
         t, *more = args
         shape, samples = [*t.shape], len(t)
         if name == "softmax":

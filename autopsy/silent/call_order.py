@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from ..frames import line_now
-from ..watch.deferred import params_of
-from ..watch.events import Events
+from ..watch.deferred import gradients_of, params_of
+from ..watch.events import OutermostSteps
 
 OFTEN = 3  # steps at least
 SHARE = 0.75  # of the steps
@@ -49,7 +49,7 @@ class Gradients:
     wasted: dict = field(default_factory=dict)  # line: (thrown away, all) of each such step
 
 
-class CallOrder(Events):
+class CallOrder(OutermostSteps):
     """The order of backward passes, clears, clips and steps."""
 
     recorded_only = True  # steps that follow each other are enough
@@ -58,7 +58,6 @@ class CallOrder(Events):
         self.recorder, self.hooks, self.scaling = watch.recorder, watch.hooks, watch.scaling
         self.optimizers = WeakKeyDictionary()
         self.all = []
-        self.inside = None  # the optimizer whose step is under way, with all that it calls
         self.passes = 0
         self.clip = ()  # (parameters, limit, line), while the loss scale may multiply them
         self.scaled = {}  # (line, limit, loss scale): how often
@@ -67,7 +66,8 @@ class CallOrder(Events):
         """What became of the gradients in between is not known."""
         self.inside, self.clip = None, ()
         for seen in self.all:
-            seen.pending, seen.thrown, seen.led, seen.now = [], [], False, _state(seen)
+            seen.pending, seen.thrown, seen.led = [], [], False
+            seen.now = gradients_of(seen.followed)
 
     # Passes and clears
 
@@ -77,7 +77,7 @@ class CallOrder(Events):
         if self.inside is None:
             where = _place()
             for seen in self.optimizers.values():
-                if seen.now != (now := _state(seen)):
+                if seen.now != (now := gradients_of(seen.followed)):
                     seen.pending.append(Pass(where, self.recorder.gradient_reads))
                 seen.now = now
 
@@ -85,13 +85,13 @@ class CallOrder(Events):
         if self.inside is not None:
             return
         for seen in self.optimizers.values():
-            now = _state(seen)
+            now = gradients_of(seen.followed)
             if now != seen.now:
                 unread = [p for p in seen.pending if p.reads == self.recorder.gradient_reads]
                 seen.thrown += [(p.where, line_now()) for p in unread if not p.clipped]
                 seen.pending, seen.used, seen.now = [], (), now
 
-    def wrote(self, line, weights):
+    def wrote(self, line, weights, name, given):
         """By hand, as one that looks for sharpness does between two passes."""
         for seen in self.all:
             seen.thrown, seen.pending = [], []
@@ -117,21 +117,7 @@ class CallOrder(Events):
 
     # Steps
 
-    def before_step(self, optimizer, losses, norm, moved):
-        if self.inside is None:
-            self.inside = optimizer
-
-    def stepped(self, optimizer):
-        if self.inside is optimizer:
-            self.inside = None
-            if not self.hooks.depth:
-                self._uses(optimizer)
-
-    def skipped(self, optimizer):
-        if self.inside is None:
-            self._uses(optimizer)
-
-    def _uses(self, optimizer):
+    def uses(self, optimizer):
         """A step, or one that the loss scaler skipped, uses what all passes have left."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Gradients(type(optimizer).__name__)
@@ -140,7 +126,7 @@ class CallOrder(Events):
         params = params_of(optimizer)
         some = params[:: max(1, len(params) // FOLLOWED)]
         seen.followed = [ref(p) for p in (*some, *params[-1:])]
-        now, reads = _state(seen), self.recorder.gradient_reads
+        now, reads = gradients_of(seen.followed), self.recorder.gradient_reads
         again = seen.led and self.passes == seen.passes and any(now)
         if again and now == seen.used and reads == seen.reads:
             lines = seen.line, line
@@ -189,12 +175,6 @@ class CallOrder(Events):
                 )
 
     causes = sentences
-
-
-def _state(seen):
-    """Some of its gradients: another tensor, or another version, is another gradient."""
-    grads = [p.grad for held in seen.followed if (p := held()) is not None]
-    return tuple(g if g is None else (id(g), g._version) for g in grads)
 
 
 def _place():

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import line_now
@@ -23,6 +22,7 @@ from ..tensors import flat_tensors
 from ..watch.deferred import params_of
 from ..watch.events import Events
 from ..watch.forward import Forward
+from .following import Follower
 from .gradient_path import DetachFinder
 
 LOOKS = (2, 5)  # recorded steps of an optimizer, at the earliest
@@ -120,7 +120,7 @@ def _terms(recorder, optimizer, optimizers):
     modules = [call.function for call in recorder.calls if isinstance(call.function, nn.Module)]
     parts = [part for module in modules for part in module.modules()]
     if recorder.hooks.world > 1 or is_compiled(parts):
-        return []
+        return set()
     params = [p for p in params_of(optimizer) if p.requires_grad]
     others = [p for other in list(optimizers) for p in params_of(other)]
     with suppress(Exception):  # what cannot be made again is no evidence
@@ -142,7 +142,7 @@ def _linear(node):
     return left
 
 
-class Terms(TorchFunctionMode):
+class Terms(Follower):
     """Follows losses without a graph until they are added to what has one."""
 
     def __init__(self, cuts):
@@ -152,14 +152,8 @@ class Terms(TorchFunctionMode):
         self.followed = WeakIdKeyDictionary()  # tensor: {(sentence, does it compare the same?)}
         self.added = []  # (the same, the sum)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        with suppress(Exception):
-            self._look(func, args, kwargs or {}, out)
-        return out
-
-    def _look(self, func, args, kwargs, out):
-        name = getattr(func, "__name__", "").strip("_")
+    def look(self, func, name, args, kwargs, out):
+        name = name.strip("_")
         given = flat_tensors((args, kwargs))
         chosen = any(t in self.chosen for t in given)
         indices = [t for t in given if not t.is_floating_point()]

@@ -35,7 +35,7 @@ class FrozenStatistics(Events):
         self.looks = WeakKeyDictionary()  # averages: how often they were looked at
         self.averages = {}  # names of statistics: line
 
-    def wrote(self, line, weights):
+    def wrote(self, line, weights, name, given):
         if self.recorder.steps < EARLY:
             self.written.update(map(storage_of, weights))
 

@@ -87,7 +87,12 @@ def without_graph(modules):
 
 def nodes_of(tensors, most=inf):
     """The nodes of the graph that made these tensors, the last first, and at most so many."""
-    nodes = dict.fromkeys(t.grad_fn for t in tensors if t.grad_fn)
+    return graph_of([t.grad_fn for t in tensors if t.grad_fn], most)
+
+
+def graph_of(nodes, most=inf):
+    """These nodes of a graph, and those before them."""
+    nodes = dict.fromkeys(nodes)
     left = [*nodes]
     for node in left:
         for other, _ in node.next_functions:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from ..frames import line_now
-from ..watch.deferred import params_of
-from ..watch.events import Events
+from ..watch.deferred import gradients_of, params_of
+from ..watch.events import OutermostSteps
 
 OFTEN = 3  # clips at least
 MEANT = 100  # a limit of at most this is no way to read the norm
@@ -45,7 +45,7 @@ class Late:
     reads: int
 
 
-class LateClip(Events):
+class LateClip(OutermostSteps):
     """Clips, and the steps before them."""
 
     recorded_only = True  # steps that follow each other are enough
@@ -54,7 +54,6 @@ class LateClip(Events):
         self.recorder, self.hooks = watch.recorder, watch.hooks
         self.optimizers = WeakKeyDictionary()
         self.all = []
-        self.inside = None  # the optimizer whose step is under way, with all that it calls
         self.waiting = []
 
     def resumed(self):
@@ -94,7 +93,7 @@ class LateClip(Events):
             return
         for seen in self.optimizers.values():
             if seen.known and not seen.fresh:
-                pairs = zip(_state(seen), seen.after, strict=False)
+                pairs = zip(gradients_of(seen.followed), seen.after, strict=False)
                 seen.cleared |= all(now != after for now, after in pairs)
         if self.waiting:
             params = params_of(owner) if hasattr(owner, "param_groups") else owner.parameters()
@@ -111,8 +110,7 @@ class LateClip(Events):
 
     def before_step(self, optimizer, losses, norm, moved):
         """It uses what was clipped, after all."""
-        if self.inside is None:
-            self.inside = optimizer
+        super().before_step(optimizer, losses, norm, moved)
         ids = {id(p) for p in params_of(optimizer)} if self.waiting else ()
         for late in [*self.waiting]:
             if any(not seen.ids.isdisjoint(ids) for seen in late.owners):
@@ -120,17 +118,7 @@ class LateClip(Events):
                 for seen in late.owners:
                     seen.in_time = True
 
-    def stepped(self, optimizer):
-        if self.inside is optimizer:
-            self.inside = None
-            if not self.hooks.depth:
-                self._uses(optimizer)
-
-    def skipped(self, optimizer):
-        if self.inside is None:
-            self._uses(optimizer)
-
-    def _uses(self, optimizer):
+    def uses(self, optimizer):
         """A step, or one that the loss scaler skipped."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Used(type(optimizer).__name__)
@@ -140,7 +128,7 @@ class LateClip(Events):
         some = some[:: max(1, len(some) // FOLLOWED)]
         seen.line, seen.ids = line_now(), {id(p) for p in params}
         seen.followed = [ref(p) for p in some]
-        seen.after, seen.reads = _state(seen), self.recorder.gradient_reads
+        seen.after, seen.reads = gradients_of(seen.followed), self.recorder.gradient_reads
         seen.known, seen.fresh, seen.cleared = True, not some, False
 
     def sentences(self):
@@ -153,9 +141,3 @@ class LateClip(Events):
                         f"the next step, so it limits nothing (seen {n} times): clip between "
                         "backward() and step()"
                     )
-
-
-def _state(seen):
-    """Some of its gradients: another tensor, or another version, is another gradient."""
-    grads = [p.grad for held in seen.followed if (p := held()) is not None]
-    return tuple(g if g is None else (id(g), g._version) for g in grads)

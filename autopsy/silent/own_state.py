@@ -10,7 +10,8 @@ that also mixes in other weights.
 
 import linecache
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -35,11 +36,16 @@ SCALES = ("mul", "__mul__", "__rmul__", "multiply")
 
 
 @dataclass
-class Load:
-    """A load between two names of one network."""
+class Steps:
+    """Before how many steps something was done."""
 
-    names: tuple
-    steps: set = field(default_factory=set)  # before which it was called
+    what: Any  # the two names of a load, or the weight
+    times: int = 0
+    last: int = -1
+
+    def add(self, step):
+        self.times += step != self.last
+        self.last = step
 
 
 class OwnState(Events):
@@ -47,8 +53,8 @@ class OwnState(Events):
 
     def __init__(self, watch):
         self.recorder, self.names = watch.recorder, watch.names
-        self.loads = {}  # line: Load
-        self.mixed = {}  # line: {id of a storage: (weight, the steps before which it was mixed)}
+        self.loads = {}  # line: Steps, of a load between two names of one network
+        self.mixed = {}  # line: {id of a storage: Steps, of a weight that was mixed with itself}
         self.others = set()  # lines that mix other weights in
         self.scaled = {}  # id of a storage: the number by which the weight was multiplied last
 
@@ -70,14 +76,14 @@ class OwnState(Events):
     def _loads(self, line, names):
         to, source = (name.removeprefix("self.") for name in names)
         if to != source and OTHER.search(to) and not any(map(WRAPS.search, names)):
-            self.loads.setdefault(line, Load(names)).steps.add(self.recorder.steps)
+            self.loads.setdefault(line, Steps(names)).add(self.recorder.steps)
 
-    def filled(self, name, line, written):
+    def wrote(self, line, weights, name, given):
         """load_state_dict() copies, too."""
         if line in self.others:
             return
         name, calls = name.removeprefix("_foreach_"), self.recorder.calls
-        for p, values in written:
+        for p, values in zip(weights, given, strict=True):
             storage = storage_of(p)
             tensors = [self.recorder.maker(x) or x for x in values if isinstance(x, Tensor)]
             numbers = [x for x in values if isinstance(x, int | float)]
@@ -96,26 +102,25 @@ class OwnState(Events):
                 self._mixes(line, p, share and (factor + alpha * share[0], 2))
 
     def _mixes(self, line, p, share):
-        """`share`: of what is written into p, see _share(). Its
-        factors must add up to 1."""
+        """`share`: of what is written into p, see _share(). Its factors must add up to 1."""
         if not share or abs(share[0] - 1) > SMALL:
             self.others.add(line)
         elif share[1] > 1:
             weights = self.mixed.setdefault(line, {})
-            _, steps = weights.setdefault(id(storage_of(p)), (p, set()))
-            steps.add(self.recorder.steps)
+            weights.setdefault(id(storage_of(p)), Steps(p)).add(self.recorder.steps)
 
     def sentences(self):
         for line, load in self.loads.items():
-            to, source = load.names
-            if len(load.steps) >= OFTEN:
+            to, source = load.what
+            if load.times >= OFTEN:
                 yield (
                     f"{to} is no copy of {source}: they are one network, so load_state_dict() at "
-                    f"{line} changes nothing ({len(load.steps)} times, with steps in between), and "
+                    f"{line} changes nothing ({load.times} times, with steps in between), and "
                     f"each step moves both: make it with copy.deepcopy({source})"
                 )
         for line, weights in self.mixed.items():
-            often = [p for p, steps in weights.values() if len(steps) >= MIXES and self._trains(p)]
+            often = [seen.what for seen in weights.values() if seen.times >= MIXES]
+            often = [p for p in often if self._trains(p)]
             if often and line not in self.others:
                 names = few([*map(self.names.of, often[:4]), *often[4:]], 4)
                 yield (

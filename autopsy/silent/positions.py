@@ -9,16 +9,14 @@ the t, if what comes last has a row for each sample or token, and if the table h
 than n: agents, tasks and series that have an embedding each fill their table.
 """
 
-from contextlib import suppress
-
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.events import Events
+from .following import Follower
 
 LOOKS = (1, 4)  # steps
 VIEWS = ("unsqueeze", "view", "reshape", "expand", "expand_as", "to", "long", "repeat", "transpose",
@@ -61,7 +59,7 @@ class Positions(Events):
         yield from [found[LOOKS[0]] for found in self.found.values() if len(found) == len(LOOKS)]
 
 
-class Followed(TorchFunctionMode):
+class Followed(Follower):
     """Follows positions along the first dimension of what is [samples, steps]."""
 
     def __init__(self, samples, steps):
@@ -79,13 +77,8 @@ class Followed(TorchFunctionMode):
         compares = self.over_steps and not (self.over_samples or self.numbers_steps)
         return compares and self.last in (self.samples, self.samples * self.steps)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        with suppress(Exception):
-            self._look(getattr(func, "__name__", "").strip("_"), args, kwargs or {}, out)
-        return out
-
-    def _look(self, name, args, kwargs, out):
+    def look(self, func, name, args, kwargs, out):
+        name = name.strip("_")
         if isinstance(out, torch.Tensor) and out.dim():
             self.last = len(out)
         if name in ("arange", "linspace"):

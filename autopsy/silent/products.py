@@ -15,7 +15,7 @@ from torch import nn
 from ..frames import call_at, line_of, script_frames
 from ..tensors import PLAIN, flat_tensors, storage_of
 from ..watch.events import Events
-from .gradient_path import leaves
+from .gradient_path import graph_of
 from .pairs import OF_ALL, SUMS
 
 FIRST = 12  # backward passes; then those of each step that is a power of 2
@@ -74,7 +74,7 @@ class Products(Events):
         if call is None or made.k or not isinstance(call.function, nn.Module):
             return False
         params = {*map(id, call.function.parameters())}
-        return any(id(p) in params for p in leaves([Part(part)]))
+        return any(id(getattr(node, "variable", None)) in params for node in graph_of([part]))
 
     def _note(self, call, part, other, is_batch):
         frames = script_frames(call.frames)
@@ -116,13 +116,6 @@ class Square:
         if self.times < OFTEN or not (self.is_batch or len(self.lengths) > 1):
             return False
         return len(self.lengths) > 1 or any(map(bool, self.other))
-
-
-class Part:
-    """A node in the place of what it has made."""
-
-    def __init__(self, node):
-        self.grad_fn = node
 
 
 def _squares(node):

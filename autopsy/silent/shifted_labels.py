@@ -18,12 +18,12 @@ from contextlib import suppress
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..frames import line_now, script_frames_now
 from ..tensors import PLAIN, flat_tensors
 from ..watch.events import Events
 from ..watch.forward import Forward
+from .following import Follower
 from .gradient_path import nodes_of
 from .losses import NEAR, NLL
 
@@ -83,7 +83,7 @@ class ShiftedLabels(Events):
             yield self.text
 
 
-class Seen(TorchFunctionMode):
+class Seen(Follower):
     """What losses and embeddings are given."""
 
     def __init__(self):
@@ -91,14 +91,7 @@ class Seen(TorchFunctionMode):
         self.losses, self.tables = [], []  # (logits, labels, line); (ids, their rows)
         self.hides_later = False  # a triangular mask
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        with suppress(Exception):
-            self._note(getattr(func, "__name__", ""), args, kwargs, out)
-        return out
-
-    def _note(self, name, args, kwargs, out):
+    def look(self, func, name, args, kwargs, out):
         if name in ("cross_entropy", "nll_loss"):
             scores, target = args[:2] if len(args) > 1 else (kwargs["input"], kwargs["target"])
             labels = target.masked_fill(target == kwargs.get("ignore_index", -100), -1)

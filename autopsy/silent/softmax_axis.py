@@ -8,12 +8,10 @@ What is divided again, multiplied with other weights, or has no projection of it
 routing, a graph's transitions) is not told, and neither are scores with two different softmaxes.
 """
 
-from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import line_now
@@ -21,6 +19,7 @@ from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.events import Events
 from .dimensions import VIEWS, product_of, viewed
+from .following import Follower
 
 LOOKS = (1, 4)  # steps
 NEAR = 64  # operations between a projection and what it is made of
@@ -75,7 +74,7 @@ class Weights(NamedTuple):
     names: tuple = ()
 
 
-class Attention(TorchFunctionMode):
+class Attention(Follower):
     """Follows scores and weights while a network runs."""
 
     def __init__(self, check):
@@ -92,14 +91,7 @@ class Attention(TorchFunctionMode):
                 steps = self.check.wrong.setdefault((weights.line, text), set())
                 steps.add(self.check.recorder.steps)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        with suppress(Exception):
-            self._look(func, args, kwargs or {}, out)
-        return out
-
-    def _look(self, func, args, kwargs, out):
-        name = getattr(func, "__name__", "")
+    def look(self, func, name, args, kwargs, out):
         if name == "__get__":
             name = func.__self__.__name__
         given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]

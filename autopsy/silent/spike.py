@@ -127,7 +127,7 @@ class Spike(Events):
     def _is_asked(self, past):
         return len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES
 
-    def wrote(self, line, weights):
+    def wrote(self, line, weights, name, given):
         self.changes.wrote(line, weights)
 
     def _begins(self, optimizer, loss):

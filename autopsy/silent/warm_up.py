@@ -63,7 +63,7 @@ class WarmUp(Events):
         for seen in self.optimizers.values():
             seen.over = True
 
-    def wrote(self, line, weights):
+    def wrote(self, line, weights, name, given):
         written = {id(w) for w in weights}
         for seen in self.optimizers.values():
             seen.over |= not seen.weights.isdisjoint(written)

@@ -14,7 +14,6 @@ from contextlib import suppress
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..frames import line_now, line_of
 from ..modes import is_compiled
@@ -22,7 +21,8 @@ from ..watch.deferred import params_of
 from ..watch.events import Events
 from ..watch.forward import Forward
 from .constant_term import CUTS, NO_GRAD
-from .gradient_path import DetachFinder, nodes_of
+from .following import Follower
+from .gradient_path import DetachFinder, graph_of
 
 FIRST, LATER = range(2, 6), 1024  # steps; then those that are a power of 2, up to here
 OFTEN = 3
@@ -156,7 +156,7 @@ def _terms(node):
 def _weights(node):
     """{id: weight} of all that a term reaches, or None if that is not known."""
     reached = {}
-    nodes = nodes_of([Node(node)], NODES)
+    nodes = graph_of([node], NODES)
     for one in nodes:
         if hasattr(one, "variable"):
             reached[id(one.variable)] = one.variable
@@ -166,22 +166,13 @@ def _weights(node):
     return reached if known else None
 
 
-class Node:
-    """A node in the place of what it has made."""
-
-    def __init__(self, node):
-        self.grad_fn = node
-
-
-class Made(TorchFunctionMode):
+class Made(Follower):
     """What cut off that of which each node has made its result."""
 
     def __init__(self, cuts):
         super().__init__()
         self.cuts, self.ends = cuts, {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def look(self, func, name, args, kwargs, out):
         if isinstance(out, torch.Tensor) and out.grad_fn and out in self.cuts.ends:
             self.ends[out.grad_fn] = self.cuts.ends[out]
-        return out

@@ -146,6 +146,13 @@ def moved_by(optimizer):
     return [p for p in params_of(optimizer) if p.grad is not None]
 
 
+def gradients_of(references):
+    """The gradients of these parameters that are alive: another tensor, or another version, is
+    another gradient."""
+    grads = [p.grad for held in references if (p := held()) is not None]
+    return tuple(g if g is None else (id(g), g._version) for g in grads)
+
+
 def held_by(optimizer):
     """(group, parameter, "", parameter) of every parameter, and (group, parameter, key, moment)."""
     for k, group in enumerate(optimizer.param_groups):

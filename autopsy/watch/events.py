@@ -50,11 +50,9 @@ class Events:
         """An outermost module is about to be called with these. Returns contexts that are open
         while it runs: they must raise nothing."""
 
-    def wrote(self, line, weights):
-        """The script has written into weights by hand."""
-
-    def filled(self, name, line, written):
-        """The same, by the function of this name: [(weight, what it is given)]."""
+    def wrote(self, line, weights, name, given):
+        """The script has written into weights by hand, with the function of this name. given: for
+        each weight, what it was given."""
 
     def backward(self, losses):
         """A backward pass begins."""
@@ -100,6 +98,30 @@ class Events:
 
 
 SAID = ("causes", "sentences")  # what is asked for at the end
+class OutermostSteps(Events):
+    """Calls uses(optimizer) for each step that is not made within that of another optimizer, or
+    that the loss scaler has skipped."""
+
+    inside = None  # the optimizer whose step is under way, with all that it calls
+
+    def uses(self, optimizer):
+        """It uses the gradients as they are."""
+
+    def before_step(self, optimizer, losses, norm, moved):
+        if self.inside is None:
+            self.inside = optimizer
+
+    def stepped(self, optimizer):
+        if self.inside is optimizer:
+            self.inside = None
+            if not self.hooks.depth:
+                self.uses(optimizer)
+
+    def skipped(self, optimizer):
+        if self.inside is None:
+            self.uses(optimizer)
+
+
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
 
 

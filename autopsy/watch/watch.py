@@ -114,8 +114,7 @@ class Watch:
         the values). All that were written are read together, at the next transfer."""
         step, line = self.recorder.steps, line_now()
         weights = [p if p._base is None else p._base for p, _ in written]
-        self.silent.wrote(line, weights)
-        self.silent.filled(name, line, written)
+        self.silent.wrote(line, weights, name, [values for _, values in written])
         norms = self.deferred.norms(weights)
         writes = [
             (p, Write(name, step, line, *given_to(values, self.recorder.maker), before))
@@ -199,7 +198,8 @@ class Watch:
             norms = [over_ranks(norms)]  # each of a shard
         losses = self.deferred.norms(self.losses)
         clipped = [n for params, n in self.deferred.clipped if {*params} & {*moved}]
-        values = self.transfer([*losses, *clipped, *norms, *scales], bool(scales), losses)
+        wanted = [*losses, *clipped, *norms, *scales]
+        values = self.transfer(wanted, calm=bool(scales), norms=losses)
         losses, values = values[: len(losses)], values[len(losses) :]
         before, values = values[: len(clipped)], values[len(clipped) :]
         scale = values.pop() if scales else 1.0
