@@ -8,7 +8,6 @@ numbers, or one that lost its graph to weights of the optimizer by detach() or n
 constants may be meant (the loss of a frozen network); so is a term that has a graph in some steps.
 """
 
-import re
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
@@ -35,9 +34,8 @@ LINEAR = (*SUMS, "MulBackward0", "DivBackward0", "MeanBackward0", "MeanBackward1
 SCALES = ("mul", "rmul", "imul", "div", "truediv")
 KEEPS = (*SCALES, "mean", "sum", "abs", "pow", "square", "squeeze", "view", "reshape", "nanmean")
 ADDS = ("add", "radd", "iadd", "stack", "cat", "sum")
-CUTS = ("detach at", "data at")
-NEW = re.compile(r"(zeros|ones|full|empty|randn?)_like |new_\w+ ")  # nothing of it is in the result
-NO_GRAD = "runs under torch.no_grad()"
+LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+        "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")  # its numbers are not used
 
 
 class ConstantTerm(Events):
@@ -54,7 +52,7 @@ class ConstantTerm(Events):
         if self.told or self.recorder.hooks.budget.recording:
             forms = [_form(loss.grad_fn) for loss in losses if loss.grad_fn]
             self.forms = [*self.forms, *forms][-8:]
-            self.suspect |= any("no graph" in form for form in forms)
+            self.suspect |= any(None in form for form in forms)
 
     def before_step(self, optimizer, losses, norm, moved):
         if not (self.told or self.recorder.hooks.budget.recording):
@@ -102,7 +100,7 @@ class Seen:
 
 
 def _form(node):
-    """The names of the nodes that a loss is a sum of, and whether some of them are missing."""
+    """The names of the nodes that a loss is a sum of, None for a term that has no graph."""
     left, names = [node], []
     for node in left:
         name = node.name()
@@ -110,7 +108,7 @@ def _form(node):
         if name in LINEAR and len(left) < NODES:
             parts = [part for part, _ in node.next_functions]
             if name in SUMS and not all(parts):
-                names.append("no graph")
+                names.append(None)
             left += filter(None, parts)
     return tuple(names)
 
@@ -184,12 +182,12 @@ class Terms(Follower):
                 f"{at} compares the same numbers, whatever the weights are: "
                 "should one of the two come from another network?", True
             )  # fmt: skip
-        ends = {end for t in given for end in self.cuts.ends.get(t, ()) if not NEW.match(end)}
-        cut = [end for end in ends if end.startswith(CUTS) or end.endswith(NO_GRAD)]
+        ends = {end for t in given for end in self.cuts.ends.get(t, ())}
+        ends = {end for end in ends if end.name not in LIKE}
         if any(t in self.chosen for t in given):  # an average of them may be all that moves
             return None
-        if is_loss and ends and len(cut) == len(ends):
-            return f"{at} has no graph: {min(cut)}: leave that out, or the term", False
+        if is_loss and ends and all(end.is_cut for end in ends):
+            return f"{at} has no graph: {min(ends)}: leave that out, or the term", False
         return None
 
 

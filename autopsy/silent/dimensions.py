@@ -5,6 +5,8 @@ Products of two tensors in the letters of einsum, and views by the strides that 
 numbers.
 """
 
+import re
+
 import torch
 
 VIEWS = ("transpose", "permute", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
@@ -29,13 +31,16 @@ def product_of(name, args):
     """(a, b, letters of a, of b, of the result) as einsum names them; or None."""
     if name == "einsum":
         equation, *tensors = args
-        a, b = tensors if len(tensors) == 2 else tensors[0]
-        inputs, _, result = equation.replace(" ", "").partition("->")
-        of_a, of_b = inputs.split(",")
-        n = max(t.dim() - len(x.replace("...", "")) for t, x in ((a, of_a), (b, of_b)))
-        given = [_letters(x, n) for x in (of_a, of_b, result)]
-        fits = result and [a.dim(), b.dim()] == [*map(len, given[:2])]
-        return (a, b, *given) if fits else None
+        equation = equation.replace(" ", "")
+        parts = re.split(",|->", equation)
+        tensors = tensors[0] if len(tensors) == 1 else tensors  # a list of them
+        if len(parts) != 3 or not parts[2] or len(tensors) != 2:
+            return None
+        given = zip(tensors, parts[:2], strict=True)
+        dots = max(t.dim() - len(part.replace("...", "")) for t, part in given)
+        letters = [_letters(part, dots) for part in parts]
+        fits = [t.dim() for t in tensors] == [len(part) for part in letters[:2]]
+        return (*tensors, *letters) if fits else None
     if name not in ("matmul", "__matmul__", "bmm", "baddbmm"):
         return None
     a, b = args[-2:] if name == "baddbmm" else args[:2]
@@ -47,6 +52,7 @@ def product_of(name, args):
     return a, b, [*of_a, "i", "j"], [*of_b, "j", "k"], [*batch, "i", "k"]
 
 
-def _letters(text, n):
-    before, dots, after = text.partition("...")
+def _letters(equation, n):
+    """Of one operand; three dots are n dimensions."""
+    before, dots, after = equation.partition("...")
     return [*before, *(map(str, range(n)) if dots else ()), *after]

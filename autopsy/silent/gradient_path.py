@@ -9,6 +9,7 @@ that a forward makes anew at each step.
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -23,13 +24,30 @@ from ..watch.recorder import READS
 from .weight_history import READ
 
 
+class End(NamedTuple):
+    """An operation whose result has no graph, though it was made of weights."""
+
+    name: str
+    line: str
+    no_grad: bool
+
+    def __str__(self):
+        what = "runs under torch.no_grad()" if self.no_grad else "gives no gradient"
+        return f"{self.name} at {self.line} {what}"
+
+    @property
+    def is_cut(self):
+        """Whether it had one if the script had not said that it shall have none."""
+        return self.no_grad or self.name in ("detach", "data")
+
+
 class DetachFinder(TorchFunctionMode):
     """Follow what is computed from these weights; of(t) is where t lost its graph to them."""
 
     def __init__(self, params):
         super().__init__()
         self.live = WeakIdKeyDictionary(dict.fromkeys(params, True))  # what has a graph to them
-        self.ends = WeakIdKeyDictionary()  # what was made of them without: where
+        self.ends = WeakIdKeyDictionary()  # what was made of them without: {End: True}
         self.read = {}  # where Python read a number that was made of them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -44,8 +62,7 @@ class DetachFinder(TorchFunctionMode):
         if live and not (made and all(t.requires_grad for t in made)):
             if name == "__get__":
                 name = func.__self__.__name__
-            what = "gives no gradient" if torch.is_grad_enabled() else "runs under torch.no_grad()"
-            end = f"{name.strip('_')} at {line_now()} {what}"
+            end = End(name.strip("_"), line_now(), not torch.is_grad_enabled())
             lost[end] = True
             if not made and name in READS:
                 self.read[end] = True
@@ -65,7 +82,7 @@ class DetachFinder(TorchFunctionMode):
         ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
         if not ends and len(self.read) == 1:
             ends = [*self.read]
-        return ends[0] if ends else ""
+        return str(ends[0]) if ends else ""
 
 
 @contextmanager

@@ -100,7 +100,8 @@ def _multiplied(file, number, kind):
     first, last = number - NEAR, number + NEAR
     if outermost:
         first, last = min(first, outermost[0].lineno), max(last, outermost[0].end_lineno)
-    if MEANT.search("".join(linecache.getlines(file)[max(0, first - 1) : last])):
+    code = "".join(linecache.getlines(file)[max(0, first - 1) : last])
+    if MEANT.search(code):
         return ""
     products = []
     for given in [given for call in calls for given in call.args]:
@@ -110,8 +111,8 @@ def _multiplied(file, number, kind):
             parts = _assigned(given.id, functions[-1])
         products += [product for part in parts for product in _products(part)]
     if products and all(_makes_one(*product) for product in products):
-        whole, *_ = products[0]
-        return re.sub(r"\s+", " ", ast.unparse(whole))
+        code = ast.unparse(products[0][0])
+        return re.sub(r"\s+", " ", code)
     return ""
 
 
@@ -146,5 +147,7 @@ def _products(part):
 
 def _makes_one(product, several, times):
     """Whether each entry is made by a call, and the factor counts no repetitions."""
-    made = all(isinstance(x, ast.Call) and not FETCHES.match(_name(x)) for x in several.elts)
-    return made and not REPEATS.search(ast.unparse(times))
+    code = ast.unparse(times)
+    names = [_name(x) for x in several.elts if isinstance(x, ast.Call)]
+    made = len(names) == len(several.elts) and not any(FETCHES.match(name) for name in names)
+    return made and not REPEATS.search(code)

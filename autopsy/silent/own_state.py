@@ -70,12 +70,13 @@ class OwnState(Events):
             return
         if all(storage_of(t) is storage_of(p) for p, t in pairs):
             frames = script_frames_now()
-            if found := LOAD.search(call_at(*frames[0][:2])):
+            code = call_at(*frames[0][:2])
+            if found := LOAD.search(code):
                 self._loads(line_of(frames), found.groups())
 
     def _loads(self, line, names):
-        to, source = (name.removeprefix("self.") for name in names)
-        if to != source and OTHER.search(to) and not any(map(WRAPS.search, names)):
+        name, source = (name.removeprefix("self.") for name in names)
+        if name != source and OTHER.search(name) and not any(map(WRAPS.search, names)):
             self.loads.setdefault(line, Steps(names)).add(self.recorder.steps)
 
     def wrote(self, line, weights, name, given):
@@ -138,9 +139,10 @@ def _is_between_two():
     """Whether the line copies one thing into another, by its names, and the lines around say which
     networks these are."""
     file, number, *_ = script_frames_now()[0]
-    text = "".join(linecache.getlines(file)[max(0, number - 4) : number])
-    found = COPY.search(call_at(file, number))
-    return found and len({*found.groups()}) > 1 and OTHER.search(text) and not WRAPS.search(text)
+    code = call_at(file, number)
+    found = COPY.search(code)
+    code = "".join(linecache.getlines(file)[max(0, number - 4) : number])
+    return found and len({*found.groups()}) > 1 and OTHER.search(code) and not WRAPS.search(code)
 
 
 def _share(x, storage, calls):

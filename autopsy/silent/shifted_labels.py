@@ -207,5 +207,6 @@ def _is_triangular(t):
 
 def _is_written():
     """Whether the script says that it means the next but one."""
-    text = "".join(linecache.getlines(script_frames_now()[-1][0]))
-    return bool(ON_PURPOSE.search(OTHER.sub("", text)))
+    code = "".join(linecache.getlines(script_frames_now()[-1][0]))
+    code = OTHER.sub("", code)
+    return bool(ON_PURPOSE.search(code))

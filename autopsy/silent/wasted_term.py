@@ -20,7 +20,6 @@ from ..modes import is_compiled
 from ..watch.deferred import params_of
 from ..watch.events import Events
 from ..watch.forward import Forward
-from .constant_term import CUTS, NO_GRAD
 from .following import Follower
 from .gradient_path import DetachFinder, graph_of
 
@@ -88,9 +87,8 @@ class WastedTerm(Events):
                 again()
             terms = [term for loss in again.results for term in _terms(loss.grad_fn)]
             mine = [t for t in terms if (_weights(t) or {}).keys() & reached.keys()]
-            ends = {end for term in mine for end in made.ends.get(term, ())}
-            ends = [end for end in ends if end.startswith(CUTS) or end.endswith(NO_GRAD)]
-            return min(ends, default="")
+            ends = {end for term in mine for end in made.ends.get(term, ()) if end.is_cut}
+            return str(min(ends, default=""))
         return ""
 
     def cleared(self, owner):

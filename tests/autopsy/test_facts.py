@@ -8,11 +8,11 @@ from helpers import ROOT
 AUTOPSY = sorted(ROOT.glob("autopsy/**/*.py"))
 SEARCHES = "(starts|ends)with|r?find|r?partition|r?split|remove(pre|suf)fix"
 SEARCHES += "|search|(full)?match|findall|sub"  # of re, and of compiled patterns
-# What may be searched: names of operations, modules, tensors, types, files, variables; a line of
-# the script's own code.
+# What may be searched: names of operations, modules, tensors, types, files, variables; the
+# script's own code; the equation of an einsum.
 NAMES = "n|(file)?name|names|func|(fragile_)?op|weak|node|kind|file|path|co_filename"
 NAMES += "|__(module|file|name)__|dtype|half|kinds|key|precision|environment"
-NAMES += "|_?modules|group|states?|api_name|_overloadname|source_now"
+NAMES += "|_?modules|group|states?|api_name|_overloadname|source_now|code|equation"
 
 
 def read_back(path):
