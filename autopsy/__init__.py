@@ -61,11 +61,12 @@ of your own may import:
     modes         other ways to run a step              cures       what helps?
     verdict       which of the nine is it?
 
-Three folders beside it. The examination never imports them, and silent/ and before/ may be deleted:
+Four folders beside it. The examination never imports them, and all but watch/ may be deleted:
 
     watch/        runs somebody's script, and calls the examination at the first bad number
     silent/       faults that make no NaN: a file a check; watch/events.py says what they are told
     before/       two questions that one may ask before anything is bad (docs/autopsy.md)
+    describe/     what a loop does, as facts, for its author to compare with what was meant
 """
 
 from .advice import Verdict

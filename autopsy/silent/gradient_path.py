@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import frames_in, frames_now, line_now, line_of
 from ..tensors import flat_tensors
+from ..watch.graph import nodes_of
 from ..watch.recorder import READS
 from .weight_history import READ
 
@@ -100,23 +101,6 @@ def without_graph(modules):
         for module in modules:
             stack.enter_context(module.register_forward_pre_hook(begins))
         yield found
-
-
-def nodes_of(tensors, most=inf):
-    """The nodes of the graph that made these tensors, the last first, and at most so many."""
-    return graph_of([t.grad_fn for t in tensors if t.grad_fn], most)
-
-
-def graph_of(nodes, most=inf):
-    """These nodes of a graph, and those before them."""
-    nodes = dict.fromkeys(nodes)
-    left = [*nodes]
-    for node in left:
-        for other, _ in node.next_functions:
-            if other and other not in nodes and len(nodes) < most:
-                nodes[other] = None
-                left.append(other)
-    return left
 
 
 def leaves(tensors, most=inf):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..frames import line_now, line_of
 from ..watch.events import Events
-from .gradient_path import nodes_of
+from ..watch.graph import nodes_of
 
 FIRST = 12  # backward passes, of all losses
 OFTEN = 3  # of one line

@@ -22,7 +22,7 @@ from ..tensors import PLAIN
 from ..watch.budget import FIRST
 from ..watch.calls import named_arguments
 from ..watch.events import Events
-from .gradient_path import nodes_of
+from ..watch.graph import nodes_of
 from .losses import NEAR, NLL
 from .shifted_labels import labels_of
 

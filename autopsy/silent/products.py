@@ -15,7 +15,7 @@ from torch import nn
 from ..frames import call_at, line_of, script_frames
 from ..tensors import PLAIN, flat_tensors, storage_of
 from ..watch.events import Events
-from .gradient_path import graph_of
+from ..watch.graph import graph_of
 from .pairs import OF_ALL, SUMS
 
 FIRST = 12  # backward passes; then those of each step that is a power of 2

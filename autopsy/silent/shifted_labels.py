@@ -23,8 +23,8 @@ from ..frames import line_now, script_frames_now
 from ..tensors import PLAIN, flat_tensors
 from ..watch.events import Events
 from ..watch.forward import Forward
+from ..watch.graph import nodes_of
 from .following import Follower
-from .gradient_path import nodes_of
 from .losses import NEAR, NLL
 
 PASSES = 12  # backward passes

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from ..tensors import is_sharded, numbers_of
 from ..watch.deferred import params_of
 from ..watch.events import Events
-from .gradient_path import nodes_of
+from ..watch.graph import nodes_of
 from .losses import FIRST, NEAR, classes_of
 
 AS_GUESSES = 0.1  # of ln(C)

@@ -154,13 +154,13 @@ class Listeners:
         return answers
 
 
-def silent_faults(watch):
-    """All checks of the folder silent/, if it is there."""
+def silent_faults(watch, more=()):
+    """All checks of the folder silent/, if it is there, and these."""
     try:
         from .. import silent
     except ImportError:
-        return Listeners([], watch.budget)
-    found = []
+        return Listeners(more, watch.budget)
+    found = [*more]
     for entry in pkgutil.iter_modules(silent.__path__):
         try:
             module = importlib.import_module(f"{silent.__name__}.{entry.name}")

@@ -32,10 +32,11 @@ class Forward:
         calls = recorder.needed(()) if recorder.whole else []
         passes = [call for call in calls if call.function is BACKWARD]
         roots = [call for call in passes if call.number > recorder.latest]
-        self.losses = [m.number for call in roots for m in call.uses()]
+        self.losses = [made for call in roots for made in call.uses()]
+        numbers = {made.number for made in self.losses}
         forward = []  # up to the last loss
         for k, call in enumerate(calls):
-            if call.number in self.losses:
+            if call.number in numbers:
                 forward = calls[: k + 1]
         self.calls = [call for call in forward if call.function not in SLOPES]
         self.as_it_was = {}  # what they made
@@ -61,20 +62,20 @@ class Forward:
         buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
-        made = {m.number: self._size(t) for m, t in self._losses(self.as_it_was)}
-        one = max(made, key=made.get, default=0)
-        before = [number for number in made if number < one]
+        sizes = {made: self._size(t) for made, t in self._losses(self.as_it_was)}
+        self.losses = [max(sizes, key=sizes.get)] if sizes else []
+        last = max((made.number for made in self.losses), default=0)
+        before = [made.number for made in sizes if made.number < last]
         self.turn = len(before)  # of the backward passes of the step
-        self.turns = len(made)
-        self.losses = [one]
+        self.turns = len(sizes)
         earlier = max(before, default=0)
-        mine = [call for call in self.calls if earlier < call.number <= one]
+        mine = [call for call in self.calls if earlier < call.number <= last]
         computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
         self.computed = {call.number: call for call in mine if call.number in computed}
         first = [call for call in mine if call.shape]
         given = flat_tensors([(call.args, call.kwargs) for call in first])
         self.size = batch_size_of(batched(given)) or (first[0].shape[0] if first else 0)
-        return made.get(one, 0.0)
+        return max(sizes.values(), default=0.0)
 
     def terms(self):
         """(value, line) of each term that the largest loss is the sum of, as it was."""
@@ -87,7 +88,7 @@ class Forward:
             scales = calls[number].name.strip("_") in SCALES and len(parts) == 1
             return unscaled(parts[0]) if scales else number
 
-        loss = unscaled(self.losses[0])
+        loss = unscaled(self.losses[0].number)
         sums = calls[loss].name.strip("_") in SUMS
         terms = operands_of(calls[loss], calls) if sums else [loss]
         return [(values[term], line_of(calls[unscaled(term)].frames)) for term in terms]
@@ -116,7 +117,7 @@ class Forward:
         return sum(self._size(t) for _, t in self._losses(made))
 
     def _losses(self, made):
-        return [(m, t) for m, t in made.items() if m.number in self.losses]
+        return [(m, t) for m, t in made.items() if m in self.losses]
 
     def _size(self, loss):
         if not self.slope:

@@ -35,7 +35,8 @@ from .findings import Seen
 from .hooks import write_error
 from .watch import Watch
 
-USAGE = """python autopsy [--from-step N] [--one-run] [--share F] [--report FILE] SCRIPT.py ARGS...
+USAGE = """python autopsy [--from-step N] [--one-run] [--share F] [--describe] [--report FILE]
+                      SCRIPT.py ARGS...
 (or: -m package.module ARGS...; a folder or archive with a __main__.py, a .pyc, - for standard
 input; before any: --would-overflow [STEPS], --check-gradients [STEP])
 Runs the script as it is and reads losses, gradients, weights, evaluation outputs and the numbers
@@ -50,6 +51,8 @@ records all. --from-step N watches every operation from optimizer step N on. Exi
 report is in FILE (autopsy.txt), and the first 12 lines are printed. 0: nothing that was read was
 NaN. 4: the watch failed and was switched off, so that nothing is known. Any other exit code is the
 script's.
+--describe tells what the run did at its end, or at Ctrl-C, each fact with its line: the order of
+calls, rates, data, what a step computes and which of it is in the loss. It records all steps.
 Two questions that end the script with their answer (3: a finding, 0: none, 4: nothing is known):
 --would-overflow reads 3 steps, as they are, and says what would leave fp16 or be lost in half.
 --check-gradients makes step 1 (from 0) again, without compiled code, fused attention and
@@ -64,9 +67,9 @@ def main():
     parser = argparse.ArgumentParser(usage=USAGE)
     parser.add_argument("--report", default="autopsy.txt")
     parser.add_argument("--from-step", type=int)
-    for switch in ("--one-run", "--would-overflow", "--check-gradients"):
+    for switch in ("--one-run", "--describe", "--would-overflow", "--check-gradients"):
         parser.add_argument(switch, action="store_true")
-    parser.add_argument("--share", type=float, default=os.environ.get("AUTOPSY_SHARE", SHARE))
+    parser.add_argument("--share", type=float, default=os.environ.get("AUTOPSY_SHARE"))
     parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -92,7 +95,12 @@ def main():
     sys.excepthook = partial(without_our_frames, sys.excepthook)
     if ask:
         return answered(start, path, ask())
-    return watched(start, path, Watch(begin, bool(folder), args.share))
+    share, description = SHARE if args.share is None else args.share, None
+    if args.describe:
+        share = 1.0 if args.share is None else share
+        with missing("describe"):
+            from ..describe.description import Description as description
+    return watched(start, path, Watch(begin, bool(folder), share, description))
 
 
 def question(would_overflow):
@@ -130,9 +138,14 @@ def watched(start, path, watch):
             failure = error
         watch.hooks.safely(last_look, watch, failure)
         strange = watch.hooks.safely(remarks, watch)
+        description = watch.description and watch.hooks.safely(str, watch.description)
+    if isinstance(failure, SystemExit) and not failure.code:
+        failure = None  # sys.exit(main()) is an end like any other
     if isinstance(failure, Exception) and findings.symptom:
         sys.excepthook(type(failure), failure, failure.__traceback__)
     elif failure and not findings.symptom:
+        if isinstance(failure, SystemExit | KeyboardInterrupt):
+            summary(watch, strange or (), description)
         raise failure
     text = findings.text
     if findings.symptom and findings.step < (watch.begin or 0):
@@ -141,7 +154,7 @@ def watched(start, path, watch):
         unseen = f"{findings.symptom} -> not reproducible"
         text = unseen if watch.is_second_run else start.second_run(findings, watch.hooks.say)
     if not text:
-        summary(watch, strange or ())
+        summary(watch, strange or (), description)
         if watch.hooks.failure or watch.deferred.blind:
             return UNWATCHED
         bad = [read for read in findings.reads if read.made == "nan" and not read.is_array]
@@ -253,7 +266,7 @@ def remarks(watch):
     return [*told, *watch.silent.failures]
 
 
-def summary(watch, strange):
+def summary(watch, strange, description):
     """Print the last lines of a script in which nothing was found."""
     say, steps, skipped = watch.hooks.say, watch.recorder.steps, watch.scaling.skipped
     for text in watch.hooks.unwatched:
@@ -276,6 +289,8 @@ def summary(watch, strange):
     }
     nothing = next((word for word, some in bad.items() if some), "nothing") + " non-finite"
     say(f"{steps} steps{by_scaler}, {nothing}{norm}{watch.budget.in_words()}")
+    if description:
+        say(description)
 
 
 class Start:

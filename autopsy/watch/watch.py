@@ -35,7 +35,7 @@ from .scaling import Scaling
 class Watch:
     """The hooks around a script."""
 
-    def __init__(self, begin=None, is_second_run=False, share=1.0):
+    def __init__(self, begin=None, is_second_run=False, share=1.0, description=None):
         self.begin = begin  # from this optimizer step on every operation is watched
         self.is_second_run = is_second_run
         self.budget = Budget(share, begin)
@@ -50,7 +50,9 @@ class Watch:
             self.hooks, self.recorder, self.deferred, self.scaling, self.history
         )
         self.checks = Checks(self.findings, self.names)
-        self.silent = self.findings.silent = silent_faults(self)
+        self.description = description(self) if description else None
+        also = self.description.listeners if description else ()
+        self.silent = self.findings.silent = silent_faults(self, also)
         self.losses = []  # of the backward passes since the last step
         self.outermost = OutermostCalls(self)
         self.optimizer = None  # whose step is under way

@@ -36,7 +36,7 @@ def test_the_folder_runs_alone_and_so_does_the_one_file_that_is_packed_of_it(tmp
     packed = tmp_path / "one" / "autopsy.pyz"
     packed.parent.mkdir()
     subprocess.run(["bash", ROOT / "run.sh", "pack", packed], check=True)
-    assert packed.stat().st_size < 230_000
+    assert packed.stat().st_size < 240_000
     scripts = ("paste.py", 3, "aten.log"), ("raises.py", 1, "ValueError: mine")
     for tool in ("autopsy", packed):
         for script, code, said in scripts:
@@ -48,9 +48,10 @@ def test_the_folder_runs_alone_and_so_does_the_one_file_that_is_packed_of_it(tmp
 
 WINGS = {  # of autopsy/: which other folders each may import; "" is the examination
     "": set(),
-    "watch": {"", "silent", "before"},  # the last two where they are needed, if they are there
+    "watch": {"", "silent", "before", "describe"},  # where they are needed, if they are there
     "silent": {"", "watch"},
     "before": {"", "watch"},
+    "describe": {"", "watch"},
 }
 
 
@@ -207,7 +208,7 @@ def test_the_check_of_the_page_for_contributors_works(tmp_path):
         assert ("the first loss was exactly 0" in report_of(tmp_path, script)[1]) == said
 
 
-def test_silent_and_before_and_each_check_can_be_deleted(tmp_path):
+def test_each_wing_and_each_check_can_be_deleted(tmp_path):
     script, report = tmp_path / "script.py", ""
     script.write_text(paste_block(ROOT / "autopsy" / "__init__.py"))
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
@@ -220,11 +221,13 @@ def test_silent_and_before_and_each_check_can_be_deleted(tmp_path):
         path.unlink()
         assert report_of(tmp_path, script) == whole, path
         path.write_text(report)
-    for name in ("silent", "before"):
+    wings = {"silent": "", "before": "--would-overflow", "describe": "--describe"}
+    for name in wings:
         shutil.rmtree(tmp_path / "autopsy" / name)
     assert report_of(tmp_path, script) == whole
-    code, said = report_of(tmp_path, script, "--would-overflow")
-    assert code == 1 and "autopsy/before/" in said
+    for name, flag in wings.items():
+        code, said = report_of(tmp_path, script, flag) if flag else (1, "autopsy/silent/")
+        assert code == 1 and f"autopsy/{name}/" in said
 
 
 def test_no_name_crosses_a_room_with_an_underscore():

@@ -1,0 +1,126 @@
+"""
+Forward: what do the forward passes of a step compute, and what depends on what?
+"""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from ..tensors import few
+from .trace import LINEAR, about
+
+LISTED = 6
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+ORDERED = (nn.RNNBase, nn.MultiheadAttention)  # batch_first says which dimension is which
+
+
+def of_forward(trace):
+    """Lines about the modules that were called."""
+    outermost = [c for c in trace.modules if c.is_outermost and [*c.module.parameters()]]
+    for called in {c.module: c for c in outermost}.values():
+        yield f"{called.title} is given {few(map(about, called.given), 3, '; ')}"
+        yield f"  and returns {few(map(about, called.out), 3, '; ')}"
+        yield from _dependence(trace, called)
+    yield from _repeated(trace, outermost)
+    yield from _pairs(trace)
+    yield from _ordered(trace)
+    yield from _attention(trace)
+
+
+def _repeated(trace, outermost):
+    times = Counter(c.module for c in trace.modules)
+    titles = {c.module: c.title for c in trace.modules}
+    used = {id(p) for made in trace.calls if made.call for p in made.given}
+    for root, n in Counter(c.module for c in outermost).items():
+        own = [m for m in root.modules() if [*m.parameters(recurse=False)]]
+        often = [f"{titles[m]} {times[m] / n:g} times" for m in own if times[m] > n]
+        if often:
+            yield f"called in one call of its network: {few(often, LISTED)}"
+        idle = [m for m in own if not (times[m] or used & {*map(id, m.parameters(recurse=False))})]
+        if idle:
+            names = (trace.names.get(m, type(m).__name__) for m in idle)
+            yield f"has weights, and is not called in this step: {few(names, LISTED)}"
+
+
+def _pairs(trace):
+    """A linear layer that is given what another has made."""
+    found = {}
+    for made in trace.calls:
+        before = trace.source(trace.input_of(made)) if made.name in LINEAR else None
+        if before and before.name in LINEAR and before.call == made.call:
+            first, second = (m.module or m.name for m in (before, made))
+            found[f"{first} -> {second} ({made.line})"] = True
+    if found:
+        yield f"linear, and straight after a linear one: {few(found, LISTED)}"
+
+
+def _ordered(trace):
+    """Which dimension of a recurrent layer, or an attention, is which?"""
+    for called in {c.module: c for c in trace.modules if isinstance(c.module, ORDERED)}.values():
+        shape = [*called.given[0].shape] if called.given else []
+        if len(shape) == 3:
+            first = called.module.batch_first
+            samples, positions = shape[:2] if first else shape[1::-1]
+            yield (
+                f"{called.title} with batch_first={first} is given {shape}: {samples} samples of "
+                f"{positions} positions"
+            )
+
+
+def _attention(trace):
+    """Axes of softmax, masks of attention."""
+    found = {}
+    for made in trace.calls:
+        kwargs, shape, text = made.kwargs, [*made.given[0].shape], ""
+        if made.name in ("softmax", "log_softmax"):
+            text = f"{made.name} over dimension {(*made.args[1:], kwargs.get('dim'))[0]} of {shape}"
+        elif made.name == "scaled_dot_product_attention":
+            mask = kwargs.get("attn_mask", (*made.args[3:], None)[0])
+            text = f"attention of {shape}, {_mask(mask, kwargs, 'True is seen')}"
+        elif made.name == "multi_head_attention_forward":
+            mask, padding = (kwargs.get(key) for key in ("attn_mask", "key_padding_mask"))
+            text = f"attention of {shape}, {_mask(mask, kwargs, 'True is hidden')}"
+            if padding is not None:
+                text += f", padding mask {_mask(padding, {}, 'True is hidden')}"
+        if text:
+            found[f"{text} ({made.line})"] = True
+    yield from [*found][:LISTED]
+
+
+def _mask(mask, kwargs, meaning):
+    if kwargs.get("is_causal"):
+        return "causal"
+    if mask is None:
+        return "no mask"
+    return f"{about(mask)}{f' ({meaning})' if mask.dtype is torch.bool else ''}"
+
+
+def _dependence(trace, called):
+    """On which rows, and which positions, of its first layer does one row of the result depend?"""
+    out = next((t for t in called.out if t.requires_grad and t.dim() > 1), None)
+    first = next(
+        (t for made in trace.calls[called.since :] for t in made.out
+         if t.requires_grad and any(isinstance(x, nn.Parameter) for x in made.given)), None
+    )  # fmt: skip
+    if out is None or first is None or out.shape[0] != first.shape[0] or len(out) < 2:
+        return
+    n, row = len(out), 1
+    rows = _reached(out[row], first).any(1).nonzero().flatten().tolist()
+    norm = any(isinstance(m, BATCH_NORM) and m.training for m in called.module.modules())
+    on = f"row {few(rows)} alone" if len(rows) == 1 else f"{len(rows)} of {n} rows"
+    on = f"all {n} rows{' (BatchNorm)' * norm}" if len(rows) == n else on
+    yield f"  row {row} of the result depends on {on}"
+    if out.dim() > 2 < first.dim() and out.shape[1] == first.shape[1] > 2:
+        length = out.shape[1]
+        at = length // 2
+        seen = _reached(out[row, at], first)[row].view(length, -1).any(1).nonzero().flatten()
+        span = f"{int(seen[0])} to {int(seen[-1])}" if len(seen) else "none"
+        yield f"  place {at} of {length} in dimension 1 depends on places {span}"
+
+
+def _reached(part, first):
+    """Which numbers of the first layer's result have a part in it, row by row."""
+    weights = torch.arange(1, part.numel() + 1, device=part.device).sin().view_as(part).to(part)
+    (slope,) = torch.autograd.grad(part, first, weights, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(first).flatten(1) > 0 if slope is None else slope.flatten(1) != 0

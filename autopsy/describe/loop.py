@@ -1,0 +1,316 @@
+"""
+Loop: in which order does it call what, at which rates, with which data?
+
+All that the script asks of gradients, rates, modes, seeds and files from one step of an optimizer
+to its next is one line, with how often it was so.
+"""
+
+from collections import deque
+from math import inf
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..tensors import few, numbers_of
+from ..watch.deferred import params_of
+from ..watch.events import OutermostSteps
+from .trace import called_as, here
+
+ORDERS = 4  # that are told
+LONGEST = 24  # calls of one
+PERIOD = 6  # calls that may come again and again
+LAST = 10  # losses and norms of which the mean is told
+SAMPLE = 1024  # numbers of a weight
+
+
+class Course:
+    """The first numbers of a row, the last, the lowest and the highest."""
+
+    def __init__(self):
+        self.first, self.last = [], deque(maxlen=LAST)
+        self.low, self.high, self.rises = inf, -inf, 0
+
+    def add(self, value):
+        self.rises += bool(self.last) and value > self.last[-1]
+        self.first += [value] * (len(self.first) < LAST)
+        self.last.append(value)
+        self.low, self.high = min(self.low, value), max(self.high, value)
+
+    def __str__(self):
+        if self.low >= self.high:
+            return f"{self.low:.3g}, always" if self.last else "not seen"
+        first, last = (sum(part) / len(part) for part in (self.first, self.last))
+        return f"{first:.3g} at first, {last:.3g} at the end, {self.low:.3g} to {self.high:.3g}"
+
+
+class Calls:
+    """Calls in a row; what comes again and again is one entry, with how often."""
+
+    def __init__(self):
+        self.entries = []  # [text, times]
+
+    def add(self, text):
+        entries = self.entries
+        if len(entries) == LONGEST:
+            return
+        entries.append([text, 1])
+        for n in range(1, PERIOD + 1):
+            now, before = entries[-n:], entries[-2 * n : -n]
+            if len(entries) > n and entries[-n - 1][0] == _together(now):
+                entries[-n - 1][1] += 1
+                del entries[-n:]
+                return
+            if now == before and len(before) == n:
+                entries[-2 * n :] = [[_together(now), 2]]
+                return
+
+    def drop(self, start, line):
+        """The last entries that begin with this, of this line."""
+        while self.entries and self.entries[-1][0][: len(start)] == start:
+            if self.entries[-1][0][-len(line) :] != line:
+                return
+            self.entries.pop()
+
+
+def _together(entries):
+    text = ", ".join(_times(*entry) for entry in entries)
+    return text if len(entries) == 1 else f"[{text}]"
+
+
+def _times(text, low, high=None):
+    times = low if high in (None, low) else f"{low} to {high}"
+    return text if times == 1 else f"{text} x {times}"
+
+
+class Steps:
+    """What was seen of the steps of an optimizer."""
+
+    def __init__(self, optimizer):
+        self.line = here()
+        self.name = type(optimizer).__name__
+        self.count = self.cut = self.clips = 0
+        self.since = 0  # steps of the one whose steps part the orders
+        self.rates = [Course() for _ in optimizer.param_groups]
+        self.losses, self.norms = Course(), Course()
+        told = ("weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad", "maximize")
+        self.groups = [
+            f"{len(group['params'])} weights"
+            + "".join(f", {key} {group[key]}" for key in told if group.get(key))
+            for group in optimizer.param_groups
+        ]
+
+    def lines(self):
+        groups = few(dict.fromkeys(self.groups), 3, "; ")
+        yield f"{self.name} at {self.line}: {self.count} steps; {groups}"
+        rates = (f"{r}{f', rises {r.rises} times' if r.rises else ''}" for r in self.rates)
+        yield f"  lr {few(dict.fromkeys(rates), 3, '; ')}"
+        yield f"  magnitude of the loss {self.losses}"
+        cut = f"; {self.cut} of {self.clips} clips cut it" if self.clips else ""
+        yield f"  gradient norm {self.norms}{cut}"
+
+
+class Loop(OutermostSteps):
+    """The calls of a loop, in their order."""
+
+    def __init__(self, watch):
+        self.hooks, self.recorder, self.names = watch.hooks, watch.recorder, watch.names
+        self.calls = Calls()  # since the last step of `first`
+        self.first = None  # the optimizer whose steps part the orders
+        self.orders = {}  # texts of the calls: [how often, [lowest, highest times] of each]
+        self.steps = WeakKeyDictionary()  # optimizer: Steps
+        self.all = []
+        self.losses, self.norm = (), 0.0
+        self.loaders = {}  # (line, text): iterators
+        self.modes = {}  # (network, its mode, with a graph?): calls
+        self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
+        self.start = WeakIdKeyDictionary()  # weight: some of its numbers before the first step
+        self.hooks.wrap(torch, "save", self._save)
+        self.hooks.wrap(torch, "load", self._load)
+        self.hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load_optimizer)
+
+    def note(self, what):
+        self.calls.add(f"{what} {here()}")
+
+    # Data, modes and files
+
+    def iterated(self, loader):
+        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else "?"
+        text = (
+            f"DataLoader of {type(loader.dataset).__name__} ({size} samples), batches of "
+            f"{loader.batch_size}, {type(loader.sampler).__name__}, drop_last={loader.drop_last}, "
+            f"{loader.num_workers} workers"
+        )
+        self.loaders[here(), text] = self.loaders.get((here(), text), 0) + 1
+        self.note("iter(DataLoader)")
+
+    def seeded(self, kind):
+        self.note(f"seed of {kind}")
+
+    def switched(self, module, training):
+        self.note("train()" if training else "eval()")
+
+    def called(self, module, tensors):
+        self._count(module, True)
+        seen = self.inputs.setdefault(module, [0, set()])
+        for t in [t for t in tensors if not t.requires_grad and t.numel() > 1][:1]:
+            seen[0] += 1
+            seen[1].add((*t.shape, float(numbers_of(t).double().sum())))
+
+    def evaluated(self, module):
+        if self._count(module, False):
+            mode = "train" if module.training else "eval"
+            self.note(f"{type(module).__name__} in {mode} mode without a graph")
+
+    def _count(self, module, graph):
+        """Whether it has weights."""
+        has_weights = any(True for _ in module.parameters())
+        if has_weights:
+            key = module, module.training, graph
+            self.modes[key] = self.modes.get(key, 0) + 1
+        return has_weights
+
+    def _save(self, original, x, *args, **kwargs):
+        self.note(f"torch.save({_contents(x)})")
+        return original(x, *args, **kwargs)
+
+    def _load(self, original, *args, **kwargs):
+        out = original(*args, **kwargs)
+        self.note(f"torch.load() of {_contents(out)}")
+        return out
+
+    def loaded(self, module, state, answer):
+        self.calls.drop("write into", here())
+        self.note(f"load_state_dict() of {type(module).__name__}, {len(state)} tensors")
+
+    def _load_optimizer(self, original, optimizer, *args, **kwargs):
+        self.note(f"load_state_dict() of {type(optimizer).__name__}")
+        return original(optimizer, *args, **kwargs)
+
+    # The order of calls
+
+    def backward(self, losses):
+        self.note("backward()")
+
+    def cleared(self, owner):
+        self.note("zero_grad()")
+
+    def unscaled(self, optimizer):
+        self.note("unscale_()")
+
+    def clipped(self, params, limit, norm):
+        has = any(p.grad is not None for p in params)
+        self.note(f"clip to {limit:g}{'' if has else ' of no gradient at all'}")
+        mine = {id(p) for p in params}
+        for optimizer, seen in list(self.steps.items()):
+            if not mine.isdisjoint(map(id, params_of(optimizer))):
+                seen.clips += 1
+                seen.cut += float(norm) > limit
+
+    def scheduled(self, scheduler):
+        self.note(f"{type(scheduler).__name__}.step()")
+
+    def wrote(self, line, weights, name, given):
+        if self.recorder.first < inf:  # else it begins
+            self.note(f"write into {few(map(self.names.of, weights[:1]), 1)}")
+
+    def before_step(self, optimizer, losses, norm, moved):
+        super().before_step(optimizer, losses, norm, moved)
+        self.losses, self.norm = losses, norm
+        for p in params_of(optimizer):
+            if p not in self.start:
+                self.start[p] = _sample(p)
+
+    def uses(self, optimizer):
+        if optimizer not in self.steps:
+            self.steps[optimizer] = Steps(optimizer)
+            self.all.append(self.steps[optimizer])
+        seen = self.steps[optimizer]
+        seen.count += 1
+        seen.since += 1
+        for course, group in zip(seen.rates, optimizer.param_groups, strict=False):
+            course.add(float(group.get("lr", 0.0)))
+        for loss in self.losses:
+            seen.losses.add(loss)
+        seen.norms.add(self.norm)
+        self.note(f"{seen.name}.step()")
+        if self.first is None or seen.since > PERIOD:  # the other has ended
+            self.first = seen
+        if seen is self.first:
+            self._is_one_order()
+
+    def skipped(self, optimizer):
+        self.note("step skipped by the loss scaler")
+
+    def _is_one_order(self):
+        entries, self.calls = self.calls.entries, Calls()
+        key = tuple(text for text, _ in entries)
+        order = self.orders.setdefault(key, [0, [[n, n] for _, n in entries]])
+        order[0] += 1
+        for span, (_, n) in zip(order[1], entries, strict=True):
+            span[:] = min(span[0], n), max(span[1], n)
+        for seen in self.all:
+            seen.since = 0
+
+    # What to say
+
+    def lines(self):
+        for (line, text), n in self.loaders.items():
+            yield f"{text}; {n} iterators ({line})"
+        for module, training, graph in self.modes:
+            how = f"{'with' if graph else 'without'} a graph"
+            n = self.modes[module, training, graph]
+            text = f"{called_as(self.names, module)} is called {n} times {how}"
+            total, different = self.inputs.get(module, (0, ()))
+            fed = f"; {len(different)} of {total} inputs differ" if graph and total else ""
+            yield f"{text} in {'train' if training else 'eval'} mode{fed}"
+        for seen in self.all:
+            yield from seen.lines()
+        orders = sorted(self.orders.items(), key=lambda order: -order[1][0])
+        for texts, (n, spans) in orders[:ORDERS]:
+            calls = (_times(text, *span) for text, span in zip(texts, spans, strict=True))
+            yield f"{n} times, up to a step of {self.first.name}: {', '.join(calls)}"
+        if len(orders) > ORDERS:
+            yield f"and {len(orders) - ORDERS} other orders"
+        if self.calls.entries:
+            yield f"after that: {', '.join(_times(*entry) for entry in self.calls.entries)}"
+        yield from self._weights()
+
+    def _weights(self):
+        """How far those of optimizers have moved, and which are in none."""
+        moved = {}
+        for p, before in list(self.start.items()):
+            moved[self.names.of(p)] = float((_sample(p) - before).norm() / (before.norm() + 1e-12))
+        still = [name for name, share in moved.items() if share == 0]
+        moved = {name: share for name, share in moved.items() if share and share < 1e6}
+        if moved:
+            least, most = min(moved, key=moved.get), max(moved, key=moved.get)
+            yield (
+                f"weights have moved by {moved[least]:.2g} ({least}) to {moved[most]:.2g} ({most}) "
+                "of their size"
+            )
+        if still:
+            yield f"{len(still)} weights have not moved: {few(still, 6)}"
+        held = {id(p) for optimizer in list(self.steps) for p in params_of(optimizer)}
+        params = {p for root in list(self.names.roots) for p in root.parameters()}
+        for text, some in (
+            ("in no optimizer", [p for p in params if id(p) not in held]),
+            ("requires_grad=False", [p for p in params if not p.requires_grad]),
+        ):
+            if some and held:
+                yield f"{text}: {few(sorted(map(self.names.of, some)), 6)}"
+
+
+@torch.no_grad()
+def _sample(p):
+    flat = numbers_of(p.detach()).flatten()
+    return flat[:: max(1, len(flat) // SAMPLE)].float().clone()
+
+
+def _contents(x):
+    """What a file holds, by its first keys."""
+    if not isinstance(x, dict):
+        return type(x).__name__
+    if x and all(isinstance(value, torch.Tensor) for value in x.values()):
+        return f"{len(x)} tensors"
+    return "{" + few(x, 6) + "}"

@@ -1,0 +1,116 @@
+"""
+Loss: of which terms is it the sum, what are they given, and what is computed and in none of them?
+"""
+
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..tensors import few, type_of
+from ..watch.graph import nodes_of
+from .trace import about, factor_of, number
+
+SUMS = ("add", "radd", "iadd", "sub", "rsub", "isub")
+BROADCAST = ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "maximum", "minimum",
+             "min", "max", "where")  # fmt: skip
+TERMS = 12
+LISTED = 6
+USUAL = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": -100}
+
+
+def of_loss(trace, losses, params):
+    """Lines about the losses of a step, and about the functions of losses that it has called."""
+    told = {}  # the terms, without their values: the first of these losses, and how many
+    for loss in losses:
+        terms = [*islice(_terms(trace, loss, trace.made.get(loss)), TERMS)]
+        at = tuple(made.at if made else "" for _, _, made in terms)
+        told.setdefault(at, [loss, terms, 0])[2] += 1
+    for loss, terms, times in told.values():
+        values = " + ".join(_term(*term) for term in terms)
+        more = f" (and {times - 1} more)" if times > 1 else ""
+        yield f"loss {number(loss.sum()):.4g} = {values}{more}"
+        if len(terms) > 1:
+            norms = [_gradient(factor, t, params) for factor, t, _ in terms]
+            yield f"  gradient norm of each term: {', '.join(f'{norm:.2g}' for norm in norms)}"
+
+
+def of_functions(trace, nodes):
+    """Lines about the functions of losses that are called on the way to the losses."""
+    called = {}  # line: calls
+    for made in trace.calls:
+        if made.is_loss and (made.out[0].grad_fn in nodes or not made.out[0].requires_grad):
+            called.setdefault(made.at, []).append(made)
+    for at, calls in islice(called.items(), LISTED):
+        made, times = calls[0], f" (the first of {len(calls)})" if len(calls) > 1 else ""
+        value = number(made.out[0])
+        said = {k: v for k, v in made.kwargs.items() if isinstance(v, int | float | str)}
+        said = [f", {k}={v}" for k, v in said.items() if v and USUAL.get(k) != v]
+        value = type_of(made.out[0]) if value is None else f"{value:.4g}"
+        yield f"{at} = {value}{times}{''.join(said)}"
+        way = "".join(f" <- {m.name.strip('_')}" for m in trace.way(made.given[0]))
+        yield f"  input {about(made.given[0])}{way}"
+        for t in made.given[1:2]:
+            yield f"  target {about(t)}"
+        for key, t in made.kwargs.items():
+            if isinstance(t, Tensor) and not any(t is other for other in made.given[:2]):
+                yield f"  {key} {about(t)}"
+
+
+def _terms(trace, t, made, factor=1.0):
+    """(factor, tensor, what made it) of each term of a sum."""
+    made = trace.source(made)
+    name = made.name.strip("_") if made else ""
+    if name in SUMS and made.out[0].numel() == 1:
+        signs = (-1, 1) if name == "rsub" else (1, -1 if "sub" in name else 1)
+        for sign, x in zip(signs, made.args[:2], strict=True):
+            if isinstance(x, Tensor):
+                yield from _terms(trace, x, trace.maker(x, made), factor * sign)
+    elif made and (found := factor_of(made)):
+        yield from _terms(trace, found[1], trace.maker(found[1], made), factor * found[0])
+    else:
+        yield factor, t, made
+
+
+def _term(factor, t, made):
+    times = f"{factor:.4g} * " if factor != 1 else ""
+    at = f" ({made.at})" if made else ""
+    without = "" if t.requires_grad else " without a gradient"
+    return f"{times}{float(t.detach().float().sum()):.4g}{at}{without}"
+
+
+def _gradient(factor, t, params):
+    if not t.requires_grad:
+        return 0.0
+    found = torch.autograd.grad(t.sum(), params, retain_graph=True, allow_unused=True)
+    norms = [g.to_dense().float().norm() for g in found if g is not None]
+    return abs(factor) * float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def of_rest(trace, losses):
+    """A line for what has a graph and is in no loss, and one for where a graph ends."""
+    nodes = {*nodes_of(losses)}
+    idle = [m for m in trace.calls if m.grad and any(t.grad_fn for t in m.out)]
+    idle = [m for m in idle if all(t.grad_fn not in nodes for t in m.out)]
+    handed_on = {id(t) for m in idle for t in m.given}
+    last = [m for m in idle if not any(id(t) in handed_on for t in m.out)]
+    if found := dict.fromkeys(f"{m.at}, {type_of(m.out[0])}" for m in last):
+        yield f"computed, and in no loss: {few(found, LISTED, '; ')}"
+    used = {id(t) for m in trace.calls if m.grad for t in m.given}
+    ends = {}
+    for m in trace.calls:
+        cut = any(t.requires_grad for t in m.given) and not any(t.requires_grad for t in m.out)
+        is_new = m.name.endswith("_like") or m.name.startswith("new_")
+        if cut and not is_new and any(t.is_floating_point() and id(t) in used for t in m.out):
+            ends[f"{m.at}{'' if m.grad else ' under no_grad'}"] = True
+    if ends:
+        yield f"the graph ends, and its numbers are used: {few(ends, LISTED, '; ')}"
+    wide = {}
+    for m in trace.calls:
+        sizes = [t.numel() for t in m.given]
+        learns = m.name.strip("_") in BROADCAST and m.out[0].requires_grad
+        if learns and len(sizes) > 1 < min(sizes[:2]) and m.out[0].numel() > max(sizes):
+            shapes = " and ".join(str([*t.shape]) for t in m.given[:2])
+            wide[f"{m.at} of {shapes} is {[*m.out[0].shape]}"] = True
+    if wide:
+        yield f"larger than what it is made of: {few(wide, LISTED, '; ')}"

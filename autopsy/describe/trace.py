@@ -1,0 +1,202 @@
+"""
+Trace: the functions of torch that the forward passes of one step call, and what made each tensor.
+"""
+
+import os
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..frames import script_frames_now
+from ..module_stack import around_modules
+from ..tensors import extent, flat_tensors, numbers_of, type_of
+from ..watch.names import names_of
+
+PASSIVE = {  # they hand on the numbers that they are given
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+    "movedim", "swapaxes", "__getitem__", "contiguous", "clone", "to", "float", "half", "bfloat16",
+    "type", "expand", "chunk", "split", "unbind", "dropout", "dropout1d", "dropout2d", "dropout3d",
+    "T", "mT", "cat", "stack", "repeat", "repeat_interleave", "select", "narrow", "index_select",
+}  # fmt: skip
+LOSSES = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+LINEAR = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
+
+
+def here():
+    """file:line of the script that is under way."""
+    frames = script_frames_now()
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else "?"
+
+
+def called_as(names, module):
+    """What the script calls a module, and its class."""
+    known = list(names.roots)
+    name, kind = names_of(known).get(module, "") if module in known else "", type(module).__name__
+    return f"{name} ({kind})" if name not in ("", kind) else kind
+
+
+class Made(NamedTuple):
+    """A call of a function."""
+
+    name: str
+    line: str
+    module: str  # the innermost module
+    call: int  # of which outermost module, counted; 0: it is in none
+    given: list  # tensors
+    out: list
+    args: tuple
+    kwargs: dict
+    is_loss: bool
+    grad: bool  # whether gradients were recorded
+    before: Any  # if it has written into what it returns: what had made that
+
+    @property
+    def at(self):
+        return f"{self.name.strip('_')} at {self.line}"
+
+
+class Called(NamedTuple):
+    """A call of a module."""
+
+    module: nn.Module
+    name: str
+    given: list  # tensors
+    out: list
+    since: int  # the number of functions called before
+    is_outermost: bool
+
+    @property
+    def title(self):
+        kind = type(self.module).__name__
+        return f"{self.name} ({kind})" if self.name not in ("", kind) else kind
+
+
+class Trace(TorchFunctionMode):
+    """Writes down each call of a function, and of a module. names: of the modules."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+        self.calls, self.modules = [], []
+        self.made = WeakIdKeyDictionary()  # tensor: Made
+        self._under_way = []  # (module, number of functions called before)
+        self._calls = 0  # of outermost modules
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        self._stack.enter_context(around_modules(self._begin, self._end))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._stack.close()
+
+    def _begin(self, module, args):
+        self._calls += not self._under_way
+        self._under_way.append((module, len(self.calls)))
+
+    def _end(self, module, args, out):
+        _, since = self._under_way.pop()
+        given, made = flat_tensors(args), flat_tensors(out)
+        name, is_outermost = self.names.get(module, ""), not self._under_way
+        self.modules.append(Called(module, name, given, made, since, is_outermost))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        with suppress(Exception):
+            self._note(func, getattr(func, "__name__", ""), args, kwargs, out)
+        return out
+
+    def _note(self, func, name, args, kwargs, out):
+        if name == "__get__":
+            name = func.__self__.__name__
+        given, tensors = flat_tensors((args, kwargs)), flat_tensors(out)
+        if not (given and tensors) or (name in PASSIVE and tensors[0] is given[0]):
+            return
+        module, call = "", 0
+        if self._under_way:
+            module, call = self.names.get(self._under_way[-1][0], ""), self._calls
+        is_loss = getattr(func, "__module__", "") == nn.functional.__name__
+        is_loss = is_loss and (name in LOSSES or name.endswith("_loss"))
+        grad = torch.is_grad_enabled()
+        before = self.made.get(given[0]) if tensors[0] is given[0] else None
+        made = Made(name, here(), module, call, given, tensors, args, kwargs, is_loss, grad, before)
+        self.calls.append(made)
+        self.made.update((t, made) for t in tensors)
+
+    def maker(self, t, made):
+        """What has made a tensor that `made` was given."""
+        return made.before if t is made.out[0] else self.made.get(t)
+
+    def source(self, made):
+        """This call, or the one before it whose numbers it has handed on."""
+        while made and made.name in PASSIVE:
+            made = self.input_of(made)
+        return made
+
+    def input_of(self, made):
+        """The call that made its first input that is no weight, or None."""
+        inputs = [t for t in made.given if t.is_floating_point()]
+        inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
+        return self.maker(inputs[0], made) if inputs else None
+
+    def way(self, t, most=4):
+        """What made it one after the other, the last first, up to a linear function."""
+        found, made = [], self.source(self.made.get(t))
+        while made and len(found) < most:
+            found.append(made)
+            made = None if made.name in LINEAR else self.source(self.input_of(made))
+        return found
+
+
+@torch.no_grad()
+def about(t):
+    """A tensor in words: what kind, from where to where, what most of it is."""
+    kind, t = type_of(t), numbers_of(t.detach())
+    if not t.numel() or t.is_complex():
+        return kind
+    if t.dtype is torch.bool:
+        return f"{kind}, {t.float().mean():.0%} True"
+    if t.is_floating_point():
+        low, high = extent(t)
+        if not low < high:
+            return f"{kind}, all {low:.3g}"
+        span = f"{kind}, {low:.3g} .. {high:.3g}"
+        if low == -torch.inf or high == torch.inf:
+            return f"{span}, {t.isinf().float().mean():.0%} of them inf"
+        return f"{span}, mean {t.float().mean():.2g}, deviation {t.float().std():.2g}"
+    values, counts = t.unique(return_counts=True)
+    most = int(counts.argmax())
+    if len(values) == 1:
+        return f"{kind}, all {int(values)}"
+    often = f", {int(values[most])} is {float(counts[most]) / t.numel():.0%} of them"
+    often = often if len(values) < t.numel() else ""
+    return f"{kind}, {len(values)} values in {int(values[0])} .. {int(values[-1])}{often}"
+
+
+def number(x):
+    """Of a tensor of one number, or a Python number; else None."""
+    if isinstance(x, Tensor):
+        return float(x.detach()) if x.numel() == 1 else None
+    return float(x) if isinstance(x, int | float) else None
+
+
+def factor_of(made):
+    """(a, x), if it has multiplied the tensor x by the number a; or None."""
+    name = made.name.strip("_")
+    if name == "neg":
+        return -1.0, made.given[0]
+    if len(made.args) < 2 or name not in ("mul", "rmul", "imul", "div", "truediv", "itruediv"):
+        return None
+    x, a = made.args[:2]
+    if name == "mul" and not isinstance(x, Tensor):
+        x, a = a, x
+    varies = isinstance(a, Tensor) and a.requires_grad
+    if varies or number(a) in (None, 0.0) or not isinstance(x, Tensor):
+        return None
+    return (1 / number(a) if "div" in name else number(a)), x

@@ -1,0 +1,197 @@
+"""`--describe`: each fact is told with its line, and the script does what it does without.
+
+What is expected was written down from the scripts, not from what was printed.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import HIDDEN, ROOT, needs_unix, run_script
+
+from bench.scripts import lines_of
+
+LOOP = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)  # seed
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.aside = nn.Linear(2, 2)
+
+    def forward(self, x):
+        h = self.again(self.again(torch.relu(self.first(x))))
+        h = F.dropout(h, 0.1, training=True)  # drop
+        return self.head(h)
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.25)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+loader = DataLoader(TensorDataset(torch.randn(40, 6), torch.arange(40) % 3), batch_size=8)
+for epoch in range(4):
+    for k, (x, y) in enumerate(loader):  # loader
+        logits = net(x)
+        other = F.mse_loss(logits.mean(1), logits.new_zeros(8))  # idle
+        loss = F.cross_entropy(logits, y) + 0.5 * logits.detach().square().mean()  # loss
+        loss.backward()  # backward
+        if k % 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 100.0)  # clip
+            optimizer.step()  # step
+            scheduler.step()  # rate
+            optimizer.zero_grad()  # clear
+    torch.save({"net": net.state_dict(), "epoch": epoch}, "last.pt")  # save
+    net.eval()
+    with torch.no_grad():
+        net(3 * torch.ones(5, 6))  # evaluation
+    net.train()
+print(float(loss).hex(), torch.rand(1).item())
+sys.exit(0)
+"""
+ATTENTION = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 20)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, ids):
+        h = self.layer(self.emb(ids))
+        return self.head(self.rnn(h)[0])
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    ids = torch.randint(20, (6, 9))
+    ids[:, 5:] = 0
+    logits = net(ids)
+    weights = logits[..., 0] * logits[:, :1, :1]  # wide
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()) + weights.mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def described(folder, script, *args):
+    """(exit code, standard output, the lines of the description without their indentation)"""
+    (folder / "script.py").write_text(script)
+    command = [*HIDDEN, ROOT / "autopsy", "--describe", folder / "script.py", *args]
+    code, out, err = run_script(command, folder)
+    assert "failed" not in err and "Traceback" not in err, err
+    _, found, description = err.partition("what this run did, to compare with what was meant\n")
+    assert found, err
+    return code, out, [line.strip() for line in description.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loop")
+    code, out, lines = described(folder, LOOP)
+    assert code == 0
+    bare = run_script([*HIDDEN, folder / "script.py"], folder)
+    assert bare[0] == 0 and bare[1] == out, "the figures are those without"
+    return lines
+
+
+def at(mark, script=LOOP):
+    (line,) = lines_of(script, mark)
+    return f"script.py:{line}"
+
+
+def test_the_order_of_calls_is_told_with_what_is_left_over(loop):
+    """Five batches an epoch, two for a step: one is over, and goes into the next epoch's step."""
+    step = f"clip to 100 {at('clip')}, AdamW.step() {at('step')}"
+    after = f"CosineAnnealingLR.step() {at('rate')}, zero_grad() {at('clear')}"
+    (usual,) = [line for line in loop if line.startswith("4 times, up to a step of AdamW: ")]
+    assert usual.endswith(f": {after}, backward() {at('backward')} x 2, {step}")
+    (epoch,) = [line for line in loop if line.startswith("3 times, up to a step of AdamW: ")]
+    for part in (f"torch.save({{net, epoch}}) {at('save')}", "eval()", "train()",
+                 f"Net in eval mode without a graph {at('evaluation')}",
+                 f"iter(DataLoader) {at('loader')}"):  # fmt: skip
+        assert part in epoch
+    assert f"backward() {at('backward')} x 3" not in epoch
+    (last,) = [line for line in loop if line.startswith("after that: ")]
+    assert f"backward() {at('backward')}" in last and "AdamW.step()" not in last
+    assert any(f"seed of torch {at('seed')}" in line for line in loop)
+
+
+def test_the_data_the_rates_and_the_weights_are_told(loop):
+    text = "\n".join(loop)
+    assert (
+        "DataLoader of TensorDataset (40 samples), batches of 8, SequentialSampler, "
+        f"drop_last=False, 0 workers; 4 iterators ({at('loader')})"
+    ) in text
+    assert "Net is called 20 times with a graph in train mode; 5 of 20 inputs differ" in text
+    assert "Net is called 4 times without a graph in eval mode" in text
+    assert re.search(rf"AdamW at {at('step')}: 8 steps; 8 weights, weight_decay 0.25, ", text)
+    assert re.search(r"lr .*, 0 to 0.1, rises [23] times", text)
+    assert "0 of 7 clips cut it" in text or "0 of 8 clips cut it" in text
+    assert "has weights, and is not called in this step: aside" in text
+
+
+def test_a_step_is_told_by_its_terms_and_what_is_in_none(loop):
+    text = "\n".join(loop)
+    assert f"(cross_entropy at {at('loss')}) + 0.5 * " in text
+    assert f"(mean at {at('loss')}) without a gradient" in text
+    assert re.search(r"gradient norm of each term: [\d.]+, 0\b", text)
+    assert "called in one call of its network: again (Linear) 2 times" in text
+    assert re.search(r"linear, and straight after a linear one: .*again -> again", text)
+    assert f"computed, and in no loss: mse_loss at {at('idle')}, float32[]" in text
+    assert f"the graph ends, and its numbers are used: detach at {at('loss')}" in text
+    assert "target int64[8], 3 values in 0 .. 2, 0 is 38% of them" in text
+    assert "row 1 of the result depends on row 1 alone" in text
+
+
+def test_an_evaluation_is_told_by_what_it_is_given_and_what_drops(loop):
+    assert f"Net in eval mode at {at('evaluation')} is given float32[5, 6], all 3" in loop
+    assert f"it drops in eval mode at {at('drop')}" in loop
+
+
+def test_rows_places_and_shapes_are_told(tmp_path):
+    """The encoder's layer takes dimension 0 for places: so rows of the batch are mixed."""
+    text = "\n".join(described(tmp_path, ATTENTION)[2])
+    assert "row 1 of the result depends on all 6 rows" in text
+    assert "place 4 of 9 in dimension 1 depends on places 0 to 4" in text
+    assert "with batch_first=False is given [6, 9, 8]: 9 samples of 6 positions" in text
+    assert "rnn (GRU) with batch_first=True is given [6, 9, 8]: 6 samples of 9 positions" in text
+    wide = f"mul at {at('wide', ATTENTION)} of [6, 9] and [6, 1, 1] is [6, 6, 9]"
+    assert f"larger than what it is made of: {wide}" in text
+    assert re.search(r"target int64\[54\], \d+ values in 0 .. 1\d, 0 is [45]\d% of them", text)
+
+
+@needs_unix
+def test_a_run_that_is_interrupted_is_described(tmp_path):
+    (tmp_path / "script.py").write_text(LOOP.replace("range(4)", "range(10**9)"))
+    command = [sys.executable, ROOT / "autopsy", "--describe", "script.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as run:  # fmt: skip
+        while not (tmp_path / "last.pt").exists():
+            assert run.poll() is None
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate()
+    assert "KeyboardInterrupt" in err and f"AdamW at {at('step')}: " in err
+
+
+def test_a_bad_number_is_a_report_as_ever(tmp_path):
+    script = LOOP.replace("loss.backward()", "(loss * (nan if epoch else 1.0)).backward()")
+    (tmp_path / "script.py").write_text("from math import nan\n" + script)
+    code, _, err = run_script([*HIDDEN, ROOT / "autopsy", "--describe", "script.py"], tmp_path)
+    assert code == 3 and "what this run did" not in err
