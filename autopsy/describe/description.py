@@ -52,6 +52,8 @@ class OneStep(Events):
         self.parts = []  # (title, lines)
 
     def before_step(self, optimizer, losses, norm, moved):
+        if self.recorder.slope <= self.recorder.latest:
+            return  # the passes of a closure are still to come, or another's step has used them
         step = self.seen[optimizer] = self.seen.get(optimizer, -1) + 1
         if step != LOOK:
             return

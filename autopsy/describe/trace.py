@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import script_frames_now
-from ..module_stack import around_modules
 from ..tensors import extent, flat_tensors, numbers_of, type_of
 from ..watch.names import names_of
 
@@ -88,7 +88,9 @@ class Trace(TorchFunctionMode):
         self._stack = ExitStack()
 
     def __enter__(self):
-        self._stack.enter_context(around_modules(self._begin, self._end))
+        ends = modules.register_module_forward_hook(self._end, with_kwargs=True, always_call=True)
+        self._stack.enter_context(modules.register_module_forward_pre_hook(self._begin))
+        self._stack.enter_context(ends)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -99,9 +101,9 @@ class Trace(TorchFunctionMode):
         self._calls += not self._under_way
         self._under_way.append((module, len(self.calls)))
 
-    def _end(self, module, args, out):
+    def _end(self, module, args, kwargs, out):
         _, since = self._under_way.pop()
-        given, made = flat_tensors(args), flat_tensors(out)
+        given, made = flat_tensors((args, kwargs)), flat_tensors(out)
         name, is_outermost = self.names.get(module, ""), not self._under_way
         self.modules.append(Called(module, name, given, made, since, is_outermost))
 
