@@ -73,6 +73,11 @@ def _kind(file):
     return told, not file.startswith((LIBRARY, TORCH)) and "-packages" not in file
 
 
+def is_own(file):
+    """Whether it is a file of the script, not of a library."""
+    return all(_kind(file))
+
+
 def script_frames(frames):
     """The lines of libraries, without torch's, then the line of the script that called them."""
     found = []

@@ -2,41 +2,44 @@
 Description: the facts of a run, printed after its last line: the loop, a step, an evaluation.
 """
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..frames import said
 from ..tensors import few, flat_tensors
-from ..watch.calls import BACKWARD, SLOPES
+from ..watch.calls import BACKWARD
 from ..watch.deferred import params_of
 from ..watch.events import Events
 from ..watch.forward import Forward
 from ..watch.graph import nodes_of
-from ..watch.names import names_of
 from .forward import of_forward
 from .loop import Loop
-from .loss import of_functions, of_loss, of_rest
-from .trace import Trace, about, called_as, here
+from .loss import idle_in, of_functions, of_loss, of_rest
+from .source import unread
+from .trace import Titles, Trace, about, here
 
 LOOK = 2  # the step of each optimizer whose forward passes are made once more
-MANY = 2000  # calls
+MANY = 5000  # calls
 
 
 class Description:
     """`listeners`: what must be told of the events of a script."""
 
     def __init__(self, watch):
-        self.loop, self.step, self.evaluation = Loop(watch), OneStep(watch), Evaluation(watch)
+        titles = Titles(watch.names)
+        self.loop, self.step = Loop(watch, titles), OneStep(watch, titles)
+        self.evaluation = Evaluation(titles)
         self.listeners = [self.loop, self.step, self.evaluation]
 
     def __str__(self):
         lines = ["what this run did, to compare with what was meant"]
         for title, found in (
             ("the loop", self.loop.lines()),
-            *self.step.parts,
-            ("the first evaluation", self.evaluation.lines()),
+            *self.step.lines(),
+            ("the first calls without a graph", self.evaluation.lines()),
+            ("the source of the script", unread()),
         ):
             if found := [*found]:
                 lines += [f"  {title}", *(f"    {line}" for line in found)]
@@ -46,10 +49,12 @@ class Description:
 class OneStep(Events):
     """What the forward passes before one step of each optimizer compute."""
 
-    def __init__(self, watch):
-        self.recorder, self.names = watch.recorder, watch.names
+    def __init__(self, watch, titles):
+        self.recorder, self.titles = watch.recorder, titles
         self.seen = WeakKeyDictionary()  # optimizer: steps
         self.parts = []  # (title, lines)
+        self.told = WeakSet()  # networks
+        self.idle = []  # of each of these, what is in no loss
 
     def before_step(self, optimizer, losses, norm, moved):
         if self.recorder.slope <= self.recorder.latest:
@@ -66,36 +71,43 @@ class OneStep(Events):
 
     def _made_again(self, optimizer):
         calls = self.recorder.calls
-        if not self.recorder.whole or len(calls) > MANY:
-            return ["it was not recorded as a whole"]
-        names = {}
-        for root, prefix in names_of(list(self.names.roots)).items():
-            names |= {m: ".".join(filter(None, (prefix, n))) for n, m in root.named_modules()}
+        if len(calls) > MANY:
+            return [f"it makes {len(calls)} calls, which are too many to be made again"]
+        if not self.recorder.whole:
+            return ["it was not recorded as a whole: --share 1 records all"]
         with Forward(self.recorder) as again:
             if not again.calls:
                 return ["it cannot be made again: there is no loss, or a hook of the script"]
-            mine = len({*again.losses})
+            mine = {*again.losses}
             passes = [call for call in calls if call.function is BACKWARD]
             again.losses = {made for call in passes for made in call.uses()}
-            again.calls = [call for call in calls if call.function not in SLOPES]
-            with Trace(names) as trace:
+            again.calls = [call for call in calls if call.function is not BACKWARD]
+            with Trace(self.titles.parts()) as trace:
                 again()
-            losses = again.results[-mine:]  # the others are those of other optimizers
+            losses = [t for made, t in again.results.items() if made in mine]
             params = [p for p in params_of(optimizer) if p.requires_grad]
+            self.idle.append(idle_in(trace, [*again.results.values()]))
             with torch.enable_grad():
                 return [
-                    *of_forward(trace),
+                    *of_forward(trace, self.told),
                     *of_loss(trace, losses, params),
                     *of_functions(trace, {*nodes_of(losses)}),
-                    *of_rest(trace, again.results),
+                    *of_rest(trace),
                 ]
+
+    def lines(self):
+        """(title, lines) of each optimizer's step, and of what is in no loss of any."""
+        first = self.idle[0] if self.idle else ()
+        idle = [text for text in first if all(text in one for one in self.idle)]
+        last = [f"computed, and in no loss: {few(idle, 6, '; ')}"] if idle else []
+        return [*self.parts, ("in none of these steps", last)]
 
 
 class Evaluation(Events):
     """What networks are given in evaluation, and what drops there."""
 
-    def __init__(self, watch):
-        self.names = watch.names
+    def __init__(self, titles):
+        self.titles = titles
         self.given = WeakKeyDictionary()  # network: what it is given
         self.drops = {}  # lines
 
@@ -110,7 +122,7 @@ class Evaluation(Events):
 
     def lines(self):
         for module, text in self.given.items():
-            yield f"{called_as(self.names, module)} {text}"
+            yield f"{self.titles.of(module)} {text}"
         if self.drops:
             yield f"it drops in eval mode at {few(self.drops, 6)}"
 

@@ -3,6 +3,7 @@ Forward: what do the forward passes of a step compute, and what depends on what?
 """
 
 from collections import Counter
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -15,13 +16,16 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)  # batch_first says which dimension is which
 
 
-def of_forward(trace):
-    """Lines about the modules that were called."""
+def of_forward(trace, told):
+    """Lines about the modules that were called, but not those that were told."""
     outermost = [c for c in trace.modules if c.is_outermost and [*c.module.parameters()]]
-    for called in {c.module: c for c in outermost}.values():
-        yield f"{called.title} is given {few(map(about, called.given), 3, '; ')}"
+    for called in {c.module: c for c in outermost if c.module not in told}.values():
+        told.add(called.module)
+        given = few(map(about, called.given), 3, "; ") or "no tensor"
+        yield f"{called.title} is given {given}"
         yield f"  and returns {few(map(about, called.out), 3, '; ')}"
-        yield from _dependence(trace, called)
+        with suppress(RuntimeError):  # a graph that the script itself has freed
+            yield from [*_dependence(trace, called)]
     yield from _repeated(trace, outermost)
     yield from _pairs(trace)
     yield from _ordered(trace)
@@ -52,7 +56,7 @@ def _pairs(trace):
             first, second = (m.module or m.name for m in (before, made))
             found[f"{first} -> {second} ({made.line})"] = True
     if found:
-        yield f"linear, and straight after a linear one: {few(found, LISTED)}"
+        yield f"linear after linear, with no nonlinearity: {few(found, LISTED)}"
 
 
 def _ordered(trace):
@@ -77,10 +81,12 @@ def _attention(trace):
             text = f"{made.name} over dimension {(*made.args[1:], kwargs.get('dim'))[0]} of {shape}"
         elif made.name == "scaled_dot_product_attention":
             mask = kwargs.get("attn_mask", (*made.args[3:], None)[0])
-            text = f"attention of {shape}, {_mask(mask, kwargs, 'True is seen')}"
+            places = f"{shape[-2]} places of {made.given[1].shape[-2]}"
+            text = f"attention of {places}, {_mask(mask, kwargs, 'True is seen')}"
         elif made.name == "multi_head_attention_forward":
             mask, padding = (kwargs.get(key) for key in ("attn_mask", "key_padding_mask"))
-            text = f"attention of {shape}, {_mask(mask, kwargs, 'True is hidden')}"
+            places = f"{shape[0]} places of {made.given[1].shape[0]}"
+            text = f"attention of {places}, {_mask(mask, kwargs, 'True is hidden')}"
             if padding is not None:
                 text += f", padding mask {_mask(padding, {}, 'True is hidden')}"
         if text:
@@ -99,19 +105,22 @@ def _mask(mask, kwargs, meaning):
 def _dependence(trace, called):
     """On which rows, and which positions, of its first layer does one row of the result depend?"""
     out = next((t for t in called.out if t.requires_grad and t.dim() > 1), None)
-    first = next(
-        (t for made in trace.calls[called.since :] for t in made.out
-         if t.requires_grad and any(isinstance(x, nn.Parameter) for x in made.given)), None
+    maker, first = next(
+        ((made, t) for made in trace.calls[called.since :] for t in made.out
+         if t.requires_grad and any(isinstance(x, nn.Parameter) for x in made.given)),
+        (None, None),
     )  # fmt: skip
     if out is None or first is None or out.shape[0] != first.shape[0] or len(out) < 2:
         return
     n, row = len(out), 1
     rows = _reached(out[row], first).any(1).nonzero().flatten().tolist()
     norm = any(isinstance(m, BATCH_NORM) and m.training for m in called.module.modules())
-    on = f"row {few(rows)} alone" if len(rows) == 1 else f"{len(rows)} of {n} rows"
+    on = f"{len(rows)} of {n} rows"
     on = f"all {n} rows{' (BatchNorm)' * norm}" if len(rows) == n else on
-    yield f"  row {row} of the result depends on {on}"
-    if out.dim() > 2 < first.dim() and out.shape[1] == first.shape[1] > 2:
+    if len(rows) != 1:
+        yield f"  row {row} of the result depends on {on}"
+    is_sequence = out.dim() == 3 == first.dim() and not maker.name.startswith("conv")
+    if is_sequence and out.shape[1] == first.shape[1] > 2:
         length = out.shape[1]
         at = length // 2
         seen = _reached(out[row, at], first)[row].view(length, -1).any(1).nonzero().flatten()

@@ -7,19 +7,21 @@ to its next is one line, with how often it was so.
 
 from collections import deque
 from math import inf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..tensors import few, numbers_of
+from ..tensors import few, flat_tensors, numbers_of
 from ..watch.deferred import params_of
 from ..watch.events import OutermostSteps
-from .trace import called_as, here
+from .trace import here, place
 
 ORDERS = 4  # that are told
 LONGEST = 24  # calls of one
 PERIOD = 6  # calls that may come again and again
+WRITES = "write into weights"
 LAST = 10  # losses and norms of which the mean is told
 SAMPLE = 1024  # numbers of a weight
 
@@ -27,13 +29,13 @@ SAMPLE = 1024  # numbers of a weight
 class Course:
     """The first numbers of a row, the last, the lowest and the highest."""
 
-    def __init__(self):
-        self.first, self.last = [], deque(maxlen=LAST)
+    def __init__(self, of=LAST):
+        self.first, self.last = [], deque(maxlen=of)
         self.low, self.high, self.rises = inf, -inf, 0
 
     def add(self, value):
         self.rises += bool(self.last) and value > self.last[-1]
-        self.first += [value] * (len(self.first) < LAST)
+        self.first += [value] * (len(self.first) < self.last.maxlen)
         self.last.append(value)
         self.low, self.high = min(self.low, value), max(self.high, value)
 
@@ -44,43 +46,56 @@ class Course:
         return f"{first:.3g} at first, {last:.3g} at the end, {self.low:.3g} to {self.high:.3g}"
 
 
+class Call(NamedTuple):
+    """What is called, and where."""
+
+    what: str
+    file: str
+    line: int
+
+
 class Calls:
     """Calls in a row; what comes again and again is one entry, with how often."""
 
     def __init__(self):
-        self.entries = []  # [text, times]
+        self.entries = []  # (a call, or several entries; times)
 
-    def add(self, text):
+    def add(self, call):
         entries = self.entries
         if len(entries) == LONGEST:
             return
-        entries.append([text, 1])
+        entries.append((call, 1))
         for n in range(1, PERIOD + 1):
             now, before = entries[-n:], entries[-2 * n : -n]
-            if len(entries) > n and entries[-n - 1][0] == _together(now):
-                entries[-n - 1][1] += 1
-                del entries[-n:]
+            one = call if n == 1 else tuple(now)
+            if len(entries) > n and entries[-n - 1][0] == one:
+                entries[-n - 1 :] = [(one, entries[-n - 1][1] + 1)]
                 return
-            if now == before and len(before) == n:
-                entries[-2 * n :] = [[_together(now), 2]]
+            if now == before and n > 1:
+                entries[-2 * n :] = [(one, 2)]
                 return
 
-    def drop(self, start, line):
-        """The last entries that begin with this, of this line."""
-        while self.entries and self.entries[-1][0][: len(start)] == start:
-            if self.entries[-1][0][-len(line) :] != line:
-                return
+    def drop(self, call):
+        """The last entry, if it is this one."""
+        if self.entries and self.entries[-1][0] == call:
             self.entries.pop()
 
 
-def _together(entries):
-    text = ", ".join(_times(*entry) for entry in entries)
-    return text if len(entries) == 1 else f"[{text}]"
+def in_words(entries):
+    """Entries (call, lowest and highest times). The name of a file is told where it changes."""
+    said = None
 
+    def words(one, low, high):
+        nonlocal said
+        if isinstance(one, Call):
+            text = f"{one.what} {'' if one.file == said else one.file}:{one.line}"
+            said = one.file
+        else:
+            text = f"[{', '.join(words(part, n, n) for part, n in one)}]"
+        times = low if high == low else f"{low} to {high}"
+        return text if times == 1 else f"{text} x {times}"
 
-def _times(text, low, high=None):
-    times = low if high in (None, low) else f"{low} to {high}"
-    return text if times == 1 else f"{text} x {times}"
+    return ", ".join(words(*entry) for entry in entries)
 
 
 class Steps:
@@ -91,7 +106,7 @@ class Steps:
         self.name = type(optimizer).__name__
         self.count = self.cut = self.clips = 0
         self.since = 0  # steps of the one whose steps part the orders
-        self.rates = [Course() for _ in optimizer.param_groups]
+        self.rates = [Course(of=1) for _ in optimizer.param_groups]
         self.losses, self.norms = Course(), Course()
         told = ("weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad", "maximize")
         self.groups = [
@@ -113,9 +128,11 @@ class Steps:
 class Loop(OutermostSteps):
     """The calls of a loop, in their order."""
 
-    def __init__(self, watch):
+    def __init__(self, watch, titles):
+        self.titles = titles
         self.hooks, self.recorder, self.names = watch.hooks, watch.recorder, watch.names
         self.calls = Calls()  # since the last step of `first`
+        self.number = 0  # of calls, at the last step
         self.first = None  # the optimizer whose steps part the orders
         self.orders = {}  # texts of the calls: [how often, [lowest, highest times] of each]
         self.steps = WeakKeyDictionary()  # optimizer: Steps
@@ -124,22 +141,26 @@ class Loop(OutermostSteps):
         self.loaders = {}  # (line, text): iterators
         self.modes = {}  # (network, its mode, with a graph?): calls
         self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
+        self.clips = []  # (parameters, did it cut them?) since the last step
         self.start = WeakIdKeyDictionary()  # weight: some of its numbers before the first step
         self.hooks.wrap(torch, "save", self._save)
         self.hooks.wrap(torch, "load", self._load)
         self.hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load_optimizer)
 
-    def note(self, what):
-        self.calls.add(f"{what} {here()}")
+    def note(self, what, frames=None):
+        self.calls.add(Call(what, *place(frames)))
 
     # Data, modes and files
 
     def iterated(self, loader):
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else "?"
+        order = type(loader.sampler).__name__
+        if loader.batch_size is None:
+            order = type(loader.batch_sampler or loader.sampler).__name__
         text = (
             f"DataLoader of {type(loader.dataset).__name__} ({size} samples), batches of "
-            f"{loader.batch_size}, {type(loader.sampler).__name__}, drop_last={loader.drop_last}, "
-            f"{loader.num_workers} workers"
+            f"{loader.batch_size}, {order}, drop_last={loader.drop_last}, {loader.num_workers} "
+            "workers"
         )
         self.loaders[here(), text] = self.loaders.get((here(), text), 0) + 1
         self.note("iter(DataLoader)")
@@ -150,25 +171,20 @@ class Loop(OutermostSteps):
     def switched(self, module, training):
         self.note("train()" if training else "eval()")
 
-    def called(self, module, tensors):
-        self._count(module, True)
-        seen = self.inputs.setdefault(module, [0, set()])
-        for t in [t for t in tensors if not t.requires_grad and t.numel() > 1][:1]:
-            seen[0] += 1
-            seen[1].add((*t.shape, float(numbers_of(t).double().sum())))
-
-    def evaluated(self, module):
-        if self._count(module, False):
-            mode = "train" if module.training else "eval"
-            self.note(f"{type(module).__name__} in {mode} mode without a graph")
-
-    def _count(self, module, graph):
-        """Whether it has weights."""
-        has_weights = any(True for _ in module.parameters())
-        if has_weights:
-            key = module, module.training, graph
+    def during(self, call, args, kwargs):
+        module = call.function
+        if any(True for _ in module.parameters()):
+            self.titles.note(module)
+            key = module, module.training, call.grad
             self.modes[key] = self.modes.get(key, 0) + 1
-        return has_weights
+            if not call.grad:
+                mode = "train" if module.training else "eval"
+                self.note(f"{self.titles.of(module)} in {mode} mode without a graph")
+            elif given := [t for t in flat_tensors((args, kwargs)) if t.numel() > 1]:
+                seen = self.inputs.setdefault(module, [0, set()])
+                seen[0] += 1
+                seen[1].add(tuple(map(_told_by, given)))
+        return ()
 
     def _save(self, original, x, *args, **kwargs):
         self.note(f"torch.save({_contents(x)})")
@@ -180,8 +196,8 @@ class Loop(OutermostSteps):
         return out
 
     def loaded(self, module, state, answer):
-        self.calls.drop("write into", here())
-        self.note(f"load_state_dict() of {type(module).__name__}, {len(state)} tensors")
+        self.calls.drop(Call(WRITES, *place()))
+        self.note(f"load_state_dict() of {self.titles.of(module)}, {len(state)} tensors")
 
     def _load_optimizer(self, original, optimizer, *args, **kwargs):
         self.note(f"load_state_dict() of {type(optimizer).__name__}")
@@ -201,22 +217,23 @@ class Loop(OutermostSteps):
     def clipped(self, params, limit, norm):
         has = any(p.grad is not None for p in params)
         self.note(f"clip to {limit:g}{'' if has else ' of no gradient at all'}")
-        mine = {id(p) for p in params}
-        for optimizer, seen in list(self.steps.items()):
-            if not mine.isdisjoint(map(id, params_of(optimizer))):
-                seen.clips += 1
-                seen.cut += float(norm) > limit
+        self.clips.append(({id(p) for p in params}, float(norm) > limit))
 
     def scheduled(self, scheduler):
         self.note(f"{type(scheduler).__name__}.step()")
 
     def wrote(self, line, weights, name, given):
         if self.recorder.first < inf:  # else it begins
-            self.note(f"write into {few(map(self.names.of, weights[:1]), 1)}")
+            self.note(WRITES)
 
     def before_step(self, optimizer, losses, norm, moved):
         super().before_step(optimizer, losses, norm, moved)
         self.losses, self.norm = losses, norm
+        for call in self.recorder.calls:
+            if call.number > self.number and call.name == "grad":
+                graph = bool(call.kwargs.get("create_graph"))
+                self.note(f"autograd.grad(create_graph={graph})", call.frames)
+        self.number = self.recorder.number
         for p in params_of(optimizer):
             if p not in self.start:
                 self.start[p] = _sample(p)
@@ -230,6 +247,12 @@ class Loop(OutermostSteps):
         seen.since += 1
         for course, group in zip(seen.rates, optimizer.param_groups, strict=False):
             course.add(float(group.get("lr", 0.0)))
+        mine = {id(p) for p in params_of(optimizer)}
+        for params, cut in self.clips:
+            if not mine.isdisjoint(params):
+                seen.clips += 1
+                seen.cut += cut
+        self.clips = [clip for clip in self.clips if mine.isdisjoint(clip[0])]
         for loss in self.losses:
             seen.losses.add(loss)
         seen.norms.add(self.norm)
@@ -244,7 +267,7 @@ class Loop(OutermostSteps):
 
     def _is_one_order(self):
         entries, self.calls = self.calls.entries, Calls()
-        key = tuple(text for text, _ in entries)
+        key = tuple(call for call, _ in entries)
         order = self.orders.setdefault(key, [0, [[n, n] for _, n in entries]])
         order[0] += 1
         for span, (_, n) in zip(order[1], entries, strict=True):
@@ -260,27 +283,28 @@ class Loop(OutermostSteps):
         for module, training, graph in self.modes:
             how = f"{'with' if graph else 'without'} a graph"
             n = self.modes[module, training, graph]
-            text = f"{called_as(self.names, module)} is called {n} times {how}"
+            text = f"{self.titles.of(module)} is called {n} times {how}"
             total, different = self.inputs.get(module, (0, ()))
             fed = f"; {len(different)} of {total} inputs differ" if graph and total else ""
             yield f"{text} in {'train' if training else 'eval'} mode{fed}"
         for seen in self.all:
             yield from seen.lines()
         orders = sorted(self.orders.items(), key=lambda order: -order[1][0])
-        for texts, (n, spans) in orders[:ORDERS]:
-            calls = (_times(text, *span) for text, span in zip(texts, spans, strict=True))
-            yield f"{n} times, up to a step of {self.first.name}: {', '.join(calls)}"
+        for key, (n, spans) in orders[:ORDERS]:
+            calls = in_words((call, *span) for call, span in zip(key, spans, strict=True))
+            yield f"{n} times, up to a step of {self.first.name}: {calls}"
         if len(orders) > ORDERS:
             yield f"and {len(orders) - ORDERS} other orders"
         if self.calls.entries:
-            yield f"after that: {', '.join(_times(*entry) for entry in self.calls.entries)}"
+            yield f"after that: {in_words((call, n, n) for call, n in self.calls.entries)}"
         yield from self._weights()
 
     def _weights(self):
         """How far those of optimizers have moved, and which are in none."""
         moved = {}
         for p, before in list(self.start.items()):
-            moved[self.names.of(p)] = float((_sample(p) - before).norm() / (before.norm() + 1e-12))
+            way = (_sample(p) - before).norm() / (before.norm() + 1e-12)
+            moved[self.titles.of_weight(p)] = float(way)
         still = [name for name, share in moved.items() if share == 0]
         moved = {name: share for name, share in moved.items() if share and share < 1e6}
         if moved:
@@ -298,7 +322,14 @@ class Loop(OutermostSteps):
             ("requires_grad=False", [p for p in params if not p.requires_grad]),
         ):
             if some and held:
-                yield f"{text}: {few(sorted(map(self.names.of, some)), 6)}"
+                yield f"{text}: {few(sorted({*map(self.titles.of_weight, some)}), 6)}"
+
+
+@torch.no_grad()
+def _told_by(t):
+    """Shape and a number that another tensor does not have."""
+    some = _sample(t).double()
+    return (*t.shape, float(some @ torch.arange(1.0, len(some) + 1).to(some)))
 
 
 @torch.no_grad()

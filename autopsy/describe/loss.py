@@ -2,6 +2,7 @@
 Loss: of which terms is it the sum, what are they given, and what is computed and in none of them?
 """
 
+from contextlib import suppress
 from itertools import islice
 
 import torch
@@ -12,6 +13,7 @@ from ..watch.graph import nodes_of
 from .trace import about, factor_of, number
 
 SUMS = ("add", "radd", "iadd", "sub", "rsub", "isub")
+LOGIC = ("and", "or", "logical_and", "logical_or", "lt", "gt", "le", "ge", "eq", "ne", "invert")
 BROADCAST = ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "maximum", "minimum",
              "min", "max", "where")  # fmt: skip
 TERMS = 12
@@ -30,9 +32,11 @@ def of_loss(trace, losses, params):
         values = " + ".join(_term(*term) for term in terms)
         more = f" (and {times - 1} more)" if times > 1 else ""
         yield f"loss {number(loss.sum()):.4g} = {values}{more}"
-        if len(terms) > 1:
+        with suppress(RuntimeError):  # a graph that the script itself has freed
             norms = [_gradient(factor, t, params) for factor, t, _ in terms]
-            yield f"  gradient norm of each term: {', '.join(f'{norm:.2g}' for norm in norms)}"
+            if len(terms) > 1:
+                norms = ", ".join(f"{norm:.2g}" for norm in norms)
+                yield f"  gradient norm of each term: {norms}"
 
 
 def of_functions(trace, nodes):
@@ -87,24 +91,38 @@ def _gradient(factor, t, params):
     return abs(factor) * float(torch.stack(norms).norm()) if norms else 0.0
 
 
-def of_rest(trace, losses):
-    """A line for what has a graph and is in no loss, and one for where a graph ends."""
+def idle_in(trace, losses):
+    """What has a graph and is in none of these losses: {line: True}"""
     nodes = {*nodes_of(losses)}
     idle = [m for m in trace.calls if m.grad and any(t.grad_fn for t in m.out)]
+    idle = [m for m in idle if not m.is_check]
     idle = [m for m in idle if all(t.grad_fn not in nodes for t in m.out)]
-    handed_on = {id(t) for m in idle for t in m.given}
+    slopes = [m for m in trace.calls if m.name == "grad"]  # of a penalty
+    handed_on = {id(t) for m in (*idle, *slopes) for t in m.given}
     last = [m for m in idle if not any(id(t) in handed_on for t in m.out)]
-    if found := dict.fromkeys(f"{m.at}, {type_of(m.out[0])}" for m in last):
-        yield f"computed, and in no loss: {few(found, LISTED, '; ')}"
+    return dict.fromkeys(f"{m.at}, {type_of(m.out[0])}" for m in last)
+
+
+def of_rest(trace):
+    """A line for where a graph ends, and one for what broadcasting makes."""
     used = {id(t) for m in trace.calls if m.grad for t in m.given}
     ends = {}
     for m in trace.calls:
         cut = any(t.requires_grad for t in m.given) and not any(t.requires_grad for t in m.out)
-        is_new = m.name.endswith("_like") or m.name.startswith("new_")
-        if cut and not is_new and any(t.is_floating_point() and id(t) in used for t in m.out):
+        is_new = m.is_check or m.name.endswith("_like") or m.name.startswith("new_")
+        goes_on = any(t.is_floating_point() and id(t) in used for t in m.out)
+        if cut and goes_on and not is_new:
             ends[f"{m.at}{'' if m.grad else ' under no_grad'}"] = True
     if ends:
         yield f"the graph ends, and its numbers are used: {few(ends, LISTED, '; ')}"
+    one = {
+        f"{m.at}, {about(m.out[0])}": True
+        for m in trace.calls
+        if m.name.strip("_") in LOGIC and m.out[0].numel() > 1 and not m.is_check
+        and bool((m.out[0] == m.out[0].flatten()[0]).all())
+    }  # fmt: skip
+    if one:
+        yield f"the same everywhere: {few(one, LISTED, '; ')}"
     wide = {}
     for m in trace.calls:
         sizes = [t.numel() for t in m.given]

@@ -3,8 +3,10 @@ Trace: the functions of torch that the forward passes of one step call, and what
 """
 
 import os
+import sys
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,11 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..frames import script_frames_now
+from ..frames import HERE, TORCH, script_frames_now
 from ..tensors import extent, flat_tensors, numbers_of, type_of
 from ..watch.names import names_of
 
+DISTRIBUTIONS = os.path.join(TORCH, "distributions")
 PASSIVE = {  # they hand on the numbers that they are given
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
     "movedim", "swapaxes", "__getitem__", "contiguous", "clone", "to", "float", "half", "bfloat16",
@@ -26,17 +29,63 @@ LOSSES = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entro
 LINEAR = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
 
 
+def place(frames=None):
+    """(file, line) of the script that is under way, or was in these frames."""
+    frames = script_frames_now() if frames is None else frames
+    return (os.path.basename(frames[-1][0]), frames[-1][1]) if frames else ("?", 0)
+
+
 def here():
-    """file:line of the script that is under way."""
-    frames = script_frames_now()
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else "?"
+    file, line = place()
+    return f"{file}:{line}"
 
 
-def called_as(names, module):
-    """What the script calls a module, and its class."""
-    known = list(names.roots)
-    name, kind = names_of(known).get(module, "") if module in known else "", type(module).__name__
-    return f"{name} ({kind})" if name not in ("", kind) else kind
+class Titles:
+    """What the script calls its networks: the name of the variable that holds each, where it was
+    called first, or of the attribute."""
+
+    def __init__(self, names):
+        self.names = names
+        self.first = WeakKeyDictionary()  # network: variable
+
+    def note(self, module):
+        if module not in self.first:
+            self.first[module] = _variable(module)
+
+    def of(self, module):
+        name = names_of([module])[module] or self.first.get(module, "")
+        kind = type(module).__name__
+        return f"{name} ({kind})" if name not in ("", kind) else kind
+
+    def of_weight(self, p):
+        for root in list(self.names.roots):
+            for name, other in root.named_parameters():
+                if other is p and (title := self.first.get(root)) and not names_of([root])[root]:
+                    return f"{title}.{name}"
+        return self.names.of(p)
+
+    def parts(self):
+        """{module: its name} of all within networks that were called."""
+        names = {}
+        for root in list(self.names.roots):
+            prefix = names_of([root])[root] or self.first.get(root, "")
+            for name, module in root.named_modules():
+                names[module] = ".".join(filter(None, (prefix, name)))
+        return names
+
+
+def _variable(module):
+    """The variable of a frame under way, or of its self, that holds a module; or ""."""
+    frame = sys._getframe(1)
+    while frame:
+        held = {**frame.f_locals}
+        if not frame.f_code.co_filename.startswith((HERE, TORCH)):
+            owner = held.pop("self", None)
+            for name, value in (*held.items(), *getattr(owner, "__dict__", {}).items()):
+                if value is module:
+                    return name
+        frame = frame.f_back
+    return ""
 
 
 class Made(NamedTuple):
@@ -53,6 +102,7 @@ class Made(NamedTuple):
     is_loss: bool
     grad: bool  # whether gradients were recorded
     before: Any  # if it has written into what it returns: what had made that
+    is_check: bool  # of torch's own, in a distribution
 
     @property
     def at(self):
@@ -127,7 +177,10 @@ class Trace(TorchFunctionMode):
         is_loss = is_loss and (name in LOSSES or name.endswith("_loss"))
         grad = torch.is_grad_enabled()
         before = self.made.get(given[0]) if tensors[0] is given[0] else None
-        made = Made(name, here(), module, call, given, tensors, args, kwargs, is_loss, grad, before)
+        made = Made(
+            name, here(), module, call, given, tensors, args, kwargs, is_loss, grad, before,
+            sys._getframe(2).f_code.co_filename.startswith(DISTRIBUTIONS),
+        )  # fmt: skip
         self.calls.append(made)
         self.made.update((t, made) for t in tensors)
 

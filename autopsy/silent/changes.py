@@ -142,7 +142,7 @@ def _unusual(shape, earlier):
     """A sentence if a batch of this shape is far larger than those, or has far fewer rows."""
     same = [other for other in earlier if len(other) == len(shape)]
     for d, sizes in enumerate(zip(*same, strict=True)):
-        fewer = d == 0 and shape[d] * APART <= min(sizes)
+        fewer = d == 0 and shape[d] * APART <= min(sizes) > 0
         if fewer or shape[d] >= APART * max(sizes) > 0:
             where = "rows" if d == 0 else f"in dimension {d}"
             return f"Its batch has {shape[d]} {where}, those before had {_span(set(sizes))}"

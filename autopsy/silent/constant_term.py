@@ -124,7 +124,7 @@ def _terms(recorder, optimizer, optimizers):
     with suppress(Exception):  # what cannot be made again is no evidence
         with Forward(recorder) as again, DetachFinder(params) as cuts, Terms(cuts) as terms:
             again()
-        linear = {node for loss in again.results for node in _linear(loss.grad_fn)}
+        linear = {node for loss in again.results.values() for node in _linear(loss.grad_fn)}
         found = {origin for origin, total in terms.added if total.grad_fn in linear}
         frozen = not all(p.requires_grad for p in others)  # two phases, perhaps
         return {(text, same) for text, same in found if same or not frozen}

@@ -236,7 +236,7 @@ class Still(Events):
             try:
                 with Forward(self.recorder) as again, DetachFinder(params) as cuts, look as found:
                     loss = again()
-                    end = cuts.of(again.results)
+                    end = cuts.of([*again.results.values()])
                     if again.losses and again() == loss:
                         for p in params:
                             p.copy_(_others(p))
@@ -279,7 +279,7 @@ class Still(Events):
         anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
         with suppress(Exception), anomaly, Forward(self.recorder) as again:
             loss = again()
-            end = where_zero(again.results, [w.p for w in dead])
+            end = where_zero([*again.results.values()], [w.p for w in dead])
         if lately and loss:
             seen.dead = dead, min(w.steps[-READ] for w in dead), end
         for w in dead if not lately else ():

@@ -86,7 +86,7 @@ class WastedTerm(Events):
         with suppress(Exception):  # what cannot be made again is no evidence
             with Forward(self.recorder) as again, DetachFinder(params) as cuts, Made(cuts) as made:
                 again()
-            terms = [term for loss in again.results for term in _terms(loss.grad_fn)]
+            terms = [term for loss in again.results.values() for term in _terms(loss.grad_fn)]
             mine = [t for t in terms if (_weights(t) or {}).keys() & reached.keys()]
             ends = {end for term in mine for end in made.ends.get(term, ()) if end.is_cut}
             return str(min(ends, default=""))

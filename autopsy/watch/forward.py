@@ -40,7 +40,7 @@ class Forward:
                 forward = calls[: k + 1]
         self.calls = [call for call in forward if call.function not in SLOPES]
         self.as_it_was = {}  # what they made
-        self.results = []  # the losses of the last pass with all rows
+        self.results = {}  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
         net = net_of(self.calls)
         self.params = [p for p in net.parameters() if p.requires_grad]
@@ -106,7 +106,7 @@ class Forward:
         if rows is None:
             for call in self.calls:
                 call.repeat(made)
-            self.results = [t for _, t in self._losses(made)]
+            self.results = dict(self._losses(made))
         else:
             made.update(self.as_it_was)
             rows = [*rows] * self.size

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from inspect import isfunction, ismethod
@@ -27,6 +28,7 @@ from ..frames import HERE, LIBRARY, TORCH, said, script_frame
 from ..tensors import PLAIN
 
 WARNINGS = warnings.__file__
+WEAK = weakref.__file__, torch.utils.weak.__file__
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
 
 
@@ -178,13 +180,15 @@ class Hooks:
             write_error(f"{after}autopsy: {text}")
 
     def take_signals(self):
-        """Handlers of signals that the script installs wait while a hook runs."""
+        """Handlers of signals that the script installs wait while a hook runs, and where Python
+        ignores what they raise: in the callback of a weak reference."""
         install, installed = signal.signal, signal.getsignal
 
         def waits(handler):
             @wraps(handler)
             def wrapper(*args):
-                if self.busy:
+                frame = args[-1]
+                if self.busy or (frame and frame.f_code.co_filename in WEAK):
                     self._signals.append((handler, args))
                 else:
                     handler(*args)

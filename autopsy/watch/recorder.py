@@ -97,6 +97,8 @@ class CallRecorder(TorchFunctionMode):
         self._gradient_reads += name in ("__get__grad", "__set__grad")
         if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
+        if name == "__set__requires_grad" and self.maker(args[0]):
+            self.done(self.write(Tensor.requires_grad_, args, {}), args[0])
         if name == "__set__data":
             self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
         if FOREACH.fullmatch(name):

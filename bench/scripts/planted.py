@@ -1707,3 +1707,18 @@ for step in range(60):
 tells("the first and the second run tell the same step", TWICE, 3, {
     "left over": "step 44. ... runs again ... inf at step 44 (float16 ... -> calibration ... "
                  "makes two steps with the gradients of one backward pass -- not step 45"})
+
+PENALTY = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(6):
+    x = torch.randn(8, 4)
+    mixed = x * 0.5 + 0.5
+    if fault == "attribute": mixed.requires_grad = True
+    else: mixed.requires_grad_()
+    slope = torch.autograd.grad(net(mixed).sum(), mixed, create_graph=True)[0] * (step < 3)
+    penalty = slope.square().sum(1).sqrt().sub(1).square().mean()  # attribute, method
+    optimizer.zero_grad(); (net(x).mean() + penalty).backward(); optimizer.step()
+"""
+tells("a penalty on a gradient is made again where the attribute asks for it", PENALTY, 3,
+      dict.fromkeys(("attribute", "method"), "-> divergence ... sqrt has no finite slope at 0"))
