@@ -301,10 +301,12 @@ class Loop(OutermostSteps):
 
     def _weights(self):
         """How far those of optimizers have moved, and which are in none."""
+        params = {p for root in list(self.names.roots) for p in root.parameters()}
+        names = self.titles.of_weights({*params, *self.start})
         moved = {}
         for p, before in list(self.start.items()):
             way = (_sample(p) - before).norm() / (before.norm() + 1e-12)
-            moved[self.titles.of_weight(p)] = float(way)
+            moved[names[id(p)]] = float(way)
         still = [name for name, share in moved.items() if share == 0]
         moved = {name: share for name, share in moved.items() if share and share < 1e6}
         if moved:
@@ -316,13 +318,12 @@ class Loop(OutermostSteps):
         if still:
             yield f"{len(still)} weights have not moved: {few(still, 6)}"
         held = {id(p) for optimizer in list(self.steps) for p in params_of(optimizer)}
-        params = {p for root in list(self.names.roots) for p in root.parameters()}
         for text, some in (
             ("in no optimizer", [p for p in params if id(p) not in held]),
             ("requires_grad=False", [p for p in params if not p.requires_grad]),
         ):
             if some and held:
-                yield f"{text}: {few(sorted({*map(self.titles.of_weight, some)}), 6)}"
+                yield f"{text}: {few(sorted({names[id(p)] for p in some}), 6)}"
 
 
 @torch.no_grad()

@@ -47,22 +47,28 @@ class Titles:
     def __init__(self, names):
         self.names = names
         self.first = WeakKeyDictionary()  # network: variable
+        self._known = WeakKeyDictionary()  # network: title, which takes long to find
 
     def note(self, module):
         if module not in self.first:
             self.first[module] = _variable(module)
 
     def of(self, module):
-        name = names_of([module])[module] or self.first.get(module, "")
-        kind = type(module).__name__
-        return f"{name} ({kind})" if name not in ("", kind) else kind
+        if module not in self._known:
+            name = names_of([module])[module] or self.first.get(module, "")
+            kind = type(module).__name__
+            self._known[module] = f"{name} ({kind})" if name not in ("", kind) else kind
+        return self._known[module]
 
-    def of_weight(self, p):
-        for root in list(self.names.roots):
-            for name, other in root.named_parameters():
-                if other is p and (title := self.first.get(root)) and not names_of([root])[root]:
-                    return f"{title}.{name}"
-        return self.names.of(p)
+    def of_weights(self, params):
+        """{id of a weight: its name}"""
+        wanted = {id(p) for p in params}
+        names = {
+            id(p): ".".join(filter(None, (prefix, name)))
+            for module, prefix in self.parts().items()
+            for name, p in module.named_parameters(recurse=False) if id(p) in wanted
+        }  # fmt: skip
+        return names | {id(p): self.names.of(p) for p in params if id(p) not in names}
 
     def parts(self):
         """{module: its name} of all within networks that were called."""
