@@ -5,7 +5,7 @@ All that the script asks of gradients, rates, modes, seeds and files from one st
 to its next is one line, with how often it was so.
 """
 
-from collections import deque
+from collections import Counter, deque
 from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from ..watch.events import OutermostSteps
 from .trace import here, place
 
 ORDERS = 4  # that are told
+KEPT, INPUTS = 999, 99_999  # orders, and inputs of a network, that are told apart
 LONGEST = 24  # calls of one
 PERIOD = 6  # calls that may come again and again
 WRITES = "write into weights"
@@ -63,6 +64,7 @@ class Calls:
     def add(self, call):
         entries = self.entries
         if len(entries) == LONGEST:
+            entries[-1] = (call._replace(what="and more, up to"), 1)
             return
         entries.append((call, 1))
         for n in range(1, PERIOD + 1):
@@ -134,12 +136,13 @@ class Loop(OutermostSteps):
         self.calls = Calls()  # since the last step of `first`
         self.number = 0  # of calls, at the last step
         self.first = None  # the optimizer whose steps part the orders
-        self.orders = {}  # texts of the calls: [how often, [lowest, highest times] of each]
+        self.orders = {}  # calls: [how often, [lowest, highest times] of each]
+        self.others = 0  # orders beyond those
         self.steps = WeakKeyDictionary()  # optimizer: Steps
         self.all = []
         self.losses, self.norm = (), 0.0
         self.loaders = {}  # (line, text): iterators
-        self.modes = {}  # (network, its mode, with a graph?): calls
+        self.modes = WeakKeyDictionary()  # network: {(its mode, with a graph?): calls}
         self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
         self.clips = []  # (parameters, did it cut them?) since the last step
         self.start = WeakIdKeyDictionary()  # weight: some of its numbers before the first step
@@ -175,15 +178,16 @@ class Loop(OutermostSteps):
         module = call.function
         if any(True for _ in module.parameters()):
             self.titles.note(module)
-            key = module, module.training, call.grad
-            self.modes[key] = self.modes.get(key, 0) + 1
+            modes = self.modes.setdefault(module, Counter())
+            modes[module.training, call.grad] += 1
             if not call.grad:
                 mode = "train" if module.training else "eval"
                 self.note(f"{self.titles.of(module)} in {mode} mode without a graph")
             elif given := [t for t in flat_tensors((args, kwargs)) if t.numel() > 1]:
                 seen = self.inputs.setdefault(module, [0, set()])
-                seen[0] += 1
-                seen[1].add(tuple(map(_told_by, given)))
+                if seen[0] < INPUTS:
+                    seen[0] += 1
+                    seen[1].add(tuple(map(_told_by, given)))
         return ()
 
     def _save(self, original, x, *args, **kwargs):
@@ -217,7 +221,7 @@ class Loop(OutermostSteps):
     def clipped(self, params, limit, norm):
         has = any(p.grad is not None for p in params)
         self.note(f"clip to {limit:g}{'' if has else ' of no gradient at all'}")
-        self.clips.append(({id(p) for p in params}, float(norm) > limit))
+        self.clips = [*self.clips[-9:], ({id(p) for p in params}, float(norm) > limit)]
 
     def scheduled(self, scheduler):
         self.note(f"{type(scheduler).__name__}.step()")
@@ -268,10 +272,13 @@ class Loop(OutermostSteps):
     def _is_one_order(self):
         entries, self.calls = self.calls.entries, Calls()
         key = tuple(call for call, _ in entries)
-        order = self.orders.setdefault(key, [0, [[n, n] for _, n in entries]])
-        order[0] += 1
-        for span, (_, n) in zip(order[1], entries, strict=True):
-            span[:] = min(span[0], n), max(span[1], n)
+        if key in self.orders or len(self.orders) < KEPT:
+            order = self.orders.setdefault(key, [0, [[n, n] for _, n in entries]])
+            order[0] += 1
+            for span, (_, n) in zip(order[1], entries, strict=True):
+                span[:] = min(span[0], n), max(span[1], n)
+        else:
+            self.others += 1
         for seen in self.all:
             seen.since = 0
 
@@ -280,21 +287,21 @@ class Loop(OutermostSteps):
     def lines(self):
         for (line, text), n in self.loaders.items():
             yield f"{text}; {n} iterators ({line})"
-        for module, training, graph in self.modes:
-            how = f"{'with' if graph else 'without'} a graph"
-            n = self.modes[module, training, graph]
-            text = f"{self.titles.of(module)} is called {n} times {how}"
-            total, different = self.inputs.get(module, (0, ()))
-            fed = f"; {len(different)} of {total} inputs differ" if graph and total else ""
-            yield f"{text} in {'train' if training else 'eval'} mode{fed}"
+        for module, modes in list(self.modes.items()):
+            for (training, graph), n in modes.items():
+                how = f"{'with' if graph else 'without'} a graph"
+                how += f" in {'train' if training else 'eval'} mode"
+                total, different = self.inputs.get(module, (0, ()))
+                fed = f"; {len(different)} of {total} inputs differ" if graph and total else ""
+                yield f"{self.titles.of(module)} is called {_often(n)} {how}{fed}"
         for seen in self.all:
             yield from seen.lines()
         orders = sorted(self.orders.items(), key=lambda order: -order[1][0])
         for key, (n, spans) in orders[:ORDERS]:
             calls = in_words((call, *span) for call, span in zip(key, spans, strict=True))
-            yield f"{n} times, up to a step of {self.first.name}: {calls}"
-        if len(orders) > ORDERS:
-            yield f"and {len(orders) - ORDERS} other orders"
+            yield f"{_often(n)}, up to a step of {self.first.name}: {calls}"
+        if (others := len(orders) - ORDERS + self.others) > 0:
+            yield f"and {others} other orders"
         if self.calls.entries:
             yield f"after that: {in_words((call, n, n) for call, n in self.calls.entries)}"
         yield from self._weights()
@@ -324,6 +331,10 @@ class Loop(OutermostSteps):
         ):
             if some and held:
                 yield f"{text}: {few(sorted({names[id(p)] for p in some}), 6)}"
+
+
+def _often(n):
+    return "once" if n == 1 else f"{n} times"
 
 
 @torch.no_grad()
