@@ -5,13 +5,13 @@ Description: the facts of a run, printed after its last line: the loop, a step, 
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..frames import said
 from ..tensors import few, flat_tensors
 from ..watch.calls import BACKWARD
 from ..watch.deferred import params_of
 from ..watch.events import Events
+from ..watch.following import Follower, drops
 from ..watch.forward import Forward
 from ..watch.graph import nodes_of
 from .forward import of_forward
@@ -97,8 +97,9 @@ class OneStep(Events):
 
     def lines(self):
         """(title, lines) of each optimizer's step, and of what is in no loss of any."""
-        first = self.idle[0] if self.idle else ()
-        idle = [text for text in first if all(text in one for one in self.idle)]
+        idle = []
+        if self.parts and len(self.idle) == len(self.parts):  # else another's loss is not known
+            idle = [text for text in self.idle[0] if all(text in one for one in self.idle)]
         last = [f"computed, and in no loss: {few(idle, 6, '; ')}"] if idle else []
         return [*self.parts, ("in none of these steps", last)]
 
@@ -116,7 +117,7 @@ class Evaluation(Events):
         if call.grad or module in self.given or not any(True for _ in module.parameters()):
             return ()
         mode = "train" if module.training else "eval"
-        text = few(map(about, flat_tensors((args, kwargs))), 3, "; ")
+        text = few(map(about, flat_tensors((args, kwargs))), 3, "; ") or "no tensor"
         self.given[module] = f"in {mode} mode at {here()} is given {text}"
         return [] if module.training else [Drops(self.drops)]
 
@@ -127,15 +128,13 @@ class Evaluation(Events):
             yield f"it drops in eval mode at {few(self.drops, 6)}"
 
 
-class Drops(TorchFunctionMode):
+class Drops(Follower):
     """Notes where a dropout drops."""
 
     def __init__(self, lines):
         super().__init__()
         self.lines = lines
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if "dropout" in getattr(func, "__name__", "") and kwargs.get("training"):
+    def look(self, func, name, args, kwargs, out):
+        if drops(func, kwargs):
             self.lines[here()] = True
-        return func(*args, **kwargs)

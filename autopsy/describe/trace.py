@@ -4,18 +4,18 @@ Trace: the functions of torch that the forward passes of one step call, and what
 
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import HERE, TORCH, script_frames_now
 from ..tensors import extent, flat_tensors, numbers_of, type_of
+from ..watch.following import Follower, is_loss
 from ..watch.names import names_of
 
 DISTRIBUTIONS = os.path.join(TORCH, "distributions")
@@ -25,7 +25,6 @@ PASSIVE = {  # they hand on the numbers that they are given
     "type", "expand", "chunk", "split", "unbind", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "T", "mT", "cat", "stack", "repeat", "repeat_interleave", "select", "narrow", "index_select",
 }  # fmt: skip
-LOSSES = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 LINEAR = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
 
 
@@ -131,7 +130,7 @@ class Called(NamedTuple):
         return f"{self.name} ({kind})" if self.name not in ("", kind) else kind
 
 
-class Trace(TorchFunctionMode):
+class Trace(Follower):
     """Writes down each call of a function, and of a module. names: of the modules."""
 
     def __init__(self, names):
@@ -163,14 +162,7 @@ class Trace(TorchFunctionMode):
         name, is_outermost = self.names.get(module, ""), not self._under_way
         self.modules.append(Called(module, name, given, made, since, is_outermost))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        with suppress(Exception):
-            self._note(func, getattr(func, "__name__", ""), args, kwargs, out)
-        return out
-
-    def _note(self, func, name, args, kwargs, out):
+    def look(self, func, name, args, kwargs, out):
         if name == "__get__":
             name = func.__self__.__name__
         given, tensors = flat_tensors((args, kwargs)), flat_tensors(out)
@@ -179,12 +171,11 @@ class Trace(TorchFunctionMode):
         module, call = "", 0
         if self._under_way:
             module, call = self.names.get(self._under_way[-1][0], ""), self._calls
-        is_loss = getattr(func, "__module__", "") == nn.functional.__name__
-        is_loss = is_loss and (name in LOSSES or name.endswith("_loss"))
         grad = torch.is_grad_enabled()
         before = self.made.get(given[0]) if tensors[0] is given[0] else None
         made = Made(
-            name, here(), module, call, given, tensors, args, kwargs, is_loss, grad, before,
+            name, here(), module, call, given, tensors, args, kwargs, is_loss(func, name),
+            grad, before,
             sys._getframe(2).f_code.co_filename.startswith(DISTRIBUTIONS),
         )  # fmt: skip
         self.calls.append(made)

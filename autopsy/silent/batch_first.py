@@ -20,8 +20,8 @@ from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import batched, few, flat_tensors, storage_of
 from ..watch.events import Events
+from ..watch.following import Follower
 from ..watch.graph import nodes_of
-from .following import Follower
 from .losses import NEAR, NLL
 
 LOOKS = (1, 4)  # steps

@@ -20,14 +20,13 @@ from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.deferred import params_of
 from ..watch.events import Events
+from ..watch.following import Follower, is_loss
 from ..watch.forward import Forward
-from .following import Follower
 from .gradient_path import DetachFinder
 
 LOOKS = (2, 5)  # recorded steps of an optimizer, at the earliest
 MOST = 4  # looks in all
 NODES = 32  # of a loss
-LOSSES = ("kl_div", "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 SUMS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0")
 LINEAR = (*SUMS, "MulBackward0", "DivBackward0", "MeanBackward0", "MeanBackward1", "SumBackward0",
           "SumBackward1", "SqueezeBackward0", "SqueezeBackward1", "ViewBackward0")  # fmt: skip
@@ -167,13 +166,12 @@ class Terms(Follower):
         off = name in SCALES and any(isinstance(x, int | float) and x <= 0 for x in args)
         if origins and name in (*KEEPS, *ADDS) and not off:
             self.followed[out] = origins
-        is_loss = getattr(func, "__module__", "") == nn.functional.__name__
-        is_loss = is_loss and (name in LOSSES or name.endswith("_loss"))
-        text = self._of(name, args, kwargs, is_loss) if is_loss or name in ("sub", "rsub") else None
+        of_loss = is_loss(func, name)
+        text = self._of(name, args, kwargs, of_loss) if of_loss or name in ("sub", "rsub") else None
         if text:
             self.followed[out] = {text}
 
-    def _of(self, name, args, kwargs, is_loss):
+    def _of(self, name, args, kwargs, of_loss):
         """(sentence, whether both hold the same numbers) or None."""
         given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]
         at = f"{name} at {line_now()}"
@@ -186,7 +184,7 @@ class Terms(Follower):
         ends = {end for end in ends if end.name not in LIKE}
         if any(t in self.chosen for t in given):  # an average of them may be all that moves
             return None
-        if is_loss and ends and all(end.is_cut for end in ends):
+        if of_loss and ends and all(end.is_cut for end in ends):
             return f"{at} has no graph: {min(ends)}: leave that out, or the term", False
         return None
 

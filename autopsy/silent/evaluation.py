@@ -7,21 +7,17 @@ The first two evaluations of each network are looked at while they run; nothing 
 that says "training" or "True" means it, and so does a Dropout within that was set to train().
 """
 
-from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch.nn import functional as F
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.overrides import TorchFunctionMode
 
 from ..frames import call_at, line_of, script_frames_now
 from ..modes import is_compiled
 from ..tensors import few
 from ..watch.events import Events
+from ..watch.following import Follower, drops
 
 LOOKS = 2
-DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
-            F.feature_alpha_dropout)  # fmt: skip
 ON_PURPOSE = ("training", "True")
 
 
@@ -73,21 +69,16 @@ class Evaluation(Events):
             )
 
 
-class Drops(TorchFunctionMode):
+class Drops(Follower):
     """Notes the lines of the script that drop."""
 
     def __init__(self, lines):
         super().__init__()
         self.lines = lines
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in DROPOUTS and kwargs.get("training") and kwargs.get("p"):
-            with suppress(Exception):
-                self._note()
-        return func(*args, **kwargs)
-
-    def _note(self):
+    def look(self, func, name, args, kwargs, out):
+        if not drops(func, kwargs):
+            return
         frames = script_frames_now()
         text = call_at(*frames[0][:2])
         if text and not any(word in text for word in ON_PURPOSE):

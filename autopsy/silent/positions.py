@@ -16,7 +16,7 @@ from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.events import Events
-from .following import Follower
+from ..watch.following import Follower
 
 LOOKS = (1, 4)  # steps
 VIEWS = ("unsqueeze", "view", "reshape", "expand", "expand_as", "to", "long", "repeat", "transpose",

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from ..frames import line_now, script_frames_now
 from ..tensors import PLAIN, flat_tensors
 from ..watch.events import Events
+from ..watch.following import Follower
 from ..watch.forward import Forward
 from ..watch.graph import nodes_of
-from .following import Follower
 from .losses import NEAR, NLL
 
 PASSES = 12  # backward passes

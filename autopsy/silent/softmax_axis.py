@@ -18,8 +18,8 @@ from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.events import Events
+from ..watch.following import Follower
 from .dimensions import VIEWS, product_of, viewed
-from .following import Follower
 
 LOOKS = (1, 4)  # steps
 NEAR = 64  # operations between a projection and what it is made of

@@ -19,9 +19,9 @@ from ..frames import line_now, line_of
 from ..modes import is_compiled
 from ..watch.deferred import params_of
 from ..watch.events import Events
+from ..watch.following import Follower
 from ..watch.forward import Forward
 from ..watch.graph import graph_of
-from .following import Follower
 from .gradient_path import DetachFinder
 
 FIRST, LATER = range(2, 6), 1024  # steps; then those that are a power of 2, up to here
