@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,17 +35,16 @@ STATISTIC = re.compile("(running_mean|running_var|num_batches_tracked)$")  # buf
 
 def is_ordinary(t):
     """Whether it holds its numbers itself, as nearly all do: asked first, because it is quick."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)
     usual = type(t) in PLAIN and t.dtype in USUAL and t.layout is torch.strided
-    return usual and not (wrapped or t.is_meta or t.is_nested)
+    return usual and not (is_wrapped(t) or t.is_meta or t.is_nested)
 
 
 def parts_of(t):
     """The plain tensors that hold its numbers in this process: of a sparse or nested tensor the
     values, of a sharded one this rank's, of one that wraps others (a quantised moment, say) these,
     of one without memory none."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(t):  # within torch.func's vmap or grad
-        t = torch._C._functorch.get_unwrapped(t)
+    while is_wrapped(t):  # within torch.func's vmap or grad
+        t = get_unwrapped(t)
     if type(t) not in PLAIN:
         if is_lazy(t):
             return []

@@ -61,7 +61,8 @@ class Changes:
         if self.written:
             mine = {storage_of(p) for p in params_of(optimizer)}
         more = past.noted and moved > past.noted[-1]["moved"]
-        calls = [c for c in self.recorder.calls if c.number > self.recorder.latest]
+        latest = self.recorder.latest
+        calls = [c for c in self.recorder.calls if c.number > latest]
         nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         now = {
             "shape": next((tuple(c.shape) for c in nets if c.shape), (0,)),

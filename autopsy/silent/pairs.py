@@ -37,7 +37,8 @@ class Pairs(Events):
         if self.passes == FIRST:
             return
         self.passes += 1
-        calls = [c for c in self.recorder.calls if c.number > self.recorder.latest]
+        latest = self.recorder.latest
+        calls = [c for c in self.recorder.calls if c.number > latest]
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)
         for node in [node for loss in losses if rows for node in _each(loss.grad_fn)]:

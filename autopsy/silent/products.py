@@ -54,7 +54,8 @@ class Products(Events):
 
     def _look(self, squares):
         """Note the first call that makes such a product."""
-        calls = [c for c in self.recorder.calls if c.number > self.recorder.latest]
+        latest = self.recorder.latest
+        calls = [c for c in self.recorder.calls if c.number > latest]
         networks = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         rows = {c.shape[0] for c in networks if c.shape} | {len(networks)}  # one call a sample
         known = {made: t for t, made in self.recorder.known.items()}

@@ -60,13 +60,13 @@ class Still(Events):
 
         step = seen.steps
         seen.steps += 1
-        late = {m: at for m, at in self.called.items() if at > self.recorder.steps - LATELY}
-
+        now = self.recorder.steps
         called = [call.function for call in self.recorder.calls if call.grad]
         roots = [root for root in called if isinstance(root, nn.Module)]
-        self.called = late | dict.fromkeys((*roots, optimizer), self.recorder.steps)
+        self.called |= dict.fromkeys((*roots, optimizer), now)
+        self.called = {m: at for m, at in self.called.items() if at > now - LATELY}
 
-        seen.fed += bool(moved_by(optimizer))
+        seen.fed = seen.fed or bool(moved_by(optimizer))
         self._note_groups(seen, optimizer)
         if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             self._read(optimizer, seen)

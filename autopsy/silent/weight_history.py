@@ -20,7 +20,8 @@ class Followed:
 
     def __init__(self, optimizer):
         self.alive, self.name = ref(optimizer), type(optimizer).__name__
-        self.steps = self.fed = 0  # fed: steps in which a parameter had a gradient
+        self.steps = 0
+        self.fed = False  # whether a parameter had a gradient at any of them
         self.highest = 0.0  # rate
         self.end = ""  # of the graph of all its weights
         # The weights whose gradient has become 0 though the loss is not; since when; where

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..frames import said
-from ..tensors import LIMIT, numbers_of, storage_of
+from ..tensors import HALF, LIMIT, USUAL, numbers_of, storage_of
 
 
 class DeferredChecks:
@@ -108,12 +108,18 @@ class DeferredChecks:
         return [value for t in tensors for value in self._one_by_one(read, [t], instead)]
 
 
-@torch.no_grad()
 def _norms(tensors):
+    if torch.is_grad_enabled():  # not so within a hook
+        with torch.no_grad():
+            return _norms(tensors)
     flat = [*map(numbers_of, tensors)]
-    flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
-    flat = [t.float() if t.itemsize == 1 else t for t in flat]  # fp8: no norm is made for it
-    wide = torch.float32 if any(t.itemsize < 4 for t in flat) else None  # None is faster
+    types = {t.dtype for t in flat}
+    if not types <= USUAL:
+        flat = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in flat]
+        flat = [t.float() if t.itemsize == 1 else t for t in flat]  # fp8: no norm is made for it
+    if len(flat) == 1 and not flat[0].dim():  # a loss
+        return [flat[0].abs()]
+    wide = None if types.isdisjoint(HALF) else torch.float32  # None is faster
     return list(torch._foreach_norm(flat, 2, dtype=wide)) if flat else []
 
 

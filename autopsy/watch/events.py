@@ -132,25 +132,35 @@ class Listeners:
     def __init__(self, checks, budget):
         self.failures = []  # sentences
         self.budget = budget
-        self._listening = {}  # event: checks
+        self._listen(checks)
         for name in NAMES:
-            listening = [c for c in checks if getattr(type(c), name) is not getattr(Events, name)]
-            self._listening[name] = listening
             setattr(self, name, partial(self._tell, name))
+
+    def _listen(self, checks):
+        """Who is told of an event in a step that is recorded, and in any other?"""
+        self._recorded, self._unrecorded = {}, {}
+        for name in NAMES:
+            told = [c for c in checks if getattr(type(c), name) is not getattr(Events, name)]
+            always = [c for c in told if name in SAID or not c.recorded_only]
+            self._recorded[name] = [(check, getattr(check, name)) for check in told]
+            self._unrecorded[name] = [(check, getattr(check, name)) for check in always]
+        self._checks = checks
+
+    def anybody(self, event):
+        """Whether somebody is told of it in the step under way."""
+        return bool((self._recorded if self.budget.recording else self._unrecorded)[event])
 
     def _tell(self, event, *args):
         """Returns what they answer, one after the other."""
         answers = []
-        for check in [*self._listening[event]]:
-            if check.recorded_only and not (self.budget.recording or event in SAID):
-                continue
+        listening = self._recorded if self.budget.recording else self._unrecorded
+        for check, method in listening[event]:
             try:
-                answers += getattr(check, event)(*args) or ()
+                answers += method(*args) or ()
             except Exception as error:
                 name = type(check).__name__
                 self.failures.append(f"the check {name} failed ({said(error)}) and ended there")
-                for listening in self._listening.values():
-                    listening[:] = [other for other in listening if other is not check]
+                self._listen([other for other in self._checks if other is not check])
         return answers
 
 

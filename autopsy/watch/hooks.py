@@ -300,6 +300,8 @@ class Hooks:
         self.depth += 1
         within, self.within = self.within, ()
         try:
+            if not within:
+                return original(*args, **kwargs)
             with ExitStack() as stack:
                 for context in within:
                     stack.enter_context(context)

@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from types import GeneratorType
 
@@ -23,10 +23,12 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 def watch_loop(hooks, deferred, silent):
     """Tell `silent` of each call, but not of one that is made within another."""
 
-    def tell(event, original, owner, *args, **kwargs):
+    def clear(original, owner, *args, **kwargs):
+        if not silent.anybody("cleared"):
+            return original(owner, *args, **kwargs)
         out = hooks.unseen(original, owner, *args, **kwargs)
         if not hooks.depth:
-            hooks.safely(event, owner)
+            hooks.safely(silent.cleared, owner)
         return out
 
     within = []  # schedulers under way
@@ -94,11 +96,8 @@ def watch_loop(hooks, deferred, silent):
 
         return seed
 
-    for owner, name, event in (
-        (torch.optim.Optimizer, "zero_grad", silent.cleared),
-        (nn.Module, "zero_grad", silent.cleared),
-    ):
-        hooks.wrap(owner, name, partial(tell, event))
+    for owner in (torch.optim.Optimizer, nn.Module):
+        hooks.wrap(owner, "zero_grad", clear)
     hooks.wrap(nn.Module, "train", switch)
     for kind in (nn.ModuleList, nn.Sequential):
         hooks.wrap(kind, "__init__", build)
