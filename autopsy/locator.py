@@ -148,6 +148,7 @@ class Locator(Operations):
         if self.paused:
             return func(*args, **kwargs)
         self.passed |= torch._C._current_autograd_node() is not None
+
         rule = rule_of(func)
         given = dict(zip(rule.names, args, strict=False)) | kwargs
         self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
@@ -159,6 +160,7 @@ class Locator(Operations):
         spans = spans_of(inputs) if written else []  # now: they are overwritten
         if rule.index:
             self._check_index(rule.index(*args), func, inputs)
+
         try:
             out = func(*args, **kwargs)
         except Exception:
@@ -168,11 +170,13 @@ class Locator(Operations):
                 origin = replace(origin, op=f"torch.{given['api_name'].removeprefix('torch.')}")
             self.failed = self.failed or self._earliest(spans, func)[1] or origin
             raise
+
         before = {storage_of(t) for t in inputs}
         outs = [*flat_tensors(out), *written.values()]
         self.samples.carry(rule, given, inputs, outs, before)
         if rule.copies and not written and self._is_a_copy(inputs[0], out):
             return out
+
         for t in outs:
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
@@ -288,8 +292,8 @@ class Locator(Operations):
         number = INTENDED_MASK if mask else next(self._clock)
         return self.origins.setdefault(storage, (number, origin))
 
-    def describe(self, func, spans, out=None):
-        """All that is known at this operation: it made a bad number, or is the first to use one."""
+    def _here(self):
+        """Where an operation runs, as fields of a Report."""
         module, nth_call = self.places.now
         node = torch._C._current_autograd_node()
         name, line, phase = "", NOWHERE, "forward"
@@ -306,30 +310,34 @@ class Locator(Operations):
                 nth_call = 0
             elif self.places.outside:
                 module, nth_call = self.places.of(node)
+        line = line or line_of(stack)
+        return {"module": module, "nth_call": nth_call, "phase": phase, "node": name, "line": line}
+
+    def describe(self, func, spans, out=None):
+        """All that is known at this operation: it made a bad number, or is the first to use one."""
+        here = self._here()
         before = [self.known.get(storage_of(t)) if span.is_bad else None for t, span in spans]
         shown = [f"{type_of(t)} {range_of(t, span)}" for t, span in spans]
         named = zip(shown, before, strict=True)
         shown = [f"{text} ({source})" if source else text for text, source in named]
+
         origin = Report(
             op=str(func),
-            module=module,
-            phase=phase,
-            node=name,
-            line=line or line_of(stack),
-            nth_call=nth_call,
+            **here,
             spans=tuple(span for _, span in spans),
             inputs=(*shown, *(f"the number {a:.3g}" for a in self.numbers)),
             step=self.step,
-            called="" if name else self.functions.name,
+            called="" if here["node"] else self.functions.name,
             batch_size=self.samples.size,
             bad_inputs=tuple(filter(None, before)),
             fix=BY_ZERO if "aten.div" in str(func) and self.numbers[:1] == [0] else None,
         )
         if out is None:
             return origin
+
         bad = [span for _, span in spans if span.is_bad]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
-        if phase == "forward" and (least := underflown_divisor(func, spans)):
+        if here["phase"] == "forward" and (least := underflown_divisor(func, spans)):
             origin = replace(origin, fix=Advice(UNDERFLOW.format(least)))
         return replace(
             origin,

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..tensors import few, type_of
+from ..tensors import few, storage_of, type_of
 from ..watch.graph import nodes_of
 from .trace import about, factor_of, number
 
@@ -17,6 +17,7 @@ LOGIC = ("and", "or", "logical_and", "logical_or", "lt", "gt", "le", "ge", "eq",
 BROADCAST = ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "maximum", "minimum",
              "min", "max", "where")  # fmt: skip
 TERMS = 12
+STEPS = 5  # from a term to what it compares
 LISTED = 6
 USUAL = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": -100}
 
@@ -32,6 +33,8 @@ def of_loss(trace, losses, params):
         values = " + ".join(_term(*term) for term in terms)
         more = f" (and {times - 1} more)" if times > 1 else ""
         yield f"loss {number(loss.sum()):.4g} = {values}{more}"
+        for _, _, made in terms:
+            yield from _compared(trace, made)
         with suppress(RuntimeError):  # a graph that the script itself has freed
             norms = [_gradient(factor, t, params) for factor, t, _ in terms]
             if len(terms) > 1:
@@ -52,13 +55,36 @@ def of_functions(trace, nodes):
         said = [f", {k}={v}" for k, v in said.items() if v and USUAL.get(k) != v]
         value = type_of(made.out[0]) if value is None else f"{value:.4g}"
         yield f"{at} = {value}{times}{''.join(said)}"
-        way = "".join(f" <- {m.name.strip('_')}" for m in trace.way(made.given[0]))
-        yield f"  input {about(made.given[0])}{way}"
-        for t in made.given[1:2]:
-            yield f"  target {about(t)}"
+        for name, t in zip(("input", "target"), made.given, strict=False):
+            yield f"  {name} {_origin(trace, t)}"
         for key, t in made.kwargs.items():
             if isinstance(t, Tensor) and not any(t is other for other in made.given[:2]):
                 yield f"  {key} {about(t)}"
+
+
+def _compared(trace, made):
+    """Lines about the two tensors that a term compares, whose loss is written by hand."""
+    way = []
+    while made and not made.is_loss and len(way) < STEPS:
+        way.append(made)
+        several = [t for t in made.given if t.numel() > 1]
+        if len(several) > 1:
+            if made.name.strip("_") in BROADCAST:
+                names = " <- ".join(m.name.strip("_") for m in way)
+                sides = "; and ".join(_origin(trace, t) for t in several[:2])
+                yield f"  {names} of {sides}"
+            return
+        made = trace.source(trace.input_of(made))
+
+
+def _origin(trace, t):
+    """A tensor, what has made it, and which networks are given it too."""
+    way = "".join(f" <- {m.name.strip('_')}" for m in trace.way(t))
+    given = [c.title for c in trace.modules
+             if c.is_outermost and any(storage_of(x) is storage_of(t) for x in c.given)]  # fmt: skip
+    also = f", which {few(dict.fromkeys(given), 3)} is given too" if given else ""
+    graph = " with a graph" if t.requires_grad and not way else ""
+    return f"{about(t)}{graph}{way}{also}"
 
 
 def _terms(trace, t, made, factor=1.0):

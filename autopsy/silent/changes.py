@@ -56,17 +56,25 @@ class Changes:
         self.written.append((line, {storage_of(p) for p in weights}))
 
     def look(self, optimizer, past, moved):
-        """Before a step of this optimizer, which moves so many weights."""
+        """Before a step of this optimizer, which moves so many weights. In one that is not recorded
+        not all is seen: it says nothing of what came before the next one."""
+        if not self.recorder.hooks.budget.recording:
+            past.noted, self.written = [], []
+            return
         mine = set()
         if self.written:
             mine = {storage_of(p) for p in params_of(optimizer)}
         more = past.noted and moved > past.noted[-1]["moved"]
-        latest = self.recorder.latest
+        latest, nets, passes = self.recorder.latest, [], 0
         calls = [c for c in self.recorder.calls if c.number > latest]
-        nets = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
+        for call in calls:
+            if call.function is BACKWARD:
+                passes += 1
+            elif call.grad and isinstance(call.function, nn.Module):
+                nets.append(call)
         now = {
             "shape": next((tuple(c.shape) for c in nets if c.shape), (0,)),
-            "passes": sum(c.function is BACKWARD for c in calls),
+            "passes": passes,
             "eval": tuple(dict.fromkeys(not c.function.training for c in nets)),
             "state": (id(optimizer.state), bool(optimizer.state)),
             "written": {line for line, written in self.written if written & mine},
@@ -101,11 +109,14 @@ class Changes:
 
     def seen(self, past):
         """Whether the last few steps were recorded: else writes by hand were not seen."""
-        return all(step["whole"] for step in past.noted[-LATELY:])
+        late = past.noted[-LATELY:]
+        return len(late) == LATELY and all(step["whole"] for step in late)
 
     def sentence(self, past):
         """What is new since a few steps, or lines that ran for the first time; or ""."""
         before, late = past.noted[:-LATELY], past.noted[-LATELY:]
+        if not before:
+            return ""
 
         def earlier(what):
             return {step[what] for step in before}
@@ -123,7 +134,7 @@ class Changes:
             modes = ("eval()", "train()") if now["eval"][0] else ("train()", "eval()")
             return "The network was in {} mode, and in {} mode before".format(*modes)
         known = {line for step in before for line in step["written"]}
-        whole = all(step["whole"] for step in past.noted)
+        whole = len(past.noted) > PAST and all(step["whole"] for step in past.noted)
         lines = [line for step in late for line in step["written"] if line not in known]
         if whole and lines:
             return f"Shortly before, weights were written at {lines[0]}"

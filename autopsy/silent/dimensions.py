@@ -30,25 +30,35 @@ def viewed(func, args, kwargs, dims):
 def product_of(name, args):
     """(a, b, letters of a, of b, of the result) as einsum names them; or None."""
     if name == "einsum":
-        equation, *tensors = args
-        equation = equation.replace(" ", "")
-        parts = re.split(",|->", equation)
-        tensors = tensors[0] if len(tensors) == 1 else tensors  # a list of them
-        if len(parts) != 3 or not parts[2] or len(tensors) != 2:
-            return None
-        given = zip(tensors, parts[:2], strict=True)
-        dots = max(t.dim() - len(part.replace("...", "")) for t, part in given)
-        letters = [_letters(part, dots) for part in parts]
-        fits = [t.dim() for t in tensors] == [len(part) for part in letters[:2]]
-        return (*tensors, *letters) if fits else None
-    if name not in ("matmul", "__matmul__", "bmm", "baddbmm"):
+        return _of_einsum(*args)
+    if name == "baddbmm":
+        return _of_matmul(*args[1:3])
+    if name in ("matmul", "__matmul__", "bmm"):
+        return _of_matmul(*args[:2])
+    return None
+
+
+def _of_einsum(equation, *tensors):
+    parts = re.split(",|->", equation.replace(" ", ""))
+    if len(tensors) == 1:
+        tensors = tensors[0]  # a list of them
+    if len(parts) != 3 or not parts[2] or len(tensors) != 2:
         return None
-    a, b = args[-2:] if name == "baddbmm" else args[:2]
-    n = max(a.dim(), b.dim()) - 2
+
+    given = zip(tensors, parts[:2], strict=True)
+    dots = max(t.dim() - len(part.replace("...", "")) for t, part in given)
+    letters = [_letters(part, dots) for part in parts]
+    fits = [t.dim() for t in tensors] == [len(part) for part in letters[:2]]
+    return (*tensors, *letters) if fits else None
+
+
+def _of_matmul(a, b):
     if min(a.dim(), b.dim()) < 2:
         return None
+    n = max(a.dim(), b.dim()) - 2
     batch = [*map(str, range(n))]
-    of_a, of_b = batch[n + 2 - a.dim() :], batch[n + 2 - b.dim() :]
+    of_a = batch[n + 2 - a.dim() :]
+    of_b = batch[n + 2 - b.dim() :]
     return a, b, [*of_a, "i", "j"], [*of_b, "j", "k"], [*batch, "i", "k"]
 
 

@@ -39,11 +39,14 @@ class Positions(Events):
         module = call.function
         if not (call.grad and module.training and self.recorder.steps in LOOKS):
             return ()
+
         given = [t for t in flat_tensors((args, kwargs)) if not t.is_nested and t.dim() > 1]
-        shape = [*given[0].shape[:2]] if given else [0, 0]
-        if min(shape) < 2 or shape[0] == shape[1] or is_compiled([*module.modules()]):
+        samples, steps = given[0].shape[:2] if given else (0, 0)
+        unlike = samples != steps and min(samples, steps) > 1
+        if not unlike or is_compiled([*module.modules()]):
             return ()
-        self.open.append(Followed(*shape))
+
+        self.open.append(Followed(samples, steps))
         return [self.open[-1]]
 
     def passed(self):
@@ -90,7 +93,7 @@ class Followed(Follower):
             self.rows[out] = line_now()
         elif name in ("getitem", "narrow") and self._takes_steps(args[0], out):
             self.numbers_steps = True
-        elif name in ("embedding", "index_select", "getitem") and self._is_looked_up(args, out):
+        elif name in ("embedding", "index_select", "getitem") and self._is_looked_up(args):
             self.rows[out] = next(self.counted[t] for t in flat_tensors(args) if t in self.counted)
         elif name in VIEWS and args[0] in self.counted:
             self.counted[out] = self.counted[args[0]]
@@ -99,7 +102,7 @@ class Followed(Follower):
         elif name in ADDS:
             self._look_at_sum(*args[:2])
         elif name in ATTENTION:
-            self._look_at_attention(name, args[0], kwargs)
+            self._look_at_attention(name, args[0])
         elif name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
             self.over_samples = True  # which of the two is not asked
 
@@ -118,7 +121,7 @@ class Followed(Follower):
         table, out = (table[0], out[0]) if wide else (table, out)
         return self._takes_first(table, out, self.steps) or table.shape[:1] == (self.steps,)
 
-    def _is_looked_up(self, args, out):
+    def _is_looked_up(self, args):
         """Rows of a table with more than n."""
         tables = [t for t in flat_tensors(args) if t.is_floating_point()]
         counted = any(t in self.counted for t in flat_tensors(args))
@@ -128,21 +131,27 @@ class Followed(Follower):
         for rows, other in ((a, b), (b, a)):
             if not isinstance(rows, torch.Tensor):
                 continue
-            if rows.dim() > 1 and rows.shape[-2] == self.steps and rows.shape[:-2] in ((), (1,)):
+            of_steps = rows.dim() > 1 and rows.shape[-2] == self.steps
+            if of_steps and rows.shape[:-2] in ((), (1,)):
                 self.numbers_steps = True  # the same for all samples
-            if rows not in self.rows:
-                continue
-            wide = tuple(other.shape[:2]) == (self.samples, self.steps) and other.dim() == 3
-            same = rows.dim() == 3 and (rows.shape[1] == 1 or rows.stride()[1] == 0)
-            if wide and same and len(rows) == self.samples:
-                n, t, _ = other.shape
-                line = self.rows[rows]
-                text = f"the positions at {line} number the {n} samples of the batch, and "
-                text += f"attention compares the {t} steps of {[*other.shape]}: all steps of a "
-                text += "sequence have one position: use size(1) in place of size(0)"
-                self.added.append((line, text))
+            if rows in self.rows:
+                self._added(rows, other)
 
-    def _look_at_attention(self, name, t, kwargs):
+    def _added(self, rows, other):
+        """Rows of a table are added to `other`."""
+        shape = [*other.shape]
+        wide = len(shape) == 3 and shape[:2] == [self.samples, self.steps]
+        same = rows.dim() == 3 and (rows.shape[1] == 1 or rows.stride()[1] == 0)
+        if wide and same and len(rows) == self.samples:
+            line = self.rows[rows]
+            text = (
+                f"the positions at {line} number the {self.samples} samples of the batch, and "
+                f"attention compares the {self.steps} steps of {shape}: all steps of a sequence "
+                "have one position: use size(1) in place of size(0)"
+            )
+            self.added.append((line, text))
+
+    def _look_at_attention(self, name, t):
         shape = t.shape
         if name == "softmax":
             square = t.dim() > 2 and shape[-1] == shape[-2]

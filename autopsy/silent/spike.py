@@ -108,10 +108,9 @@ class Spike(Events):
         past.step = self.recorder.steps
         self.changes.look(optimizer, past, moved)
         now, highest = (sum(losses), norm), past.highest
-        recent = [max(values) for values in zip(*past.last, strict=True)] or [0.0, 0.0]
         if past.jump:
             self._after(past, now)
-        elif self._is_asked(past) and any(a > ROWS * b for a, b in zip(now, recent, strict=True)):
+        elif self._is_asked(past) and (recent := _jumped(past.last, now)):
             usual = [median(values) for values in zip(*past.last, strict=True)]
             times = [*map(_times, now, recent, usual)]
             new = [t if a > b else 0.0 for a, b, t in zip(now, highest, times, strict=True)]
@@ -231,6 +230,14 @@ class Spike(Events):
             if why or lost:
                 what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
                 yield f"{what}. {why or UNEXPLAINED}"
+
+
+def _jumped(last, now):
+    """The highest loss and norm of the last steps, if one of these is far above; else None."""
+    if not any(a > ROWS * b for a, b in zip(now, last[-1], strict=True)):
+        return None  # asked first: it nearly always ends here
+    recent = [max(values) for values in zip(*last, strict=True)]
+    return recent if any(a > ROWS * b for a, b in zip(now, recent, strict=True)) else None
 
 
 def _times(now, recent, usual):

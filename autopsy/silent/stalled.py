@@ -61,10 +61,12 @@ class Still(Events):
         step = seen.steps
         seen.steps += 1
         now = self.recorder.steps
-        called = [call.function for call in self.recorder.calls if call.grad]
-        roots = [root for root in called if isinstance(root, nn.Module)]
-        self.called |= dict.fromkeys((*roots, optimizer), now)
-        self.called = {m: at for m, at in self.called.items() if at > now - LATELY}
+        self.called[optimizer] = now
+        for call in self.recorder.calls:
+            if call.grad and isinstance(call.function, nn.Module):
+                self.called[call.function] = now
+        if now % LATELY == 0:
+            self.called = {m: at for m, at in self.called.items() if at > now - LATELY}
 
         seen.fed = seen.fed or bool(moved_by(optimizer))
         self._note_groups(seen, optimizer)

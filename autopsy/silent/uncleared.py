@@ -75,10 +75,11 @@ class Uncleared(Events):
             self.optimizers[optimizer] = Gradients(optimizer)
             self.all.append(self.optimizers[optimizer])
         seen = self.optimizers[optimizer]
-        params = [p for p in moved_by(optimizer) if not is_sharded(p)]
-        if params and seen.steps.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
-            seen.params, seen.norms, seen.line = params, self._norms(params), line_now()
         seen.steps += 1
+        if (seen.steps - 1).bit_count() < 2:  # 0, 1, 2, 4, 8, ...
+            params = [p for p in moved_by(optimizer) if not is_sharded(p)]
+            if params:
+                seen.params, seen.norms, seen.line = params, self._norms(params), line_now()
 
     def sentences(self):
         for seen in self.all:

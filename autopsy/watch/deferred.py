@@ -52,6 +52,8 @@ class DeferredChecks:
         self._written.setdefault(storage_of(p), (p, [], check))[1].append(write)
 
     def _entries_of_written(self):
+        if not self._written:
+            return []
         # a weight whose data was exchanged is noted under the new one
         written = [entry for at, entry in self._written.items() if storage_of(entry[0]) is at]
         self._written = {}

@@ -34,6 +34,7 @@ class Forward:
         roots = [call for call in passes if call.number > recorder.latest]
         self.losses = [made for call in roots for made in call.uses()]
         numbers = {made.number for made in self.losses}
+
         forward = []  # up to the last loss
         for k, call in enumerate(calls):
             if call.number in numbers:
@@ -42,12 +43,15 @@ class Forward:
         self.as_it_was = {}  # what they made
         self.results = {}  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
+
         net = net_of(self.calls)
         self.params = [p for p in net.parameters() if p.requires_grad]
         self.params += in_no_module(self.calls, net)
         self.unchanged = unchanged(net, [*net.parameters()])
+
         hooked = [*net.modules(), *self.params] if slope else []
-        if any(x._backward_hooks for x in hooked) or any(c.name == "_hook" for c in self.calls):
+        has_hooks = any(x._backward_hooks for x in hooked)
+        if has_hooks or any(call.name == "_hook" for call in self.calls):
             self.calls = []  # the script's own functions must not run once more
 
     def __enter__(self):
@@ -62,16 +66,19 @@ class Forward:
         buffers_back(self.calls)
         for call in self.calls:
             call.repeat(self.as_it_was)
+
         sizes = {made: self._size(t) for made, t in self._losses(self.as_it_was)}
         self.losses = [max(sizes, key=sizes.get)] if sizes else []
         last = max((made.number for made in self.losses), default=0)
         before = [made.number for made in sizes if made.number < last]
         self.turn = len(before)  # of the backward passes of the step
         self.turns = len(sizes)
+
         earlier = max(before, default=0)
         mine = [call for call in self.calls if earlier < call.number <= last]
         computed = {m.number for m, t in self.as_it_was.items() if t.requires_grad}
         self.computed = {call.number: call for call in mine if call.number in computed}
+
         first = [call for call in mine if call.shape]
         given = flat_tensors([(call.args, call.kwargs) for call in first])
         self.size = batch_size_of(batched(given)) or (first[0].shape[0] if first else 0)

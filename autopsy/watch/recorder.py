@@ -67,6 +67,7 @@ class CallRecorder(TorchFunctionMode):
         self.bytes = 0
         self.turns = {}  # optimizer: the number of calls at its last step
         self.steps_of = {}  # optimizer: how many steps
+        self.steps = 0  # the most of these
         self._gradient_reads = 0
         self.gap = 0  # the number of calls when a part that was not recorded ended
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
@@ -346,14 +347,11 @@ class CallRecorder(TorchFunctionMode):
     def full(self):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
-    @property
-    def steps(self):
-        return max(self.steps_of.values(), default=0)
-
     def stepped(self, optimizer):
         twice = self.forget(optimizer)  # it does not take turns, but may have followed another
         before = self.steps if twice else self.steps_of.get(optimizer, 0)
         self.steps_of[optimizer] = before + 1
+        self.steps = max(self.steps, before + 1)
 
     def forget(self, optimizer=0):
         """What was computed before the last step of every optimizer. One that steps twice in a row

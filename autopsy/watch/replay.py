@@ -94,6 +94,7 @@ class Replay:
         if sharded:  # all ranks do the same, once: its collectives then meet
             origin = Rerun(run_step, record, self.net, {}).watch()
             return verdict_on_origin(origin) if origin.op else None
+
         # The first in use: it is the step's precision.
         kinds = [dtype for call in self.calls for _, dtype in call.autocast]
         kinds += [p.dtype for p in self.params.values()]
@@ -106,6 +107,7 @@ class Replay:
             scale=self.scale,
         )
         report = self._never_written(report)
+
         for name, b in self.net.named_buffers():
             made_by = self.recorder.known.get(b) if extent(b).is_bad else None
             if not made_by:
@@ -149,6 +151,7 @@ class Replay:
         with InDtype(torch.float32, NARROW, self.net) if fp32 else nullcontext():
             for call in calls:
                 call.repeat(made)
+
         roots = []
         if calls[-1].function is BACKWARD:
             roots = [made[m] for m in calls[-1].uses() if m in made]
@@ -157,6 +160,7 @@ class Replay:
             if len(targets) > 1:  # whatever was made: there may be masks
                 targets = [t for t in targets if not extent(t).is_mask]
             bad = [t for t in (*targets, *roots) if extent(t).is_bad]
+
         loss = (bad or roots or targets or [torch.zeros((), device="cpu")])[0].detach()
         if self.scale != 1:  # a division would be an operation of the step
             loss = loss / self.scale
@@ -211,6 +215,7 @@ def _batch(recorder, calls):
     first = sorted(calls, key=lambda c: (not c.shape, c.number not in used, not c.grad))
     names = _names(first)
     given = dict.fromkeys(t for call in first for _, t in call.given())
+
     batch, named = [], []
     for t in given:
         if t.grad_fn is None and t.requires_grad:

@@ -163,6 +163,41 @@ def test_a_step_is_told_by_its_terms_and_what_is_in_none(loop):
     assert "of the result depends on" not in text, "each row on itself"
 
 
+BY_HAND = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x, hint):
+        return self.layer(torch.cat([x, hint], 1))
+
+torch.manual_seed(0)
+net, critic = Net(), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD([*net.parameters(), *critic.parameters()], 0.1)
+for step in range(4):
+    x, y = torch.randn(6, 4), torch.ones(6, 4)
+    error = net(x, y) - y
+    values = critic(x)
+    loss = error.square().mean()  # by hand
+    loss = loss + torch.nn.functional.smooth_l1_loss(values[:-1], 0.9 * values[1:])  # moving
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def test_what_a_loss_compares_is_told_with_where_it_comes_from(tmp_path):
+    lines = described(tmp_path, BY_HAND)[2]
+    (by_hand,) = [line for line in lines if line.startswith("mean <- square <- sub of ")]
+    assert " <- linear; and float32[6, 4], all 1, which net (Net) is given too" in by_hand
+    called = f"smooth_l1_loss at {at('moving', BY_HAND)}"
+    (k,) = [k for k, line in enumerate(lines) if line.startswith(called)]
+    given, target = lines[k + 1 : k + 3]
+    assert given.startswith("input float32[5, 1], ") and given.endswith(" <- linear")
+    assert target.startswith("target float32[5, 1], ") and target.endswith(" <- mul <- linear")
+
+
 def test_an_evaluation_is_told_by_what_it_is_given_and_what_drops(loop):
     assert f"net (Net) in eval mode at {at('evaluation')} is given float32[5, 6], all 3" in loop
     assert f"it drops in eval mode at {at('drop')}" in loop
