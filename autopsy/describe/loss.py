@@ -80,9 +80,11 @@ def _compared(trace, made):
 def _origin(trace, t):
     """A tensor, what has made it, and which networks are given it too."""
     way = "".join(f" <- {m.name.strip('_')}" for m in trace.way(t))
-    given = [c.title for c in trace.modules
-             if c.is_outermost and any(storage_of(x) is storage_of(t) for x in c.given)]  # fmt: skip
-    also = f", which {few(dict.fromkeys(given), 3)} is given too" if given else ""
+    outermost = [called for called in trace.modules if called.is_outermost]
+    given = dict.fromkeys(
+        c.title for c in outermost if any(storage_of(x) is storage_of(t) for x in c.given)
+    )
+    also = f", which {few(given, 3)} is given too" if given else ""
     graph = " with a graph" if t.requires_grad and not way else ""
     return f"{about(t)}{graph}{way}{also}"
 

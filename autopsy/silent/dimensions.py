@@ -39,7 +39,8 @@ def product_of(name, args):
 
 
 def _of_einsum(equation, *tensors):
-    parts = re.split(",|->", equation.replace(" ", ""))
+    equation = equation.replace(" ", "")
+    parts = re.split(",|->", equation)
     if len(tensors) == 1:
         tensors = tensors[0]  # a list of them
     if len(parts) != 3 or not parts[2] or len(tensors) != 2:
