@@ -18,7 +18,7 @@ from .forward import of_forward
 from .loop import Loop
 from .loss import idle_in, of_functions, of_loss, of_rest
 from .source import unread
-from .trace import Titles, Trace, about, here
+from .trace import Titles, Trace, here, listed
 
 LOOK = 2  # the step of each optimizer whose forward passes are made once more
 MANY = 5000  # calls
@@ -117,7 +117,7 @@ class Evaluation(Events):
         if call.grad or module in self.given or not any(True for _ in module.parameters()):
             return ()
         mode = "train" if module.training else "eval"
-        text = few(map(about, flat_tensors((args, kwargs))), 3, "; ") or "no tensor"
+        text = listed(flat_tensors((args, kwargs))) or "no tensor"
         self.given[module] = f"in {mode} mode at {here()} is given {text}"
         return [] if module.training else [Drops(self.drops)]
 

@@ -8,8 +8,9 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from ..tensors import few
-from .trace import LINEAR, about
+from ..tensors import few, storage_of
+from ..watch.dimensions import viewed
+from .trace import LINEAR, about, listed
 
 LISTED = 6
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -21,30 +22,72 @@ def of_forward(trace, told):
     outermost = [c for c in trace.modules if c.is_outermost and [*c.module.parameters()]]
     for called in {c.module: c for c in outermost if c.module not in told}.values():
         told.add(called.module)
-        given = few(map(about, called.given), 3, "; ") or "no tensor"
-        yield f"{called.title} is given {given}"
-        yield f"  and returns {few(map(about, called.out), 3, '; ')}"
+        yield f"{called.title} is given {listed(called.given) or 'no tensor'}"
+        yield f"  and returns {listed(called.out)}"
         with suppress(RuntimeError):  # a graph that the script itself has freed
             yield from [*_dependence(trace, called)]
-    yield from _repeated(trace, outermost)
+    yield from _repeated(trace)
+    yield from _dimensions(trace)
     yield from _pairs(trace)
     yield from _ordered(trace)
     yield from _attention(trace)
 
 
-def _repeated(trace, outermost):
-    times = Counter(c.module for c in trace.modules)
+def _repeated(trace):
+    roots, within = {}, Counter()  # outermost: [its calls, those of each within it]
+    for c in trace.modules:  # in the order in which they end
+        within[c.module] += 1
+        if c.is_outermost:
+            root = roots.setdefault(c.module, [0, Counter()])
+            root[0] += 1
+            root[1] += within
+            within = Counter()
+    called = {c.module for c in trace.modules}
     titles = {c.module: c.title for c in trace.modules}
     used = {id(p) for made in trace.calls if made.call for p in made.given}
-    for root, n in Counter(c.module for c in outermost).items():
+    for root, (n, times) in roots.items():
         own = [m for m in root.modules() if [*m.parameters(recurse=False)]]
         often = [f"{titles[m]} {times[m] / n:g} times" for m in own if times[m] > n]
         if often:
             yield f"called in one call of its network: {few(often, LISTED)}"
-        idle = [m for m in own if not (times[m] or used & {*map(id, m.parameters(recurse=False))})]
+        idle = [m for m in own if m not in called]
+        idle = [m for m in idle if used.isdisjoint(map(id, m.parameters(recurse=False)))]
         if idle:
             names = (trace.names.get(m, type(m).__name__) for m in idle)
             yield f"has weights, and is not called in this step: {few(names, LISTED)}"
+
+
+def _dimensions(trace):
+    """Views in which a dimension keeps its size and its place, and is another one; and tables whose
+    rows are added along a dimension."""
+    other, added = {}, {}
+    tables = {storage_of(t): name for name, t in _tables(trace)}
+    for made in trace.calls:
+        shape, out = [*made.given[0].shape], [*made.out[0].shape]
+        if made.name in ("view", "reshape"):
+            names = viewed(made.func, made.args, made.kwargs, range(len(shape)))
+            for d, (n, m) in enumerate(zip(shape, out, strict=False)):
+                if n == m > 1 and names[d] != d:
+                    text = f"{made.at} of {shape} is {out}, whose dimension {d} is another {n}"
+                    other[text] = True
+        elif made.name.strip("_") in ("add", "iadd", "radd") and len(made.given) > 1:
+            for t in made.given[:2]:
+                name = tables.get(storage_of(t))
+                if name and 1 < t.dim() == len(out) and [*t.shape] != out:
+                    added[f"{name}, {[*t.shape]} to {out} ({made.line})"] = True
+    if other:
+        yield f"a view: {few(other, LISTED, '; ')}"
+    if added:
+        yield f"added with broadcasting: {few(added, LISTED, '; ')}"
+
+
+def _tables(trace):
+    """(name, tensor) of the weights and buffers of all modules that were called."""
+    for module in dict.fromkeys(c.module for c in trace.modules):
+        prefix = trace.names.get(module, "")
+        mine = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, t in mine:
+            yield ".".join(filter(None, (prefix, name))), t
 
 
 def _pairs(trace):

@@ -118,7 +118,8 @@ class Steps:
         ]
 
     def lines(self):
-        groups = few(dict.fromkeys(self.groups), 3, "; ")
+        times = Counter(self.groups).items()
+        groups = few((f"{n} groups of {text}" if n > 1 else text for text, n in times), 3, "; ")
         yield f"{self.name} at {self.line}: {self.count} steps; {groups}"
         rates = (f"{r}{f', rises {r.rises} times' if r.rises else ''}" for r in self.rates)
         yield f"  lr {few(dict.fromkeys(rates), 3, '; ')}"
@@ -141,7 +142,7 @@ class Loop(OutermostSteps):
         self.steps = WeakKeyDictionary()  # optimizer: Steps
         self.all = []
         self.losses, self.norm = (), 0.0
-        self.loaders = {}  # (line, text): iterators
+        self.loaders = Counter()  # (line, text, data set): iterators
         self.modes = WeakKeyDictionary()  # network: {(its mode, with a graph?): calls}
         self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
         self.clips = []  # (parameters, did it cut them?) since the last step
@@ -165,7 +166,10 @@ class Loop(OutermostSteps):
             f"{loader.batch_size}, {order}, drop_last={loader.drop_last}, {loader.num_workers} "
             "workers"
         )
-        self.loaders[here(), text] = self.loaders.get((here(), text), 0) + 1
+        whole = loader.dataset
+        while isinstance(whole, torch.utils.data.Subset):
+            whole = whole.dataset
+        self.loaders[here(), text, id(whole)] += 1
         self.note("iter(DataLoader)")
 
     def seeded(self, kind):
@@ -178,12 +182,15 @@ class Loop(OutermostSteps):
         module = call.function
         if any(True for _ in module.parameters()):
             self.titles.note(module)
+            given = flat_tensors((args, kwargs))
+            learns = any(t.requires_grad for t in (*module.parameters(), *given))
+            graph = call.grad and learns
             modes = self.modes.setdefault(module, Counter())
-            modes[module.training, call.grad] += 1
-            if not call.grad:
+            modes[module.training, graph] += 1
+            if not graph:
                 mode = "train" if module.training else "eval"
                 self.note(f"{self.titles.of(module)} in {mode} mode without a graph")
-            elif given := [t for t in flat_tensors((args, kwargs)) if t.numel() > 1]:
+            elif given := [t for t in given if t.numel() > 1]:
                 seen = self.inputs.setdefault(module, [0, set()])
                 if seen[0] < INPUTS:
                     seen[0] += 1
@@ -285,8 +292,11 @@ class Loop(OutermostSteps):
     # What to say
 
     def lines(self):
-        for (line, text), n in self.loaders.items():
-            yield f"{text}; {n} iterators ({line})"
+        first = {}  # data set: the line of its first loader
+        for (line, text, whole), n in self.loaders.items():
+            same = f", of the data set of {first[whole]}" if whole in first else ""
+            first.setdefault(whole, line)
+            yield f"{text}; {n} iterators ({line}{same})"
         for module, modes in list(self.modes.items()):
             for (training, graph), n in modes.items():
                 how = f"{'with' if graph else 'without'} a graph"
@@ -324,7 +334,7 @@ class Loop(OutermostSteps):
             )
         if still:
             yield f"{len(still)} weights have not moved: {few(still, 6)}"
-        held = {id(p) for optimizer in list(self.steps) for p in params_of(optimizer)}
+        held = {id(p) for p in self.start}
         for text, some in (
             ("in no optimizer", [p for p in params if id(p) not in held]),
             ("requires_grad=False", [p for p in params if not p.requires_grad]),
@@ -341,7 +351,8 @@ def _often(n):
 def _told_by(t):
     """Shape and a number that another tensor does not have."""
     some = _sample(t).double()
-    return (*t.shape, float(some @ torch.arange(1.0, len(some) + 1).to(some)))
+    weights = torch.arange(1.0, len(some) + 1, dtype=some.dtype, device=some.device).sqrt()
+    return (*t.shape, float(some @ weights))  # of whole numbers, too
 
 
 @torch.no_grad()

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from ..tensors import few, storage_of, type_of
 from ..watch.graph import nodes_of
-from .trace import about, factor_of, number
+from .trace import LOGIC, about, factor_of, number
 
 SUMS = ("add", "radd", "iadd", "sub", "rsub", "isub")
-LOGIC = ("and", "or", "logical_and", "logical_or", "lt", "gt", "le", "ge", "eq", "ne", "invert")
 BROADCAST = ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "maximum", "minimum",
              "min", "max", "where")  # fmt: skip
 TERMS = 12
 STEPS = 5  # from a term to what it compares
 LISTED = 6
-USUAL = {"reduction": "mean", "label_smoothing": 0.0, "ignore_index": -100}
+USUAL = {"reduction": "mean", "label_smoothing": 0.0}
 
 
 def of_loss(trace, losses, params):
@@ -52,11 +51,15 @@ def of_functions(trace, nodes):
         made, times = calls[0], f" (the first of {len(calls)})" if len(calls) > 1 else ""
         value = number(made.out[0])
         said = {k: v for k, v in made.kwargs.items() if isinstance(v, int | float | str)}
+        ignored = said.pop("ignore_index", None)
         said = [f", {k}={v}" for k, v in said.items() if v and USUAL.get(k) != v]
         value = type_of(made.out[0]) if value is None else f"{value:.4g}"
         yield f"{at} = {value}{times}{''.join(said)}"
         for name, t in zip(("input", "target"), made.given, strict=False):
             yield f"  {name} {_origin(trace, t)}"
+        if ignored is not None and not made.given[1].is_floating_point():
+            left_out = int((made.given[1] == ignored).sum())
+            yield f"  ignore_index={ignored} leaves out {left_out} of {made.given[1].numel()}"
         for key, t in made.kwargs.items():
             if isinstance(t, Tensor) and not any(t is other for other in made.given[:2]):
                 yield f"  {key} {about(t)}"
@@ -80,13 +83,17 @@ def _compared(trace, made):
 def _origin(trace, t):
     """A tensor, what has made it, and which networks are given it too."""
     way = "".join(f" <- {m.name.strip('_')}" for m in trace.way(t))
-    outermost = [called for called in trace.modules if called.is_outermost]
-    given = dict.fromkeys(
-        c.title for c in outermost if any(storage_of(x) is storage_of(t) for x in c.given)
-    )
+    networks = [c for c in trace.modules if c.is_outermost and [*c.module.parameters()]]
+    given = dict.fromkeys(c.title for c in networks if any(_is_same(x, t) for x in c.given))
     also = f", which {few(given, 3)} is given too" if given else ""
     graph = " with a graph" if t.requires_grad and not way else ""
     return f"{about(t)}{graph}{way}{also}"
+
+
+def _is_same(x, t):
+    """Whether they are the same numbers in memory, in one shape or another."""
+    alike = x.numel() == t.numel() and x.storage_offset() == t.storage_offset()
+    return alike and storage_of(x) is storage_of(t)
 
 
 def _terms(trace, t, made, factor=1.0):
@@ -126,27 +133,31 @@ def idle_in(trace, losses):
     idle = [m for m in idle if not m.is_check]
     idle = [m for m in idle if all(t.grad_fn not in nodes for t in m.out)]
     slopes = [m for m in trace.calls if m.name == "grad"]  # of a penalty
-    handed_on = {id(t) for m in (*idle, *slopes) for t in m.given}
+    handed_on = {id(t) for m in (*idle, *slopes, *_ends(trace)) for t in m.given}
     last = [m for m in idle if not any(id(t) in handed_on for t in m.out)]
     return dict.fromkeys(f"{m.at}, {type_of(m.out[0])}" for m in last)
 
 
-def of_rest(trace):
-    """A line for where a graph ends, and one for what broadcasting makes."""
+def _ends(trace):
+    """Calls at which a graph ends, and whose numbers are used."""
     used = {id(t) for m in trace.calls if m.grad for t in m.given}
-    ends = {}
     for m in trace.calls:
         cut = any(t.requires_grad for t in m.given) and not any(t.requires_grad for t in m.out)
-        is_new = m.is_check or m.name.endswith("_like") or m.name.startswith("new_")
+        is_shape = m.name.endswith(("_like", "_as")) or m.name.startswith("new_")
         goes_on = any(t.is_floating_point() and id(t) in used for t in m.out)
-        if cut and goes_on and not is_new:
-            ends[f"{m.at}{'' if m.grad else ' under no_grad'}"] = True
+        if cut and goes_on and not (is_shape or m.is_check):
+            yield m
+
+
+def of_rest(trace):
+    """A line for where a graph ends, and one for what broadcasting makes."""
+    ends = {f"{m.at}{'' if m.grad else ' under no_grad'}": True for m in _ends(trace)}
     if ends:
         yield f"the graph ends, and its numbers are used: {few(ends, LISTED, '; ')}"
     one = {
         f"{m.at}, {about(m.out[0])}": True
         for m in trace.calls
-        if m.name.strip("_") in LOGIC and m.out[0].numel() > 1 and not m.is_check
+        if m.name.strip("_") in LOGIC and m.out[0].numel() > 2 and not m.is_check
         and bool((m.out[0] == m.out[0].flatten()[0]).all())
     }  # fmt: skip
     if one:

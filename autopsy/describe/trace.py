@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import HERE, TORCH, script_frames_now
-from ..tensors import extent, flat_tensors, numbers_of, type_of
+from ..tensors import extent, few, flat_tensors, numbers_of, type_of
 from ..watch.following import Follower, is_loss
 from ..watch.names import names_of
 
@@ -25,6 +25,8 @@ PASSIVE = {  # they hand on the numbers that they are given
     "type", "expand", "chunk", "split", "unbind", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "T", "mT", "cat", "stack", "repeat", "repeat_interleave", "select", "narrow", "index_select",
 }  # fmt: skip
+LISTED = 3  # tensors
+LOGIC = ("and", "or", "logical_and", "logical_or", "lt", "gt", "le", "ge", "eq", "ne", "invert")
 LINEAR = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
 
 
@@ -96,6 +98,7 @@ def _variable(module):
 class Made(NamedTuple):
     """A call of a function."""
 
+    func: Any
     name: str
     line: str
     module: str  # the innermost module
@@ -107,7 +110,7 @@ class Made(NamedTuple):
     is_loss: bool
     grad: bool  # whether gradients were recorded
     before: Any  # if it has written into what it returns: what had made that
-    is_check: bool  # of torch's own, in a distribution
+    is_check: bool  # of torch's own
 
     @property
     def at(self):
@@ -173,10 +176,11 @@ class Trace(Follower):
             module, call = self.names.get(self._under_way[-1][0], ""), self._calls
         grad = torch.is_grad_enabled()
         before = self.made.get(given[0]) if tensors[0] is given[0] else None
+        checks = TORCH if name.strip("_") in LOGIC else DISTRIBUTIONS
+        is_check = sys._getframe(2).f_code.co_filename.startswith(checks)
         made = Made(
-            name, here(), module, call, given, tensors, args, kwargs, is_loss(func, name),
-            grad, before,
-            sys._getframe(2).f_code.co_filename.startswith(DISTRIBUTIONS),
+            func, name, here(), module, call, given, tensors, args, kwargs, is_loss(func, name),
+            grad, before, is_check,
         )  # fmt: skip
         self.calls.append(made)
         self.made.update((t, made) for t in tensors)
@@ -229,6 +233,17 @@ def about(t):
     often = f", {int(values[most])} is {float(counts[most]) / t.numel():.0%} of them"
     often = often if len(values) < t.numel() else ""
     return f"{kind}, {len(values)} values in {int(values[0])} .. {int(values[-1])}{often}"
+
+
+def listed(tensors):
+    """The first few in words; of two that hold the same numbers the second is told as that."""
+    texts, seen = [], []
+    for t in tensors[:LISTED]:
+        alike = [other for other in seen if other.shape == t.shape and other.dtype == t.dtype]
+        again = t.numel() > 1 and any(torch.equal(*map(numbers_of, (other, t))) for other in alike)
+        texts.append("the same numbers again" if again else about(t))
+        seen.append(t)
+    return few([*texts, *tensors[LISTED:]], LISTED, "; ")
 
 
 def number(x):

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..frames import line_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
+from ..watch.dimensions import VIEWS, product_of, viewed
 from ..watch.events import Events
 from ..watch.following import Follower
-from .dimensions import VIEWS, product_of, viewed
 
 LOOKS = (1, 4)  # steps
 NEAR = 64  # operations between a projection and what it is made of

@@ -217,6 +217,54 @@ def test_rows_places_and_shapes_are_told(tmp_path):
     assert re.search(r"target int64\[54\], \d+ values in 0 .. 1\d, 0 is [45]\d% of them", text)
 
 
+MIXED = """
+import gc
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(1, 6, 6))
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.body(x) + self.table  # table
+        x = x.view(4, 3, 6, 2).reshape(4, 6, 6, 1)  # mixed
+        return self.head(x.flatten(2).transpose(1, 2))
+
+torch.manual_seed(0)
+net, frozen = Net(), nn.Linear(6, 6).requires_grad_(False)
+data = TensorDataset(torch.randn(40, 6, 6), torch.arange(240).view(40, 6) % 4)
+optimizer = torch.optim.SGD([{"params": [p]} for p in net.parameters()], 0.1)
+for phase in range(2):
+    for x, y in DataLoader(Subset(data, range(16)), batch_size=4):  # train
+        logits = net(frozen(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=0)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    for x, y in DataLoader(Subset(data, range(16, 40)), batch_size=8):  # test
+        pass
+    del optimizer
+    gc.collect()
+    optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
+"""
+
+
+def test_dimensions_tables_groups_and_data_sets_are_told(tmp_path):
+    text = "\n".join(described(tmp_path, MIXED)[2])
+    mixed = f"reshape at {at('mixed', MIXED)} of [4, 3, 6, 2] is [4, 6, 6, 1]"
+    assert f"{mixed}, whose dimension 2 is another 6" in text
+    table = f"net.table, [1, 6, 6] to [4, 6, 6] ({at('table', MIXED)})"
+    assert f"added with broadcasting: {table}" in text
+    assert "SGD at" in text and "4 groups of 1 weights" in text
+    assert "frozen (Linear) is called 8 times without a graph in train mode" in text
+    test, train = at("test", MIXED), at("train", MIXED)
+    assert f"2 iterators ({test}, of the data set of {train})" in text
+    assert "ignore_index=0 leaves out 6 of 24" in text
+    assert "in no optimizer: frozen.bias, frozen.weight" in text, "an optimizer that is gone counts"
+
+
 PENALTY = """
 import torch
 
