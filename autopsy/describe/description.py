@@ -2,6 +2,7 @@
 Description: the facts of a run, printed after its last line: the loop, a step, an evaluation.
 """
 
+from collections import Counter
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -52,7 +53,7 @@ class OneStep(Events):
     def __init__(self, watch, titles):
         self.recorder, self.titles = watch.recorder, titles
         self.seen = WeakKeyDictionary()  # optimizer: steps
-        self.parts = []  # (title, lines)
+        self.parts = []  # (title, the name of the first weight, lines)
         self.told = WeakSet()  # networks
         self.idle = []  # of each of these, what is in no loss
 
@@ -63,11 +64,12 @@ class OneStep(Events):
         if step != LOOK:
             return
         title = f"step {step} (from 0) of {type(optimizer).__name__} at {here()}, made once more"
+        (first,) = self.titles.of_weights(params_of(optimizer)[:1]).values()
         try:
             lines = self._made_again(optimizer)
         except Exception as error:
             lines = [f"it cannot be made again ({said(error)})"]
-        self.parts.append((title, lines))
+        self.parts.append((title, first, lines))
 
     def _made_again(self, optimizer):
         calls = self.recorder.calls
@@ -101,7 +103,12 @@ class OneStep(Events):
         if self.parts and len(self.idle) == len(self.parts):  # else another's loss is not known
             idle = [text for text in self.idle[0] if all(text in one for one in self.idle)]
         last = [f"computed, and in no loss: {few(idle, 6, '; ')}"] if idle else []
-        return [*self.parts, ("in none of these steps", last)]
+        times = Counter(title for title, *_ in self.parts)
+        parts = [
+            (f"{title} (with {first})" if times[title] > 1 else title, lines)
+            for title, first, lines in self.parts
+        ]
+        return [*parts, ("in none of these steps", last)]
 
 
 class Evaluation(Events):

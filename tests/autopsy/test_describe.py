@@ -174,16 +174,20 @@ class Net(torch.nn.Module):
     def forward(self, x, hint):
         return self.layer(torch.cat([x, hint], 1))
 
+def make_step(optimizer, loss):
+    optimizer.zero_grad(); loss.backward()
+    optimizer.step()  # both
+
 torch.manual_seed(0)
 net, critic = Net(), torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD([*net.parameters(), *critic.parameters()], 0.1)
+optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (net, critic)]
 for step in range(4):
     x, y = torch.randn(6, 4), torch.ones(6, 4)
     error = net(x, y) - y
     values = critic(x)
-    loss = error.square().mean()  # by hand
-    loss = loss + torch.nn.functional.smooth_l1_loss(values[:-1], 0.9 * values[1:])  # moving
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    make_step(optimizers[0], error.square().mean())  # by hand
+    loss = torch.nn.functional.smooth_l1_loss(values[:-1], 0.9 * values[1:])  # moving
+    make_step(optimizers[1], loss)
 """
 
 
@@ -196,6 +200,9 @@ def test_what_a_loss_compares_is_told_with_where_it_comes_from(tmp_path):
     given, target = lines[k + 1 : k + 3]
     assert given.startswith("input float32[5, 1], ") and given.endswith(" <- linear")
     assert target.startswith("target float32[5, 1], ") and target.endswith(" <- mul <- linear")
+    both = f"step 2 (from 0) of SGD at {at('both', BY_HAND)}, made once more"
+    assert f"{both} (with net.layer.weight)" in lines
+    assert f"{both} (with critic.weight)" in lines
 
 
 def test_an_evaluation_is_told_by_what_it_is_given_and_what_drops(loop):
