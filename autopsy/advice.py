@@ -157,6 +157,12 @@ RAISED = (
         Verdict.DATA,
     ),
     Raised(
+        r"label \S*\.\S* is not in",  # of a class it is a whole number
+        "binary_cross_entropy takes targets in 0..1: mend these, where they are made (what "
+        "torch.Tensor(n, 1) holds before something is written into it may be any number)",
+        Verdict.DATA,
+    ),
+    Raised(
         r"label \S+ is not in|Target -?\d+ is out|Class values",
         "mend these labels, or leave them out: ignore_index= where one means 'no label'; or the "
         "last layer has too few classes",
@@ -331,7 +337,10 @@ WEAK: dict[str, Weak] = {
     "mean": NOTHING,
     "nll_loss": NO_LABEL,
     "nll_loss2d": NO_LABEL,
-    "batch_norm": Weak("running_var must be 0 or more", "set the running statistics back"),
+    "batch_norm": Weak(
+        "running_var must be 0 or more",
+        "a momentum outside of 0..1 brings it below; then set the running statistics back",
+    ),
     "mul": Weak(
         "0 * inf is NaN",
         "choose with torch.where before the inf is made, do not multiply by a mask",

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from ..frames import line_now, line_of
+from ..tensors import few
 from ..watch.events import Events
 from ..watch.graph import nodes_of
 
@@ -48,7 +49,7 @@ class Losses(Events):
     def __init__(self, watch):
         self.recorder = watch.recorder
         self.passes, self.has_loaded = 0, False
-        self.found = Counter()  # (line, what is wrong): passes
+        self.found = {}  # what is wrong: {(line, is it the loss's, or that of backward()?): passes}
         self.first = ""
 
     def loaded(self, module, state, answer):
@@ -62,15 +63,18 @@ class Losses(Events):
             made = self.recorder.maker(loss)
             line = line_of(made.frames) if made else line_now()
             nodes = nodes_of([loss], NEAR)
-            self.found.update((line, what) for what in {*map(_misused, nodes)} - {""})
+            for what in {*map(_misused, nodes)} - {""}:
+                self.found.setdefault(what, Counter())[line, bool(made)] += 1
             for node in nodes:
                 if self.passes == 1 and node.name() in NLL and not self.has_loaded:
                     self.first = self.first or _first(node, line)
 
     def sentences(self):
-        for (line, what), passes in self.found.items():
-            if passes >= OFTEN:
-                yield f"the loss at {line}: {what}"
+        for what, lines in self.found.items():
+            often = [at for at, passes in lines.items() if passes >= OFTEN]
+            often = [line for line, is_known in often if is_known] or [line for line, _ in often]
+            if often:
+                yield f"the loss at {few(often, 4)}: {what}"
         if self.first:
             yield self.first
 

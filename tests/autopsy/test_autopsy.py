@@ -506,12 +506,21 @@ tells("a conversion to half in the script is guilty itself",
 
 @pytest.mark.parametrize(("train", "value", "name", "advice"), [
     (True, math.nan, "buffer 1.running_var", ""),
-    (False, -0.5, "buffer 1.running_var is below 0", "set the running statistics back"),
+    (False, -0.5, "buffer 1.running_var is below 0", "a momentum outside of 0..1"),
 ], ids=["nan in training, which does not use it", "a variance below zero, and not its root"])
 def test_a_bad_running_statistic_is_named(train, value, name, advice):
     net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3).train(train))
     net[1].running_var[0] = value
     expect(autopsied(net), verdict="weights", names=(name,), advice=advice)
+
+
+def test_a_target_of_binary_cross_entropy_is_no_class():
+    net = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid())
+    target = torch.tensor([[0.0], [1.0], [-1.7e38], [1.0]])
+    report = autopsied(net, (torch.randn(4, 6), target), loss_of=F.binary_cross_entropy)
+    expect(report, advice="binary_cross_entropy takes targets in 0..1", verdict="data",
+           samples=(2,))
+    assert "ignore_index" not in report.suggestion
 
 
 @pytest.mark.parametrize(("grown", "verdict"), [(False, "weights"), (True, "divergence")])

@@ -382,6 +382,28 @@ for step in range(40):
 """
 
 
+def test_a_loss_of_a_network_is_told_once_at_the_line_of_its_call(run):
+    """In a step that is not recorded only the line of backward() is known."""
+    text = """
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(super().forward(x).softmax(1), y)
+torch.manual_seed(0)
+net = Net(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(20):
+    loss = net(torch.randn(6, 4), torch.arange(6) % 3)  # called
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    said = run(text, before=["--share", "0"]).stderr
+    (called,) = lines_of(text, "called")
+    assert said.count("went through softmax already") == 1, said
+    assert f"the loss at script.py:{called} in <module>: its input went" in said
+
+
 @pytest.mark.parametrize("share, step, words", [
     ("1", 20, "inf after"), ("0", 31, "inf (perhaps for longer: the steps before"),
 ])  # fmt: skip
