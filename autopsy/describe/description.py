@@ -64,12 +64,12 @@ class OneStep(Events):
         if step != LOOK:
             return
         title = f"step {step} (from 0) of {type(optimizer).__name__} at {here()}, made once more"
-        (first,) = self.titles.of_weights(params_of(optimizer)[:1]).values()
+        names = self.titles.of_weights(params_of(optimizer)[:1]).values()
         try:
             lines = self._made_again(optimizer)
         except Exception as error:
             lines = [f"it cannot be made again ({said(error)})"]
-        self.parts.append((title, first, lines))
+        self.parts.append((title, next(iter(names), "no weight"), lines))
 
     def _made_again(self, optimizer):
         calls = self.recorder.calls

@@ -63,22 +63,27 @@ def _dimensions(trace):
     other, added = {}, {}
     tables = {storage_of(t): name for name, t in _tables(trace)}
     for made in trace.calls:
-        shape, out = [*made.given[0].shape], [*made.out[0].shape]
         if made.name in ("view", "reshape"):
-            names = viewed(made.func, made.args, made.kwargs, range(len(shape)))
-            for d, (n, m) in enumerate(zip(shape, out, strict=False)):
-                if n == m > 1 and names[d] != d:
-                    text = f"{made.at} of {shape} is {out}, whose dimension {d} is another {n}"
-                    other[text] = True
+            with suppress(Exception):  # a nested tensor has no shape
+                other.update(_other_dimensions(made))
         elif made.name.strip("_") in ("add", "iadd", "radd") and len(made.given) > 1:
             for t in made.given[:2]:
-                name = tables.get(storage_of(t))
+                name, out = tables.get(storage_of(t)), [*made.out[0].shape]
                 if name and 1 < t.dim() == len(out) and [*t.shape] != out:
                     added[f"{name}, {[*t.shape]} to {out} ({made.line})"] = True
     if other:
         yield f"a view: {few(other, LISTED, '; ')}"
     if added:
         yield f"added with broadcasting: {few(added, LISTED, '; ')}"
+
+
+def _other_dimensions(made):
+    shape, out = [*made.args[0].shape], [*made.out[0].shape]
+    names = viewed(made.func, made.args, made.kwargs, range(len(shape)))
+    return {
+        f"{made.at} of {shape} is {out}, whose dimension {d} is another {n}": True
+        for d, (n, m) in enumerate(zip(shape, out, strict=False)) if n == m > 1 and names[d] != d
+    }  # fmt: skip
 
 
 def _tables(trace):

@@ -239,7 +239,8 @@ def listed(tensors):
     """The first few in words; of two that hold the same numbers the second is told as that."""
     texts, seen = [], []
     for t in tensors[:LISTED]:
-        alike = [other for other in seen if other.shape == t.shape and other.dtype == t.dtype]
+        kind = t.shape, t.dtype, t.device
+        alike = [other for other in seen if (other.shape, other.dtype, other.device) == kind]
         again = t.numel() > 1 and any(torch.equal(*map(numbers_of, (other, t))) for other in alike)
         texts.append("the same numbers again" if again else about(t))
         seen.append(t)

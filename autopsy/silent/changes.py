@@ -65,8 +65,7 @@ class Changes:
         if self.written:
             mine = {storage_of(p) for p in params_of(optimizer)}
         more = past.noted and moved > past.noted[-1]["moved"]
-        latest, nets, passes = self.recorder.latest, [], 0
-        calls = [c for c in self.recorder.calls if c.number > latest]
+        calls, nets, passes = self.recorder.of_this_step, [], 0
         for call in calls:
             if call.function is BACKWARD:
                 passes += 1

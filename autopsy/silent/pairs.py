@@ -37,8 +37,7 @@ class Pairs(Events):
         if self.passes == FIRST:
             return
         self.passes += 1
-        latest = self.recorder.latest
-        calls = [c for c in self.recorder.calls if c.number > latest]
+        calls = self.recorder.of_this_step
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)
         for node in [node for loss in losses if rows for node in _each(loss.grad_fn)]:

@@ -54,8 +54,7 @@ class Products(Events):
 
     def _look(self, squares):
         """Note the first call that makes such a product."""
-        latest = self.recorder.latest
-        calls = [c for c in self.recorder.calls if c.number > latest]
+        calls = self.recorder.of_this_step
         networks = [c for c in calls if c.grad and isinstance(c.function, nn.Module)]
         rows = {c.shape[0] for c in networks if c.shape} | {len(networks)}  # one call a sample
         known = {made: t for t, made in self.recorder.known.items()}

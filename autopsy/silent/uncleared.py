@@ -75,8 +75,8 @@ class Uncleared(Events):
             self.optimizers[optimizer] = Gradients(optimizer)
             self.all.append(self.optimizers[optimizer])
         seen = self.optimizers[optimizer]
-        seen.steps += 1
-        if (seen.steps - 1).bit_count() < 2:  # 0, 1, 2, 4, 8, ...
+        step, seen.steps = seen.steps, seen.steps + 1
+        if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             params = [p for p in moved_by(optimizer) if not is_sharded(p)]
             if params:
                 seen.params, seen.norms, seen.line = params, self._norms(params), line_now()

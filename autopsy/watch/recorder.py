@@ -332,6 +332,12 @@ class CallRecorder(TorchFunctionMode):
         return max(self.turns.values(), default=0)
 
     @property
+    def of_this_step(self):
+        """The calls since then."""
+        latest = self.latest
+        return [call for call in self.calls if call.number > latest]
+
+    @property
     def gradient_reads(self):
         """How often the script has read or set one by hand: in a step that is not recorded, once
         more at each look, because nobody knows."""
