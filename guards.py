@@ -67,7 +67,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_with_path
@@ -98,6 +98,11 @@ def scalar(x):
 def total(norms):
     """The norm of all tensors that have these norms, 0-dim."""
     return magnitude(torch.stack(norms)) if norms[1:] else norms[0]
+
+
+def packed(tensors, out=None):
+    """All numbers of these tensors of one device, one after the other. One kernel."""
+    return torch.cat([t if t.ndim == 1 else t.flatten() for t in tensors], out=out)
 
 
 def with_gradient(optimizer):
@@ -155,16 +160,18 @@ class Buffers:
             if 0 in b.stride():  # expanded: it stays
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
+            if live.is_contiguous():
+                live = live.view(-1)
             if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
                 self.checked.setdefault(b.device, []).append(live)
                 self.last_accepted[b] = None
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
-                live = live.view(-1).view(torch.uint8)
+                live = live.view(torch.uint8)
             kinds.setdefault((b.device, live.dtype), {})[b] = live
         self.groups = []  # (buffers of one device, both copies, views into the first copy)
         for group in kinds.values():
             live = [*group.values()]
-            copies = torch.stack(2 * [_flatten_dense_tensors(live)])
+            copies = torch.stack(2 * [packed(live)])
             before_step, accepted = (_unflatten_dense_tensors(copy, live) for copy in copies)
             self.groups.append((live, copies, before_step))
             for b, *pair in zip(group, live, accepted, strict=True):
@@ -182,8 +189,8 @@ class Buffers:
 
     def save(self):
         """A step begins."""
-        for live, _, before_step in self.groups:
-            torch._foreach_copy_(before_step, live)
+        for live, copies, _ in self.groups:
+            packed(live, out=copies[0])
 
     def restore(self):
         """As they were before the step."""
@@ -195,11 +202,10 @@ class Buffers:
         """Keep what the step has left, or restore. The next step begins here."""
         for live, copies, before_step in self.groups:
             if found_inf.device.type == "cpu" and found_inf.item() == 0:  # nothing to wait for
-                torch._foreach_copy_(before_step, live)
+                packed(live, out=copies[0])
                 copies[1].copy_(copies[0])
                 continue
-            now = _flatten_dense_tensors(live)
-            torch.where(found_inf != 0, copies, now, out=copies)
+            torch.where(found_inf != 0, copies, packed(live), out=copies)
             torch._foreach_copy_(live, before_step)
 
     def take_back(self):
@@ -405,7 +411,7 @@ class Guard:
     def _measure(self, gradients):
         """{flag: norm of all tensors under it, 0-dim fp32 on the guard's device}."""
         checked = self._buffers.checked.values()
-        seen = [("buffer", _flatten_dense_tensors(live)) for live in checked]
+        seen = [("buffer", packed(live)) for live in checked]
         seen += [("grad", g) for g in gradients]
         kinds = {}
         for flag, t in (*self._unread, *seen):

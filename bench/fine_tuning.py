@@ -1,7 +1,8 @@
 """
 Sixty pictures of three classes: --init, the same from scratch, and the loop of a tutorial.
 
-    python bench/fine_tuning.py --start runs/tiny38/last.pt --data-dir TINY --device cpu
+    python bench/fine_tuning.py --start runs/tiny38/last.pt --data-dir TINY --device cpu \\
+        --timm CLONE
 
 TINY holds train/CLASS/* and val/CLASS/* of Tiny ImageNet; --start is a resnet18 trained on classes
 that are not in `HELD_OUT` (the raw file holds what is known of it). Each seed takes other classes:
@@ -10,6 +11,11 @@ that are not in `HELD_OUT` (the raw file holds what is known of it). Each seed t
 what else runs on the machine does not count). The tutorial is torchvision's (Transfer
 Learning for Computer Vision): SGD, batches of 4, 25 epochs, the best of its validations, here on
 the same images as ours, from the same weights, with the same normalisation.
+
+CLONE is a checkout of huggingface/pytorch-image-models: its own train.py, in bf16 as ours, trains
+on the same images for as many epochs as fit into the seconds, and its own validate.py judges its
+best checkpoint on the test images. Two rows from scratch (its defaults but for the batch of 16; and
+AdamW at 1e-3, a rate that suits the batch), one from the same weights.
 """
 
 import contextlib
@@ -17,6 +23,9 @@ import io
 import json
 import os
 import random
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +45,7 @@ HELD_OUT = [
     ["n02124075", "n04146614", "n07749582"], ["n01443537", "n02058221", "n03085013"],
     ["n03838899", "n04008634", "n07753592"],
 ]  # fmt: skip
+UPDATES, EPOCHS = (("accuracy", "seconds", unit) for unit in ("updates", "epochs"))
 FLAGS = ("--model", "resnet18", "--dataset", "imagefolder", "--image-size", "64", "--device", "cpu")
 
 
@@ -73,6 +83,12 @@ def ours(name, home, sixty, tests, *flags):
     return accuracy(best, tests), spent, end["updates"]
 
 
+def split_of(sixty):
+    """(training images, validation images, classes), as finite splits them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return imagefolder.find(sixty, 0.2, print, print)
+
+
 def tutorial(start, sixty, tests, most, seed):
     """(accuracy, seconds, epochs) of the tutorial's loop."""
     began = seconds()
@@ -83,8 +99,7 @@ def tutorial(start, sixty, tests, most, seed):
     ends = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), norm]
     moves = v2.Compose([v2.RandomResizedCrop(64), v2.RandomHorizontalFlip(), *ends])
     still = v2.Compose([v2.Resize(64), v2.CenterCrop(64), *ends])
-    with contextlib.redirect_stdout(io.StringIO()):
-        train, val, classes = imagefolder.find(sixty, 0.2, print, print)
+    train, val, classes = split_of(sixty)
     outputs = len(weights.known["classes"])
     net = torchvision.models.resnet18(num_classes=outputs)
     net.load_state_dict(weights.tensors)
@@ -121,10 +136,70 @@ def tutorial(start, sixty, tests, most, seed):
     return accuracy(answers, tests), spent, epochs
 
 
+class Timm:
+    """timm's own train.py and validate.py, on the same images."""
+
+    def __init__(self, clone, start, home, sixty, seed):
+        self.clone, self.home, self.seed = clone, home, seed
+        weights = pretrained.read(str(start), "resnet18")
+        torch.save(weights.tensors, home / "start.pth")
+        self.norm = []
+        for name in ("mean", "std"):
+            self.norm += [f"--{name}", *(str(x / 255) for x in weights.known[name])]
+        adamw = ["--opt", "adamw", "--weight-decay", "0.05"]
+        self.rows = {
+            "timm": [],
+            "timm, AdamW": [*adamw, "--lr", "1e-3"],
+            "timm, from the same weights": [
+                *adamw, "--lr", "3e-4", "--warmup-epochs", "1",
+                *self.norm, "--pretrained", "--pretrained-path", str(home / "start.pth"),
+            ],
+        }  # fmt: skip
+        train, val, classes = split_of(sixty)
+        for split, images in (("train", train), ("validation", val)):
+            for path, label in images.files:
+                link = home / "split" / split / classes[label] / Path(path).name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(Path(path).resolve())
+
+    def call(self, script, *words):
+        common = ["--model", "resnet18", "--num-classes", "3", "--input-size", "3", "64", "64",
+                  "--device", "cpu", "--amp", "--amp-dtype", "bfloat16", "--workers", "2"]
+        done = subprocess.run([sys.executable, str(self.clone / script), *common, *words],
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{script}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def train(self, flags, epochs):
+        began = seconds()
+        self.call("train.py", *flags, "--batch-size", "16", "--epochs", str(epochs),
+                  "--data-dir", str(self.home / "split"), "--seed", str(self.seed),
+                  "--output", str(self.home / "timm"), "--experiment", str(epochs))
+        return seconds() - began
+
+    def run(self, name, most):
+        """(accuracy, seconds, epochs) of as many epochs as fit into the seconds."""
+        flags = self.rows[name]
+        few, more = 5, 40  # a start differs from the next by as much as some epochs take
+        short = self.train(flags, few)
+        per_epoch = (self.train(flags, more) - short) / (more - few)
+        epochs = few + max(0, int((most - short) / per_epoch))
+        shutil.rmtree(self.home / "timm")
+        spent = self.train(flags, epochs)
+        best = self.home / "timm" / str(epochs) / "model_best.pth.tar"
+        norm = self.norm if self.norm[0] in flags else []
+        printed = self.call("validate.py", "--data-dir", str(self.home / "test"),
+                            "--checkpoint", str(best), *norm)
+        shutil.rmtree(self.home / "timm")
+        return float(re.search(r'"top1": ([0-9.]+)', printed).group(1)), spent, epochs
+
+
 def main():
     parser = record.arguments(__doc__, device="cpu")
     parser.add_argument("--start", type=Path, required=True)
     parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--timm", type=Path, help="a checkout of pytorch-image-models")
     args = parser.parse_args()
     state = torch.load(args.start, weights_only=True)
     about = {name: state["identity"][name] for name in ("model", "images", "num_classes")}
@@ -145,11 +220,15 @@ def main():
             if longer > few:  # then it makes as many updates as fit into the seconds of --init
                 scratch = ours("longer", *common, longer)
             theirs = tutorial(args.start, sixty, tests, init[1], seed)
+            peers = {}
+            if args.timm:
+                timm = Timm(args.timm, args.start, home, sixty, seed)
+                peers = {name: timm.run(name, init[1]) for name in timm.rows}
         row = {"seed": seed, "classes": classes, "tests": len(tests)}
-        facts = ("accuracy", "seconds", "updates")
-        row |= {"init": dict(zip(facts, init, strict=True)),
-                "scratch": dict(zip(facts, scratch, strict=True)),
-                "tutorial": dict(zip(("accuracy", "seconds", "epochs"), theirs, strict=True))}
+        row |= {"init": dict(zip(UPDATES, init, strict=True)),
+                "scratch": dict(zip(UPDATES, scratch, strict=True)),
+                "tutorial": dict(zip(EPOCHS, theirs, strict=True))}
+        row |= {name: dict(zip(EPOCHS, peer, strict=True)) for name, peer in peers.items()}
         print(json.dumps(row), flush=True)
         raw["rows"].append(row)
         record.keep(raw, args)
