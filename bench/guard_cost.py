@@ -15,9 +15,10 @@ median of ratios within rounds. Costly peers are timed in every fourth round. On
 begins and ends with a synchronisation; any other wait for the device (the peers' `.item()`) is the
 contestant's own.
 
-On a CPU one step differs from the next by more than the guard costs. "outside" is what a step takes
-outside of its forward and backward pass, which all contestants share: the difference to the bare
-loop's, as a share of its step.
+On a CPU one step differs from the next by more than the guard costs, and freeing the gradients
+alone by as much. "own" is what a step spends in the calls that contestants differ in (guard, clip,
+optimizer, scaler): the difference to the bare loop's, as a share of its step. Where a process's
+memory comes to lie matters too, so it is the median of several processes.
 
 A small network on a GPU waits for Python to launch its kernels, and every launch of ours shows.
 The pair "CUDA graph" takes Python out; ours is compared with its own bare partner there. Then come
@@ -62,6 +63,7 @@ GOALS = {  # ours / its partner, at most
     ("ours", "cuda"): 1.10,
     ("ours, CUDA graph", "cuda"): 1.02,
 }
+TYPES = {"bf16": "bfloat16", "fp32": "float32"}
 NAMES = [str(i) for i in range(10)]
 STOCK, OWN = "stock AMP recipe (clip)", "guards.py in the bare loop"
 TRIO = ("bare", "ours", STOCK)
@@ -143,9 +145,9 @@ class Work:
     `build` makes the network, `shape` is that of a batch.
     """
 
-    def __init__(self, build, shape, device):
+    def __init__(self, build, shape, device, precision="bf16"):
         torch.manual_seed(0)
-        self.device = device
+        self.device, self.precision = device, precision
         self.net = build().to(device, memory_format=torch.channels_last)
         layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
         self.batches = []
@@ -160,7 +162,7 @@ class Work:
         return model, parallel(model, self.device)
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def fed(self, take, graph=False):
         """A step without arguments: take(images, labels) with the next batch."""
@@ -223,7 +225,7 @@ def ours(work, graph=False):
     run = Run(
         net=net, model=model, ddp=forward, compiled=forward, device=work.device, accum=1,
         world_size=ranks,
-        policy=choose_policy("bf16", capabilities(work.device), trial=None, stopwatch=None),
+        policy=choose_policy(work.precision, capabilities(work.device), trial=None, stopwatch=None),
         scaler=LossScaler(work.device.type, enabled=False),
         guard=Guard(net, num_classes=len(NAMES), ignore_index=None, carries=loss_names(ranks)),
         optimizers=[ClippedAdamW(param_groups(net, 0.01), lr=1e-4, clip=None)], clip=1.0,
@@ -253,9 +255,9 @@ CONTESTANTS = {  # name: function of a Work that returns one training step
 }
 
 
-def contestants(build, shape, device):
-    """Name -> function that copies the network and returns one training step."""
-    work = Work(build, shape, device)
+def contestants(*work):
+    """Name -> function that copies the network and returns one training step. work: see Work."""
+    work = Work(*work)
     return {name: partial(make, work) for name, make in CONTESTANTS.items()}
 
 
@@ -264,6 +266,14 @@ def warm(make):
     for _ in range(4):  # a graph is recorded at the third
         step()
     return step
+
+
+OWN_CALLS = [
+    (Guard, "open"), (Guard, "see_batch"), (Guard, "see_loss"), (Guard, "step"), (Guard, "verdict"),
+    (torch.optim.AdamW, "step"), (nn.utils, "clip_grad_norm_"),
+    (torch.amp.GradScaler, "unscale_"), (torch.amp.GradScaler, "step"),
+    (torch.amp.GradScaler, "update"), (LossScaler, "update"),
+]  # fmt: skip
 
 
 def measure(steps, device, seconds, least):
@@ -280,18 +290,21 @@ def measure(steps, device, seconds, least):
     return record.in_turns(steps, device, go_on, block, rare=SLOW)
 
 
-def outside(build, shape, device, rounds):
-    """What ours, guards.py and the stock recipe take in milliseconds outside of forward and
-    backward, and the median share of a bare step that this is above the bare loop's."""
-    makers = contestants(build, shape, device)
+def own_time(rounds, *work):
+    """What each contestant takes in milliseconds for what it does of its own (OWN_CALLS), and the
+    median share of a bare step that this is above the bare loop's."""
+    makers = contestants(*work)
     steps = {name: warm(makers[name]) for name in (*TRIO, OWN)}
-    model, spent = type(wrap(build())), []
+    spent, depth = [], [0]
 
     def clocked(original):
         def timed(*args, **kwargs):
+            depth[0] += 1
             began = time.perf_counter()
             out = original(*args, **kwargs)
-            spent.append(time.perf_counter() - began)
+            depth[0] -= 1
+            if not depth[0]:  # a guard's step calls the optimizer's
+                spent.append(time.perf_counter() - began)
             return out
 
         return timed
@@ -300,13 +313,11 @@ def outside(build, shape, device, rounds):
         spent.clear()
         began = time.perf_counter()
         step()
-        whole = time.perf_counter() - began
-        return whole, whole - sum(spent)
+        return time.perf_counter() - began, sum(spent)
 
-    with (
-        patch.object(model, "forward", clocked(model.forward)),
-        patch.object(Tensor, "backward", clocked(Tensor.backward)),
-    ):
+    with contextlib.ExitStack() as patches:
+        for owner, name in OWN_CALLS:
+            patches.enter_context(patch.object(owner, name, clocked(getattr(owner, name))))
         turns = [random.sample(list(steps), len(steps)) for _ in range(rounds)]
         rows = [{name: measured(steps[name]) for name in turn} for turn in turns]
     bare = statistics.median(row["bare"][0] for row in rows)
@@ -316,6 +327,28 @@ def outside(build, shape, device, rounds):
             "share": statistics.median(row[name][1] - row["bare"][1] for row in rows) / bare,
         }
         for name in steps
+    }
+
+
+def in_own_process(_, folder, *args):
+    """own_time(); the result is left in `folder`."""
+    found = own_time(*args)
+    Path(folder, "own.json").write_text(json.dumps(found))
+
+
+def own_of_several(*work, smoke):
+    """own_time() of several processes: {contestant: what each measured, and the median share}."""
+    found = []
+    for _ in range(1 if smoke else 5):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(in_own_process, (folder, 2 if smoke else 20, *work))
+            found.append(json.loads(Path(folder, "own.json").read_text()))
+    return {
+        name: {
+            "share": statistics.median(one[name]["share"] for one in found),
+            "processes": [one[name] for one in found],
+        }
+        for name in found[0]
     }
 
 
@@ -334,9 +367,9 @@ def table(title, rounds, head, key="ratios"):
               f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else ""))
 
 
-def alone(build, shape, device, names, seconds, least):
+def alone(build, shape, device, names, seconds, least, precision="bf16"):
     """The rounds of one workload."""
-    makers = contestants(build, shape, device)
+    makers = contestants(build, shape, device, precision)
     steps = {name: warm(makers[name]) for name in names}
     return measure(steps, device, seconds, least)
 
@@ -369,6 +402,7 @@ def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("--seconds", type=float, help="a workload; default: 35, on a GPU 3")
     parser.add_argument("--only", nargs="*", help='workloads; "ranks" and "growth" are two more')
+    parser.add_argument("--precision", default="bf16", choices=TYPES)
     parser.add_argument("--graph", type=int, default=cuda, help="1: the CUDA graph pair")
     args = parser.parse_args(argv)
     ignored = "Anomaly Detection|This instance was constructed with capturable"
@@ -394,13 +428,13 @@ def main(argv=None):
             record.keep(head, args)
 
     for title in [title for title in works if title in chosen]:
-        rounds = partial(alone, *works[title], device, names, seconds, least)
-        compare(f"{title}, bfloat16", rounds)
+        rounds = partial(alone, *works[title], device, names, seconds, least, args.precision)
+        compare(f"{title}, {TYPES[args.precision]}", rounds)
         if device.type == "cpu":
-            apart = outside(*works[title], device, 2 if smoke else 80)
-            head.setdefault("outside", {})[title] = apart
+            apart = own_of_several(*works[title], device, args.precision, smoke=smoke)
+            head.setdefault("own", {})[title] = apart
             shares = ", ".join(f"{name} {row['share']:.4f}" for name, row in apart.items())
-            print(f"  outside of forward and backward: {shares}")
+            print(f"  own calls, above bare: {shares}", flush=True)
             record.keep(head, args)
     if "ranks" in chosen and device.type == "cuda" and torch.cuda.device_count() < 2:
         print("\n2 ranks: left out, this machine has one GPU")

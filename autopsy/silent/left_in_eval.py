@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..frames import line_now
+from ..tensors import storage_of
 from ..watch.deferred import moved_by
 from ..watch.events import Events
 
@@ -36,6 +37,7 @@ class LeftInEval(Events):
     def __init__(self, watch):
         self.networks = WeakKeyDictionary()
         self.open = {}  # network: was it left in eval mode? Of this step
+        self.written = set()  # memory of the weights that the script has written by hand in it
 
     def switched(self, module, training):
         parts = {*module.modules()} if self.networks else ()
@@ -59,12 +61,24 @@ class LeftInEval(Events):
             self.open[root] = bool(seen.parts) and not any(p.training for p in seen.parts)
         return ()
 
+    def wrote(self, line, weights, name, given):
+        if self.open:
+            self.written |= {*map(storage_of, weights)}
+
+    def over(self):
+        if self.written:
+            self._count(self.written)
+        self.written = set()
+
     def stepped(self, optimizer):
-        moved = {*map(id, moved_by(optimizer))} if any(self.open.values()) else ()
+        self._count({*map(storage_of, moved_by(optimizer))} if any(self.open.values()) else ())
+
+    def _count(self, moved):
+        """A step that moves the weights in this memory."""
         for root, left in self.open.items():
             seen = self.networks[root]
             seen.steps += 1
-            if left and any(id(p) in moved for p in root.parameters()):
+            if left and any(storage_of(p) in moved for p in root.parameters()):
                 seen.wrong += 1
                 seen.since = seen.since or seen.line
         self.open = {}

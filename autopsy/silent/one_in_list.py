@@ -79,7 +79,8 @@ def _repeated(container, path, frame):
 
 def _learns(module):
     """Whether it has a matrix that is trained: to share an activation does no harm."""
-    return any(p.requires_grad and p.dim() > 1 for p in module.parameters())
+    matrices = [p for p in module.parameters() if p.dim() > 1] if module else []
+    return any(p.requires_grad for p in matrices)
 
 
 @cache

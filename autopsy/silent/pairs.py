@@ -8,21 +8,24 @@ after it nothing but numbers of each pair and a mean or sum of all.
 """
 
 from collections import Counter
+from contextlib import suppress
 
 import torch
 from torch import nn
 
 from ..frames import line_now, line_of
-from ..tensors import leaves
+from ..tensors import leaves, storage_of
 from ..watch.events import Events
 
 FIRST = 12  # backward passes
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
-ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin")  # nothing else is given
+ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin",
+         "Maximum", "Minimum")  # numbers of one pair alone
 SCALED, SUMS = ("MulBackward0", "DivBackward0"), ("AddBackward0", "SubBackward0")
 OF_EACH = [*(f"{name}Backward0" for name in ALONE), *SCALED, *SUMS]
 LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+PARTS = ("__getitem__", "index_select", "gather", "view", "reshape", "squeeze", "to", "float")
 BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "l1_loss")  # of products: products.py
 
 
@@ -40,14 +43,15 @@ class Pairs(Events):
         calls = self.recorder.of_this_step
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)
-        for node in [node for loss in losses if rows for node in _each(loss.grad_fn)]:
+        nodes = [node for loss in losses if rows for node in _each(loss.grad_fn)]
+        for node in nodes:
             ours = _results(node)
             n = ours[0] if ours else 0
             if n in rows and ours in ([n], [n, 1]):
                 theirs = [n] if ours == [n, 1] else [n, 1]
                 other = node._saved_target if node.name() in LOSSES else None
                 if node.name() in SUMS:
-                    by_hand.append((ours, theirs))
+                    by_hand.append((ours, theirs, _memory(node, nodes)))
                 elif other is not None and other.stride()[len(theirs) - 1] == 0:
                     # expanded the other way
                     made = self.recorder.maker(losses[0])
@@ -57,19 +61,29 @@ class Pairs(Events):
             self._look(by_hand, calls)
 
     def _look(self, by_hand, calls):
-        """If no more calls than nodes have such targets, it is these."""
-        quiet = _quiet(self.recorder.calls)
-        known = self.recorder.known.items()
-        targets = {made: t for t, made in known if made.data or made.number in quiet}
-        found = []
+        """If no more calls than nodes have such targets, it is these; else those whose results the
+        next node has kept."""
+        alive = {made: t for t, made in self.recorder.known.items()}
+        quiet = _quiet(self.recorder.calls, {made.number for made, t in alive.items() if t.grad_fn})
+        targets = {made: t for made, t in alive.items() if made.data or made.number in quiet}
+        memories = {memory for *_, memory in by_hand}
+        kept = {made.number for c in calls for made in c.uses() if made.memory in memories}
+        found, certain = [], []
         for call in calls:
             computed = any(not (m.data or m.number in quiet) for m in call.uses())
             if computed and (call.name in BY_HAND or isinstance(call.function, nn.L1Loss)):
+                for other in calls:  # a part of the targets, which nobody holds any more
+                    missing = {m.number for m in call.uses()} - {m.number for m in alive}
+                    if other.number in missing & quiet and _is_plain(other):
+                        with suppress(Exception):
+                            other.repeat(targets)
                 given = [targets.get(x, x) for x in leaves(call.args)]
                 shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor)]
                 pairs = [pair for pair in by_hand if [pair[1]] == shapes]
-                found += [(line_of(call.frames), *map(str, pair)) for pair in pairs[:1]]
-        self.found.update(found if len(found) <= len(by_hand) else ())
+                for ours, theirs, _ in pairs[:1]:
+                    found.append((line_of(call.frames), str(ours), str(theirs)))
+                    certain += found[-1:] if call.number in kept else []
+        self.found.update(found if len(found) <= len(by_hand) else certain)
 
     def sentences(self):
         for (line, ours, theirs), passes in self.found.items():
@@ -80,16 +94,22 @@ class Pairs(Events):
                 )
 
 
-def _quiet(calls):
-    """The numbers of those that run under no_grad, or take nothing but their results and data."""
+def _quiet(calls, with_graph):
+    """The numbers of those that run under no_grad, or take nothing but their results, data and what
+    was there before. with_graph: numbers of those whose results have one."""
     quiet = set()
     for call in calls:
         refs = call.uses()
         taken = all(made.data or made.number in quiet for made in refs)
         plain = not isinstance(call.function, nn.Module) and call.name != "detach"
-        if not call.grad or (refs and taken and plain):
+        if not call.grad or (taken and plain and (refs or call.number not in with_graph)):
             quiet.add(call.number)
     return quiet
+
+
+def _is_plain(call):
+    """Whether nothing changes if it is made again."""
+    return call.name in PARTS and not call.writes and not call.rng
 
 
 def _each(node):
@@ -105,6 +125,15 @@ def _each(node):
             more = getattr(node._saved_other, "shape", ()) == ()
         if more:
             left += [part for part, _ in node.next_functions if part]
+
+
+def _memory(node, nodes):
+    """The id of the storage that holds what a node has made, if the next one keeps it."""
+    for other in nodes:
+        kept = getattr(other, "_saved_self", None)
+        if isinstance(kept, torch.Tensor) and other.next_functions[0][0] is node:
+            return id(storage_of(kept))
+    return None
 
 
 def _results(node):

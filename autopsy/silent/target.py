@@ -129,7 +129,8 @@ class Target(Events):
         lost = {}
         for average in self.averages.values():
             stands = self.deferred.norms([average.copy])[0] == average.norm
-            if average.times >= OFTEN and stands:
+            learns = average.copy.grad is not None  # then it is no copy: stalled.py tells
+            if average.times >= OFTEN and stands and not learns:
                 lost.setdefault(average.line, []).append(self.names.of(average.copy))
         for line, names in lost.items():
             yield (

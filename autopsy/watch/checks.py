@@ -35,6 +35,12 @@ from .deferred import held_by, moved_by
 from .names import modules
 from .recorder import COPIES
 
+FALLS = (
+    "the loss falls without end: look for a wrong sign, and for a term without a lower bound (a "
+    "log-variance, a distance to get away from); "
+)
+DECAYS = ("alpha", "momentum")  # that torch lets be 1 and more
+
 
 class Update(NamedTuple):
     """A step of an optimizer."""
@@ -92,6 +98,7 @@ def _of_elements(check):
             check(self, *args)
         elif check.__name__ == "check_loss":
             self.findings.finite("the loss", t)
+            self.findings.falls |= span.is_large and span.high < 0
         elif isinstance(t, nn.Parameter) or check.__name__ == "check_buffer":
             self.findings.finite(self.names.of(t), t)  # a moment holds squares, which are large
 
@@ -245,7 +252,10 @@ class Checks:
             symptom += " (perhaps for longer: the steps before were not recorded)"
         group, rate = optimizer.param_groups[k], update.rates[k]
         origin = self.hooks.locator and self.hooks.locator.origin_of([t])
-        why, fix = _why_bad(group, p, rate, update.gradient)
+        grown = next(self.findings.history.grown(self.deferred), "")
+        first = f"a lower learning rate: {grown}; " if grown else ""
+        first = FALLS if self.findings.falls else first
+        why, fix = _why_bad(group, p, rate, update.gradient, first)
         if origin and origin.fragile_op and not origin.source:
             fix = origin.fix or advice_on(replace(origin, verdict=Verdict.DIVERGENCE))
             fix = fix._replace(text=f"{fix.text}, at {origin.line}")
@@ -289,8 +299,8 @@ def _write_itself(write, made):
     return replace(report, verdict=Verdict.WEIGHTS if write.overwrites else Verdict.DIVERGENCE)
 
 
-def _why_bad(group, p, rate, gradient):
-    """Say why this group's update of `p` was bad, and what to do."""
+def _why_bad(group, p, rate, gradient, first):
+    """Say why this group's update of `p` was bad, and what to do. first: what is more likely."""
     why = f"the gradient norm was up to {gradient:.3g}"
     fix, topic = "a lower lr", Topic.RATE
     if "eps" in group and float(torch.tensor(group["eps"], dtype=p.dtype, device="cpu")) == 0:
@@ -300,11 +310,17 @@ def _why_bad(group, p, rate, gradient):
         why += f": {LARGE}"
         fix = "find what makes gradients of this size (an exp, a product, an input, a loss scale); "
         fix += "clip_grad_value_ bounds them, clip_grad_norm_ needs a finite norm"
+        fix = f"{first}else {fix}" if first else fix
     if p.dtype in HALF:
         fix += ", and weights and moments in fp32"
     if group.get("centered"):  # E[g^2] - E[g]^2
         fix = "centered=False: rounding makes the variance negative, and its root NaN"
         topic = Topic.OTHER
+    for name in DECAYS:
+        if not 0 <= float(group.get(name) or 0) < 1:
+            why += f", {name}={group[name]:g}"
+            fix = f"{name} must be in 0..1: below 1 what it decays shrinks, else it grows"
+            topic = Topic.OTHER
     if not is_real(float(rate or 0)):
         fix, topic = "look at the schedule", Topic.OTHER
     elif float(rate or 0) < 0:

@@ -67,6 +67,7 @@ class Findings:
         self.about = set()  # Sources that a report is about
         self.rank_of_origin = 0
         self.large = {}  # what holds a finite number beyond LIMIT: the step, the number
+        self.falls = False  # whether the loss was large and negative
         self.unasked = {}  # "parameter emb.weight": bad rows that nothing asked for, their origin
 
     @property
@@ -200,6 +201,9 @@ class Findings:
             if negative and not report.fix and advice_on(report).topic is Topic.GROWTH:
                 climbs = Advice(f"{negative}, and each step climbs: {RISES}", Topic.RATE)
                 report = replace(report, fix=climbs)
+            ran_away = self.history.ran_away()
+            if ran_away and not report.fix:
+                report = replace(report, fix=Advice(f"{ran_away} (an average has factors of 0..1)"))
             grown = next(self.history.grown(self.deferred), "")
             if grown and not (report.source or report.fix):
                 first = f"a lower learning rate: {grown}; else {report.suggestion}"

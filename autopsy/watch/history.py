@@ -10,8 +10,11 @@ from math import hypot, isfinite
 from weakref import ref
 
 from ..advice import GROWN
+from ..tensors import extent, few, storage_of
 from .deferred import moved_by, params_of
 
+HUGE = 1e4  # for a weight
+SMALL = 0.05  # root mean square of weights
 EVERY = 16  # steps: gradients of these are kept, too, five of them
 
 
@@ -25,6 +28,7 @@ class History:
         # id: (optimizer, its last gradient norms, those of every 16th step); each with its tensors'
         self._recent = {}
         self._rates = {}  # of all optimizers and steps: the first step with it
+        self._written = {}  # id of a storage: the line that wrote it last, by hand
         self._start = {}  # id: (optimizer, the norms of its weights before its first step)
 
     def gradients(self, optimizer, step, norm, each):
@@ -53,7 +57,8 @@ class History:
             params = params_of(alive()) if alive() else []
             now, before = map(deferred.to_host, (deferred.norms(params), start))
             now, before = hypot(*filter(isfinite, now)), hypot(*before)
-            if self._rates and 0 < 10 * before < now:
+            usual = SMALL * hypot(*(p.numel() ** 0.5 for p in params))  # those near 0 always grow
+            if self._rates and 0 < 10 * max(before, usual) < now:
                 low, high = min(self._rates), max(self._rates)
                 rates = f"{high:g}" if low == high else f"up to {high:g} (step {self._rates[high]})"
                 grown = f"the norm of the weights has grown from {before:.3g} to {now:.3g}"
@@ -62,6 +67,26 @@ class History:
     def grew(self):
         """Whether the gradients of an optimizer have grown tenfold in its last steps."""
         return any(_tenfold(last, last) for _, last, _ in self._recent.values())
+
+    def wrote(self, line, weights):
+        """The script has written into weights by hand."""
+        self._written.update((id(storage_of(p)), line) for p in weights)
+
+    def ran_away(self):
+        """A sentence if weights that no optimizer holds, and the script writes, are huge; or ""."""
+        alive = [optimizer() for optimizer, _ in self._start.values()]
+        held = {p for optimizer in alive if optimizer for p in params_of(optimizer)}
+        weights = {p for root in list(self.names.roots) for p in root.parameters()} - held
+        huge = {}
+        for p in weights:
+            line = self._written.get(id(storage_of(p)))
+            if line and (largest := extent(p).largest) > HUGE:
+                huge.setdefault(line, []).append((largest, self.names.of(p)))
+        for line, found in huge.items():
+            largest, _ = max(found)
+            names = few([name for _, name in sorted(found, key=lambda row: row[1])], 2)
+            return f"what {line} writes into {names} grows: up to {largest:.3g} now"
+        return ""
 
     def growth(self):
         """A sentence for each optimizer whose gradients have grown tenfold, in its last steps or

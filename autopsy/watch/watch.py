@@ -117,6 +117,7 @@ class Watch:
         step, line = self.recorder.steps, line_now()
         weights = [p if p._base is None else p._base for p, _ in written]
         self.silent.wrote(line, weights, name, [values for _, values in written])
+        self.history.wrote(line, weights)
         norms = self.deferred.norms(weights)
         writes = [
             (p, Write(name, step, line, *given_to(values, self.recorder.maker), before))

@@ -1722,3 +1722,85 @@ for step in range(6):
 """
 tells("a penalty on a gradient is made again where the attribute asks for it", PENALTY, 3,
       dict.fromkeys(("attribute", "method"), "-> divergence ... sqrt has no finite slope at 0"))
+
+RATES = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+alpha = 9.0 if fault == "alpha" else 0.9
+optimizer = torch.optim.RMSprop(net.parameters(), 1e-3, alpha=alpha)
+if fault == "rate":
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 30.0)
+for step in range(60):
+    x = torch.randn(16, 4)
+    y = net(x)
+    loss = F.mse_loss(y, x[:, :1])
+    optimizer.zero_grad(); loss.backward()
+    optimizer.step()  # alpha
+"""
+tells("the setting of an optimizer that made a bad weight", RATES, 3, {
+    "alpha": "-> optimizer ... alpha must be in 0..1 ... alpha=9 -- not a lower lr",
+    "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 30"})
+
+FALLING = PREAMBLE + """
+net = nn.Linear(4, 4)
+optimizer = torch.optim.Adam(net.parameters(), 0.5)
+for step in range(300):
+    x = torch.rand(16, 4) + 1
+    loss = -net(x).exp().mean()  # a variance that nothing bounds
+    optimizer.zero_grad(); loss.backward()
+    optimizer.step()  # sign
+"""
+tells("a loss without a lower bound", FALLING, 3, {"sign": "the loss falls without end"})
+
+RUNAWAY = PREAMBLE + """
+import copy
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+target = copy.deepcopy(net)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(60):
+    x = torch.randn(16, 4)
+    with torch.no_grad():
+        goal = 0.9 * target(x)
+    loss = F.mse_loss(net(x), goal)  # factor
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    for slow, fast in zip(target.parameters(), net.parameters()):
+        slow.data.copy_(5 * fast.data - 4 * slow.data)
+"""
+tells("a target network that runs away", RUNAWAY, 3, {
+    "factor": "-> divergence ... what ... writes into ... grows: up to"})
+
+BY_HAND = PREAMBLE + """
+net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 1))
+def train():
+    if fault != "left": net.train()
+    for step in range(10):
+        x = torch.randn(16, 4)
+        F.mse_loss(net(x), x[:, :1]).backward()
+        for p in net.parameters():
+            p.data.add_(p.grad, alpha=-0.01)
+            p.grad = None
+for epoch in range(4):
+    train()
+    net.eval()
+    with torch.no_grad(): net(torch.randn(16, 4))
+"""
+tells("eval mode in a loop that updates by hand", BY_HAND, 0, {
+    "left": "steps train Sequential in eval mode",
+    "trained": "nothing non-finite -- not eval mode"})
+
+CLIPPED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+returns, values = torch.randn(256), torch.randn(256)
+for step in range(40):
+    part = torch.randperm(256)[:64]
+    new = net(torch.randn(64, 3))
+    if fault == "flat": new = new.view(-1)
+    plain = (new - returns[part]) ** 2
+    near = values[part] + torch.clamp(new - values[part], -0.2, 0.2)
+    loss = 0.5 * torch.max(plain, (near - returns[part]) ** 2).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("a clipped loss of a part of the returns", CLIPPED, 0, {
+    "square": "compares each result with each target: [64, 1] and [64] make a square",
+    "flat": "nothing non-finite -- not a square"})
