@@ -29,7 +29,7 @@ from ranks import agreed, refuse, refusing
 from .flags import scaled_lr
 from .record import Run
 
-SLOW = 0.1  # of the rate, for weights that --init has loaded
+SLOW = 0.02  # of the rate, for weights that --init has loaded
 FEW = 32  # images in a batch, of a set of less than 256
 
 
