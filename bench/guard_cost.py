@@ -94,13 +94,18 @@ class Chain(nn.Module):
         return x[:, : len(NAMES)]
 
 
+def network(name, size):
+    """For another process: what MODELS holds cannot be sent there."""
+    return MODELS[name][0](NAMES, size)
+
+
 def workloads(kind, smoke):
     """Title -> function that builds the network, shape of a batch."""
     works = {}
     for name, batch, size in WORKLOADS[kind]:
         title = f"{name}, batch {batch}" + (f", {size} px" if size != 32 else "")
         shape = (4 if smoke else batch, 3, size, size)
-        works[title] = partial(MODELS[name][0], NAMES, size), shape
+        works[title] = partial(network, name, size), shape
     works["1,600 tensors, batch 64"] = partial(Chain, 64, 4 if smoke else 400), (64, 64)
     return works
 
