@@ -109,6 +109,10 @@ def with_gradient(optimizer):
     return [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
+def is_plain_on_cpu(p):
+    return p.is_cpu and p.dtype is torch.float32 and type(p.grad) is Tensor
+
+
 def skips_on_device(optimizer, params):
     """Whether step() changes nothing if the attribute found_inf is 1. The class decides. params:
     those with a gradient.
@@ -168,6 +172,7 @@ class Buffers:
             if live.is_contiguous():  # as bytes: one kernel for all dtypes
                 live = live.view(torch.uint8)
             kinds.setdefault((b.device, live.dtype), {})[b] = live
+        self.is_saved = True  # else the last accepted step left what was before this one
         self.groups = []  # (buffers of one device, both copies, views into the first copy)
         for group in kinds.values():
             live = [*group.values()]
@@ -191,20 +196,27 @@ class Buffers:
         """A step begins."""
         for live, copies, _ in self.groups:
             packed(live, out=copies[0])
+        self.is_saved = True
 
     def restore(self):
         """As they were before the step."""
         self.take_back()
-        for live, _, before_step in self.groups:
+        for live, copies, before_step in self.groups:
+            if not self.is_saved:
+                copies[0].copy_(copies[1])
             torch._foreach_copy_(live, before_step)
+        self.is_saved = True
 
     def end_step(self, found_inf):
         """Keep what the step has left, or restore. The next step begins here."""
+        if found_inf.device.type == "cpu":  # nothing to wait for
+            if found_inf.item() != 0:
+                return self.restore()
+            for live, copies, _ in self.groups:
+                packed(live, out=copies[1])
+            self.is_saved = False
+            return None
         for live, copies, before_step in self.groups:
-            if found_inf.device.type == "cpu" and found_inf.item() == 0:  # nothing to wait for
-                packed(live, out=copies[0])
-                copies[1].copy_(copies[0])
-                continue
             torch.where(found_inf != 0, copies, packed(live), out=copies)
             torch._foreach_copy_(live, before_step)
 
@@ -400,6 +412,9 @@ class Guard:
         self._norms = self._measure(gradients)
         self._unread = ()
         self.state = "decided"
+        if self._is_good():
+            self._flags.zero_()
+            return self._zero.clone()
         row = torch.stack([self._norms.get(name, self._zero) for name in self.names])
         # NaN: not below
         torch.where(row <= LIMIT, self._carried, self._rank_mark, out=self._flags)
@@ -407,6 +422,11 @@ class Guard:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         found_inf = self._flags[:FAULTS].amax()
         return found_inf.clamp(max=1) if self.together else found_inf
+
+    def _is_good(self):
+        """Whether the host, which has all numbers of a step, sees at once that no flag goes up."""
+        alone = self.device.type == "cpu" and not (self.together or self._has_carried)
+        return alone and all(norm.item() <= LIMIT for norm in self._norms.values())
 
     def _measure(self, gradients):
         """{flag: norm of all tensors under it, 0-dim fp32 on the guard's device}."""
@@ -478,7 +498,10 @@ class Guard:
         norm = norm if scale is None else norm / scale
         if scaler:
             self._tell(scaler, optimizers, found_inf)
-        if clip and on_device:  # the kernels divide by both factors in one
+        if clip and all(map(is_plain_on_cpu, params)):  # there the kernel's store is slow
+            if clip < norm <= LIMIT:
+                nn.utils.clip_grads_with_norm_(params, clip, norm)
+        elif clip and on_device:  # the kernels divide by both factors in one
             factor = (norm if clip == 1 else norm / clip).clamp(min=1)
             scale = factor if scale is None else factor * scale
         elif clip:
