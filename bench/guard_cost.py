@@ -348,13 +348,17 @@ def own_of_several(*work, smoke):
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(in_own_process, (folder, 2 if smoke else 20, *work))
             found.append(json.loads(Path(folder, "own.json").read_text()))
-    return {
-        name: {
-            "share": statistics.median(one[name]["share"] for one in found),
+    rows = {}
+    for name in found[0]:
+        shares = [one[name]["share"] for one in found]
+        above = sorted(one[name]["share"] - one[STOCK]["share"] for one in found)
+        rows[name] = {
+            "share": statistics.median(shares),
+            "above_stock": above,
+            "median_above_stock": statistics.median(above),
             "processes": [one[name] for one in found],
         }
-        for name in found[0]
-    }
+    return rows
 
 
 def table(title, rounds, head, key="ratios"):
