@@ -79,7 +79,7 @@ FAULTS = len(FLAGS) - 1
 LABELS = ("label", "labels", "target", "targets")  # in a mapping these keys hold class labels
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
-CACHED = 2**23  # numbers
+CACHED = 2**23  # numbers in fp32 that a CPU's cache holds
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64,
            torch.complex64, torch.complex128)
 COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
@@ -168,8 +168,7 @@ class Buffers:
             if 0 in b.stride():  # expanded: it stays
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
-            if live.is_contiguous():
-                live = live.view(-1)
+            live = live.view(-1) if live.is_contiguous() else live
             if b.dtype in CHECKED and ("running_" in name or magnitude(b) <= LIMIT):
                 self.checked.setdefault(b.device, []).append(live)
                 self.last_accepted[b] = None
@@ -215,11 +214,12 @@ class Buffers:
         """Keep what the step has left, or restore. The next step begins here."""
         if found_inf.device.type == "cpu":  # nothing to wait for
             if found_inf.item() != 0:
-                return self.restore()
+                self.restore()
+                return
             for live, copies, _ in self.groups:
                 packed(live, out=copies[1])
             self.is_saved = False
-            return None
+            return
         for live, copies, before_step in self.groups:
             torch.where(found_inf != 0, copies, packed(live), out=copies)
             torch._foreach_copy_(live, before_step)

@@ -64,7 +64,7 @@ class Pairs(Events):
         """If no more calls than nodes have such targets, it is these; else those whose results the
         next node has kept."""
         alive = {made: t for t, made in self.recorder.known.items()}
-        quiet = _quiet(self.recorder.calls, {made.number for made, t in alive.items() if t.grad_fn})
+        quiet = _quiet(self.recorder.calls)
         targets = {made: t for made, t in alive.items() if made.data or made.number in quiet}
         memories = {memory for *_, memory in by_hand}
         kept = {made.number for c in calls for made in c.uses() if made.memory in memories}
@@ -72,9 +72,9 @@ class Pairs(Events):
         for call in calls:
             computed = any(not (m.data or m.number in quiet) for m in call.uses())
             if computed and (call.name in BY_HAND or isinstance(call.function, nn.L1Loss)):
-                for other in calls:  # a part of the targets, which nobody holds any more
-                    missing = {m.number for m in call.uses()} - {m.number for m in alive}
-                    if other.number in missing & quiet and _is_plain(other):
+                freed = {m.number for m in call.uses() if m not in alive} & quiet
+                for other in calls if freed else ():
+                    if other.number in freed and _is_plain(other):  # a part of the targets
                         with suppress(Exception):
                             other.repeat(targets)
                 given = [targets.get(x, x) for x in leaves(call.args)]
@@ -94,15 +94,16 @@ class Pairs(Events):
                 )
 
 
-def _quiet(calls, with_graph):
+def _quiet(calls):
     """The numbers of those that run under no_grad, or take nothing but their results, data and what
-    was there before. with_graph: numbers of those whose results have one."""
+    was there before without a graph."""
     quiet = set()
     for call in calls:
         refs = call.uses()
         taken = all(made.data or made.number in quiet for made in refs)
         plain = not isinstance(call.function, nn.Module) and call.name != "detach"
-        if not call.grad or (taken and plain and (refs or call.number not in with_graph)):
+        older = refs or not any(t.requires_grad for _, t in call.given())
+        if not call.grad or (taken and plain and older):
             quiet.add(call.number)
     return quiet
 

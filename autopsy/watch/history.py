@@ -76,11 +76,12 @@ class History:
         """A sentence if weights that no optimizer holds, and the script writes, are huge; or ""."""
         alive = [optimizer() for optimizer, _ in self._start.values()]
         held = {p for optimizer in alive if optimizer for p in params_of(optimizer)}
-        weights = {p for root in list(self.names.roots) for p in root.parameters()} - held
+        all_weights = {p for root in list(self.names.roots) for p in root.parameters()}
         huge = {}
-        for p in weights:
+        # Without an optimizer, to write weights is how they train.
+        for p in all_weights - held if alive else ():
             line = self._written.get(id(storage_of(p)))
-            if line and (largest := extent(p).largest) > HUGE:
+            if line and p.grad is None and (largest := extent(p).largest) > HUGE:
                 huge.setdefault(line, []).append((largest, self.names.of(p)))
         for line, found in huge.items():
             largest, _ = max(found)
