@@ -101,7 +101,7 @@ def total(norms):
     return magnitude(torch.stack(norms)) if norms[1:] else norms[0]
 
 
-def packed(tensors, out=None):
+def end_to_end(tensors, out=None):
     """All numbers of these tensors of one device, one after the other. One kernel."""
     return torch.cat([t if t.ndim == 1 else t.flatten() for t in tensors], out=out)
 
@@ -179,7 +179,7 @@ class Buffers:
         self.groups = []  # (buffers of one device, both copies, views into the first copy)
         for group in kinds.values():
             live = [*group.values()]
-            copies = torch.stack(2 * [packed(live)])
+            copies = torch.stack(2 * [end_to_end(live)])
             before_step, accepted = (_unflatten_dense_tensors(copy, live) for copy in copies)
             self.groups.append((live, copies, before_step))
             for b, *pair in zip(group, live, accepted, strict=True):
@@ -198,7 +198,7 @@ class Buffers:
     def save(self):
         """A step begins."""
         for live, copies, _ in self.groups:
-            packed(live, out=copies[0])
+            end_to_end(live, out=copies[0])
         self.is_saved = True
 
     def restore(self):
@@ -217,11 +217,11 @@ class Buffers:
                 self.restore()
                 return
             for live, copies, _ in self.groups:
-                packed(live, out=copies[1])
+                end_to_end(live, out=copies[1])
             self.is_saved = False
             return
         for live, copies, before_step in self.groups:
-            torch.where(found_inf != 0, copies, packed(live), out=copies)
+            torch.where(found_inf != 0, copies, end_to_end(live), out=copies)
             torch._foreach_copy_(live, before_step)
 
     def take_back(self):
@@ -435,7 +435,7 @@ class Guard:
     def _measure(self, gradients):
         """{flag: norm of all tensors under it, 0-dim fp32 on the guard's device}."""
         checked = self._buffers.checked.values()
-        seen = [("buffer", packed(live)) for live in checked]
+        seen = [("buffer", end_to_end(live)) for live in checked]
         seen += [("grad", g) for g in gradients]
         kinds = {}
         for flag, t in (*self._unread, *seen):
