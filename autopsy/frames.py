@@ -53,10 +53,10 @@ def frames_now():
         frame = frame.f_back
 
 
-def script_frame(*also):
-    """The innermost frame that is neither torch's nor ours, nor in one of these files."""
+def script_frame():
+    """The innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((HERE, TORCH, *also)):
+    while frame.f_back and frame.f_code.co_filename.startswith((HERE, TORCH)):
         frame = frame.f_back
     return frame
 

@@ -45,6 +45,7 @@ class Still(Events):
         self.called = {}
         self.cut = []  # weights without a gradient, on which the loss depends
         self.leaf = ""  # where backward() was called of a tensor without a graph
+        self.elsewhere = []  # for each of the first backward passes: where it ends if at no weight
         self.seen = 0  # optimizers
         self.anew = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
@@ -122,10 +123,21 @@ class Still(Events):
     def backward(self, losses):
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
-            self.leaf = line_now()
+            self.leaf = f"at {line_now()} backward() begins at a new tensor, which has no graph"
+        elif self.weights and self.recorder.steps < READ:
+            self.elsewhere.append(self._no_weight(leaves(losses)))
         for p in self.anew.look(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
             self._add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
+
+    def _no_weight(self, ends):
+        """Say where the graph of a loss ends, which is at these, if that is at no weight."""
+        if not ends or any(t in self.weights or isinstance(t, nn.Parameter) for t in ends):
+            return ""
+        return (
+            f"the graph of the loss at {line_now()} ends at a {type_of(ends[0])} that is no "
+            "weight: is there a detach() or torch.tensor(), and then requires_grad, between?"
+        )
 
     def passed(self):
         """After a backward pass: those before the first step of any optimizer count."""
@@ -249,8 +261,6 @@ class Still(Events):
         self._explain(found, whole, end)
         if len(cut) == len(mine):
             seen.end, self.cut = end, []
-            if self.leaf:
-                seen.end = f"at {self.leaf} backward() begins at a new tensor, which has no graph"
 
     def _explain(self, found, whole, end):
         """`found`: in what each module was called. `whole`: modules that hold such weights only."""

@@ -24,10 +24,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..frames import HERE, LIBRARY, TORCH, said, script_frame
+from ..frames import HERE, LIBRARY, TORCH, said
 from ..tensors import PLAIN
 
 WARNINGS = warnings.__file__
+DISPATCH = torch.overrides.handle_torch_function.__code__
 WEAK = weakref.__file__, torch.utils.weak.__file__
 APPLY = vars(torch.autograd.Function)["apply"]  # a class method, not bound to a class yet
 
@@ -63,6 +64,26 @@ def write_error(text):
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{text}\n")  # a script may replace print
         sys.stderr.flush()
+
+
+def walk(frame):
+    """This frame and those that called it."""
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def without_us(frames):
+    """Those that there were without us, the innermost first: what our function mode sees is called
+    twice, and between them through torch's dispatch and the mode."""
+    last, ours = None, False
+    for frame in frames:
+        code = frame.f_code
+        if code.co_filename.startswith(HERE):
+            ours = True
+        elif not (ours and code in (DISPATCH, last)):
+            yield frame
+            last, ours = code, False
 
 
 def _came_from_another_thread(error):
@@ -104,6 +125,7 @@ class Hooks:
         self.in_step = False  # of an optimizer, which reads numbers of its own
         self.locator = None  # where every operation is watched
         self.unwatched = set()  # sentences
+        self._moved = False  # whether a warning is told at another line
         self.failure = ""  # why the watch is off; "" while it is on
         self.undo = ExitStack()
         self._grad = True  # the script's, while a hook runs
@@ -210,19 +232,32 @@ class Hooks:
         self.replace(warnings, "_showwarnmsg", partial(self.warn, warnings._showwarnmsg))
 
     def warn(self, original, message):
-        """A warning that names one of our lines is the script's: at its line, once. What is made
-        again says nothing new."""
+        """A warning is told at the line that it would name without us, once. What is made again
+        says nothing new."""
         if self.busy:
             return None
-        if not self.mine() or not message.filename.startswith(HERE):
+        inner = sys._getframe(1)
+        frames = [frame for frame in walk(inner) if frame.f_code.co_filename != WARNINGS]
+        lines = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+        named = message.filename, message.lineno
+        if self._moved or not self.mine() or named not in lines:
             return original(message)
-        frame = script_frame(WARNINGS)
-        space = frame.f_globals
-        for ours in [m for name, m in sys.modules.items() if name.startswith("autopsy")]:
-            vars(ours).pop("__warningregistry__", None)  # the next line that does it is heard, too
+        level = lines.index(named)
+        place = [*without_us(frames)][: level + 1][-1]
+        if place is frames[level]:
+            return original(message)
+
+        key = str(message.message), message.category, message.lineno
+        heard = frames[level].f_globals.get("__warningregistry__", {})
+        heard.pop(key, None)  # the next line that does it is heard, too
+        space = place.f_globals
         registry = space.setdefault("__warningregistry__", {})
-        where = frame.f_code.co_filename, frame.f_lineno, space.get("__name__")
-        warnings.warn_explicit(message.message, message.category, *where, registry, space)
+        where = place.f_code.co_filename, place.f_lineno, space.get("__name__")
+        self._moved = True
+        try:
+            warnings.warn_explicit(message.message, message.category, *where, registry, space)
+        finally:
+            self._moved = False
 
     # Ways to wrap a function
 

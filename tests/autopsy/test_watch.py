@@ -157,6 +157,30 @@ def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_pa
     assert "/autopsy/" not in watched.stderr, "a frame of the watch in the script's traceback"
 
 
+WARNS = PREAMBLE + """
+import warnings
+warnings.simplefilter(sys.argv[1])
+net = nn.Sequential(nn.Linear(4, 3), nn.Softmax())
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    x = torch.randn(5, 4)
+    out = net(x)
+    loss = F.mse_loss(F.softmax(out), x[:, :1])
+    loss = loss + F.log_softmax(out).std() + torch.tensor(loss)
+    warnings.warn("mine")
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    nn.utils.clip_grad_norm(net.parameters(), 1.0)
+"""
+
+
+@pytest.mark.parametrize("how", ["always", "default", "error"])
+def test_a_warning_is_told_at_the_line_that_it_names_without_the_watch(tmp_path, how):
+    bare = process(tmp_path, WARNS, "script.py", how).stderr
+    watched = process(tmp_path, WARNS, ROOT / "autopsy", "script.py", how).stderr
+    own = "".join(line for line in watched.splitlines(True) if not line.startswith("autopsy:"))
+    assert own == bare and "Implicit dimension choice" in bare
+
+
 def test_a_script_that_is_not_there_is_named_in_one_line(tmp_path):
     code, _, err = run_script([ROOT / "autopsy", "nowhere.py"], tmp_path)
     assert (code, err) == (1, "autopsy: nowhere.py is not a file\n")
