@@ -15,6 +15,7 @@ from ..watch.events import Events
 from ..watch.following import Follower, drops
 from ..watch.forward import Forward
 from ..watch.graph import nodes_of
+from .branches import Branches
 from .forward import of_forward
 from .loop import Loop
 from .loss import idle_in, of_functions, of_loss, of_rest
@@ -31,7 +32,7 @@ class Description:
     def __init__(self, watch):
         titles = Titles(watch.names)
         self.loop, self.step = Loop(watch, titles), OneStep(watch, titles)
-        self.evaluation = Evaluation(titles)
+        self.evaluation, self.branches = Evaluation(titles), Branches()
         self.listeners = [self.loop, self.step, self.evaluation]
 
     def __str__(self):
@@ -40,7 +41,7 @@ class Description:
             ("the loop", self.loop.lines()),
             *self.step.lines(),
             ("the first calls without a graph", self.evaluation.lines()),
-            ("the source of the script", unread()),
+            ("the source of the script", (*unread(), *self.branches.lines())),
         ):
             if found := [*found]:
                 lines += [f"  {title}", *(f"    {line}" for line in found)]

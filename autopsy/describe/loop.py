@@ -147,6 +147,7 @@ class Loop(OutermostSteps):
         self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
         self.clips = []  # (parameters, did it cut them?) since the last step
         self.start = WeakIdKeyDictionary()  # weight: some of its numbers before the first step
+        self.unheld = WeakIdKeyDictionary()  # the same of those in no optimizer, before a later one
         self.hooks.wrap(torch, "save", self._save)
         self.hooks.wrap(torch, "load", self._load)
         self.hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load_optimizer)
@@ -248,6 +249,8 @@ class Loop(OutermostSteps):
         for p in params_of(optimizer):
             if p not in self.start:
                 self.start[p] = _sample(p)
+        if self.all and not self.unheld:
+            self.unheld.update((p, _sample(p)) for p in self._params() if p not in self.start)
 
     def uses(self, optimizer):
         if optimizer not in self.steps:
@@ -318,7 +321,7 @@ class Loop(OutermostSteps):
 
     def _weights(self):
         """How far those of optimizers have moved, and which are in none."""
-        params = {p for root in list(self.names.roots) for p in root.parameters()}
+        params = self._params()
         names = self.titles.of_weights({*params, *self.start})
         moved = {}
         for p, before in list(self.start.items()):
@@ -335,12 +338,22 @@ class Loop(OutermostSteps):
         if still:
             yield f"{len(still)} weights have not moved: {few(still, 6)}"
         held = {id(p) for p in self.start}
+        free = {p for p in params if id(p) not in held}
+        still_too = {p for p in free if self._stands(p)}
         for text, some in (
-            ("in no optimizer", [p for p in params if id(p) not in held]),
+            ("in no optimizer", free - still_too),
+            ("in no optimizer, and not moved", still_too),
             ("requires_grad=False", [p for p in params if not p.requires_grad]),
         ):
             if some and held:
                 yield f"{text}: {few(sorted({names[id(p)] for p in some}), 6)}"
+
+
+    def _params(self):
+        return {p for root in list(self.names.roots) for p in root.parameters()}
+
+    def _stands(self, p):
+        return p in self.unheld and torch.equal(_sample(p), self.unheld[p])
 
 
 def _often(n):

@@ -269,7 +269,9 @@ def test_dimensions_tables_groups_and_data_sets_are_told(tmp_path):
     test, train = at("test", MIXED), at("train", MIXED)
     assert f"2 iterators ({test}, of the data set of {train})" in text
     assert "ignore_index=0 leaves out 6 of 24" in text
-    assert "in no optimizer: frozen.bias, frozen.weight" in text, "an optimizer that is gone counts"
+    assert "in no optimizer, and not moved: frozen.bias, frozen.weight" in text, (
+        "an optimizer that is gone counts"
+    )
 
 
 PENALTY = """
@@ -313,6 +315,59 @@ def test_what_is_never_read_is_told_and_a_loss_of_another_step_is_no_idle_one(tm
     assert f"autograd.grad(create_graph=True) {on('slope', PENALTY)} x 2" in text
     assert text.count("2 * ") == 2 and "cannot be made again" not in text
     assert "computed, and in no loss" not in text
+
+
+TARGETS = """
+import torch
+from torch import nn
+
+def follow(target, net):
+    for a, b in zip(target.parameters(), net.parameters()):
+        a.data.lerp_(b.data, 0.1)
+
+class Data:
+    def draw(self, n):
+        if n < 0:
+            raise ValueError(n)
+        if n > 100:  # many
+            n = 100
+        return torch.randn(n, 4)
+
+torch.manual_seed(0)
+data = Data()
+net, fast, slow = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+for target in (fast, slow):
+    target.load_state_dict(net.state_dict())
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(12):
+    x = data.draw(6)
+    with torch.no_grad():
+        goal = fast(x) + slow(x)
+    loss = (net(x) - goal).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if step >= 0:  # always
+        follow(fast, net)
+    else:
+        follow(net, fast)
+    while step == 10.5:  # never
+        step += 1
+    if step / 5 == 2.5:  # divided
+        follow(slow, net)
+"""
+
+
+def test_what_never_ran_and_what_never_moved_is_told(tmp_path):
+    text = "\n".join(described(tmp_path, TARGETS)[2])
+    assert "in no optimizer, and not moved: slow.bias, slow.weight" in text
+    assert "in no optimizer: fast.bias, fast.weight" in text
+    for mark, words in (
+        ("many", "`if n > 100` ({}) was never true, 12 times"),
+        ("always", "`if step >= 0` ({}) was always true, 12 times"),
+        ("never", "`while step == 10.5` ({}) never began, 12 times"),
+        ("divided", "`if step / 5 == 2.5` ({}) was never true, 12 times"),
+    ):
+        assert words.format(at(mark, TARGETS)) in text
+    assert "if n < 0" not in text, "an error that was not raised"
 
 
 @needs_unix

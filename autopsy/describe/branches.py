@@ -1,0 +1,85 @@
+"""
+Branches: which lines of the script never ran?
+
+`if step / every == 0:` is never true, and a target network stays as it was. What came up often, and
+whose lines did not run once, is told; an error that was not raised is not.
+"""
+
+import ast
+import linecache
+import os
+import sys
+from collections import Counter
+from textwrap import shorten
+
+from ..frames import is_own
+
+LISTED = 12
+OFTEN = 2  # times
+RAISES = ast.Raise, ast.Assert, ast.Pass
+
+
+class Branches:
+    """Counts the lines of the script's files that run in this thread, unless something else
+    (a debugger, a measure of coverage) does so."""
+
+    def __init__(self):
+        self.codes = {}  # id: code of the script that was entered
+        self.times = Counter()  # (file, line)
+        if sys.gettrace() is None:
+            sys.settrace(self._call)
+
+    def _call(self, frame, event, arg):
+        code = frame.f_code
+        if not is_own(code.co_filename):
+            return None
+        self.codes[id(code)] = code
+        return self._line
+
+    def _line(self, frame, event, arg):
+        if event == "line":
+            self.times[frame.f_code.co_filename, frame.f_lineno] += 1
+        return self._line
+
+    def lines(self):
+        """Ends it. One line on each branch, those that came up most often first."""
+        if sys.gettrace() == self._call:
+            sys.settrace(None)
+        found = []
+        for file in sorted({code.co_filename for code in self.codes.values()}):
+            try:
+                tree = ast.parse("".join(linecache.getlines(file)))
+            except (SyntaxError, ValueError):
+                continue
+            found += self._in_file(file, tree)
+        found.sort(key=lambda row: -row[0])
+        for times, text in found[:LISTED]:
+            yield f"{text}, {times} times"
+        if len(found) > LISTED:
+            yield f"and {len(found) - LISTED} more branches that never ran"
+
+    def _in_file(self, file, tree):
+        """(how often it came up, words) of each branch that never ran."""
+        codes = [code for code in self.codes.values() if code.co_filename == file]
+        entered = {line for code in codes for *_, line in code.co_lines() if line}
+        ran = {line for f, line in self.times if f == file}
+
+        def of(statement):
+            lines = {*range(statement.lineno, statement.end_lineno + 1)} & entered
+            return lines, lines & ran
+
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.If | ast.For | ast.While):
+                continue
+            times = self.times[file, node.lineno]
+            loops = not isinstance(node, ast.If)
+            for body, word in (
+                (node.body, "never began" if loops else "was never true"),
+                (node.orelse, "never ended by itself" if loops else "was always true"),
+            ):
+                there = [of(statement) for statement in body]
+                idle = any(lines for lines, _ in there) and not any(did for _, did in there)
+                if idle and times >= OFTEN and not all(isinstance(s, RAISES) for s in body):
+                    head = ast.unparse(node).partition("\n")[0].rstrip(":")
+                    at = f"{os.path.basename(file)}:{node.lineno}"
+                    yield times, f"`{shorten(head, 70)}` ({at}) {word}"
