@@ -57,6 +57,7 @@ def of_functions(trace, nodes):
         yield f"{at} = {value}{times}{''.join(said)}"
         for name, t in zip(("input", "target"), made.given, strict=False):
             yield f"  {name} {_origin(trace, t)}"
+        yield from _shifts(trace, made.given[-1])
         if ignored is not None and not made.given[1].is_floating_point():
             left_out = int((made.given[1] == ignored).sum())
             yield f"  ignore_index={ignored} leaves out {left_out} of {made.given[1].numel()}"
@@ -88,6 +89,23 @@ def _origin(trace, t):
     also = f", which {few(given, 3)} is given too" if given else ""
     graph = " with a graph" if t.requires_grad and not way else ""
     return f"{about(t)}{graph}{way}{also}"
+
+
+def _shifts(trace, target):
+    """A line for each row of whole numbers that a network is given: is the target its next ones?"""
+    for called in trace.modules:
+        for x in called.given if called.is_outermost and not target.is_floating_point() else ():
+            if x.is_floating_point() or x.numel() != target.numel() or _is_same(x, target):
+                continue
+            if x.dim() > 1 and x.shape[-1] > 2:
+                y = target.reshape(x.shape)
+                pairs = (x[..., 1:], y[..., :-1]), (x, y), (x[..., :-1], y[..., 1:])
+                shares = (f"{float((a == b).float().mean()):.0%}" for a, b in pairs)
+                next_one, same, before = shares
+                yield (
+                    f"  of the target {next_one} are the next number of what {called.title} is "
+                    f"given, {same} the same, {before} the one before"
+                )
 
 
 def _is_same(x, t):

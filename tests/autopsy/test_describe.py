@@ -224,6 +224,30 @@ def test_rows_places_and_shapes_are_told(tmp_path):
     assert re.search(r"target int64\[54\], \d+ values in 0 .. 1\d, 0 is [45]\d% of them", text)
 
 
+NEXT = """
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+text = torch.arange(200).remainder(50)
+for step in range(4):
+    x = torch.stack([text[k : k + 10] for k in range(8)])
+    y = torch.stack([text[k + 1 : k + 11] for k in range(8)])
+    loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def test_how_a_target_lies_beside_what_a_network_is_given_is_told(tmp_path):
+    text = "\n".join(described(tmp_path, NEXT)[2])
+    words = "of the target 100% are the next number of what net (Sequential) is given, 0% the same"
+    assert f"{words}, 0% the one before" in text
+    others = NEXT.replace("text[k + 1 : k + 11]", "text[k : k + 10]")
+    text = "\n".join(described(tmp_path, others)[2])
+    assert "of the target 0% are the next number" in text and "given, 100% the same" in text
+
+
 MIXED = """
 import gc
 import torch
