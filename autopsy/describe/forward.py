@@ -14,6 +14,11 @@ from .trace import LINEAR, about, listed
 
 LISTED = 6
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
+OVER = {  # function: the position of its dimension among the arguments
+    "mean": 1, "sum": 1, "std": 1, "var": 1, "amax": 1, "amin": 1, "max": 1, "min": 1,
+    "softmax": 1, "log_softmax": 1, "logsumexp": 1, "cumsum": 1, "prod": 1,
+    "norm": 2, "vector_norm": 2, "normalize": 2,
+}  # fmt: skip
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)  # batch_first says which dimension is which
 
 
@@ -31,6 +36,7 @@ def of_forward(trace, told):
     yield from _pairs(trace)
     yield from _ordered(trace)
     yield from _attention(trace)
+    yield from _across_rows(trace)
 
 
 def _repeated(trace):
@@ -140,6 +146,22 @@ def _attention(trace):
         if text:
             found[f"{text} ({made.line})"] = True
     yield from [*found][:LISTED]
+
+
+def _across_rows(trace):
+    """What is computed over the dimension of the samples, and not over all."""
+    rows = {t.shape[0] for c in trace.modules if c.is_outermost for t in c.given if t.dim()} - {1}
+    found = {}
+    for made in trace.calls:
+        x, at = made.given[0], OVER.get(made.name)
+        if at is None or x.dim() < 2 or x.shape[0] not in rows or not made.out[0].requires_grad:
+            continue
+        dims = made.kwargs.get("dim", (*made.args[at:], None)[0])
+        dims = dims if isinstance(dims, tuple | list) else [dims]
+        if {0, -x.dim()} & {*dims} and len(dims) < x.dim():
+            found[f"{made.at} of {[*x.shape]}"] = True
+    if found:
+        yield f"over dimension 0, that of the samples: {few(found, LISTED, '; ')}"
 
 
 def _mask(mask, kwargs, meaning):

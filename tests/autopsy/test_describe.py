@@ -311,7 +311,7 @@ def penalty(net, x, share, scale):
     part = x * share
     part.requires_grad = True
     slope = torch.autograd.grad(net(part).sum(), part, create_graph=True)[0]  # slope
-    return slope.square().mean() * left
+    return slope.norm(dim=0).mean() * left  # rows
 
 torch.manual_seed(0)
 networks = {name: torch.nn.Linear(4, 1) for name in ("first", "second")}
@@ -337,6 +337,8 @@ def test_what_is_never_read_is_told_and_a_loss_of_another_step_is_no_idle_one(tm
         assert part in unread
     assert unread.count("; ") == 3, unread
     assert f"autograd.grad(create_graph=True) {on('slope', PENALTY)} x 2" in text
+    rows = f"over dimension 0, that of the samples: norm at {at('rows', PENALTY)} of [8, 4]"
+    assert text.count(rows) == 2
     assert text.count("2 * ") == 2 and "cannot be made again" not in text
     assert "computed, and in no loss" not in text
 
