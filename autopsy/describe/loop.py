@@ -144,7 +144,8 @@ class Loop(OutermostSteps):
         self.losses, self.norm = (), 0.0
         self.loaders = Counter()  # (line, text, data set): iterators
         self.modes = WeakKeyDictionary()  # network: {(its mode, with a graph?): calls}
-        self.inputs = WeakKeyDictionary()  # network: [inputs, what each different one is told by]
+        # network: {the same: [inputs, what each different one is told by]}
+        self.inputs = WeakKeyDictionary()
         self.clips = []  # (parameters, did it cut them?) since the last step
         self.start = WeakIdKeyDictionary()  # weight: some of its numbers before the first step
         self.unheld = WeakIdKeyDictionary()  # the same of those in no optimizer, before a later one
@@ -191,8 +192,9 @@ class Loop(OutermostSteps):
             if not graph:
                 mode = "train" if module.training else "eval"
                 self.note(f"{self.titles.of(module)} in {mode} mode without a graph")
-            elif given := [t for t in given if t.numel() > 1]:
-                seen = self.inputs.setdefault(module, [0, set()])
+            if given := [t for t in given if t.numel() > 1]:
+                kinds = self.inputs.setdefault(module, {})
+                seen = kinds.setdefault((module.training, graph), [0, set()])
                 if seen[0] < INPUTS:
                     seen[0] += 1
                     seen[1].add(tuple(map(_told_by, given)))
@@ -304,8 +306,8 @@ class Loop(OutermostSteps):
             for (training, graph), n in modes.items():
                 how = f"{'with' if graph else 'without'} a graph"
                 how += f" in {'train' if training else 'eval'} mode"
-                total, different = self.inputs.get(module, (0, ()))
-                fed = f"; {len(different)} of {total} inputs differ" if graph and total else ""
+                seen = self.inputs.get(module, {}).get((training, graph))
+                fed = f"; {len(seen[1])} of {seen[0]} inputs differ" if seen else ""
                 yield f"{self.titles.of(module)} is called {_often(n)} {how}{fed}"
         for seen in self.all:
             yield from seen.lines()

@@ -142,7 +142,7 @@ def test_the_data_the_rates_and_the_weights_are_told(loop):
         f"drop_last=False, 0 workers; 4 iterators ({at('loader')})"
     ) in text
     assert "net (Net) is called 20 times with a graph in train mode; 5 of 20 inputs differ" in text
-    assert "net (Net) is called 4 times without a graph in eval mode" in text
+    assert "net (Net) is called 4 times without a graph in eval mode; 1 of 4 inputs differ" in text
     assert re.search(rf"AdamW at {at('step')}: 8 steps; 8 weights, weight_decay 0.25, ", text)
     assert re.search(r"lr .*, 0 to 0.1, rises [23] times", text)
     assert "0 of 8 clips cut it" in text
