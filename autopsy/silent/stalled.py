@@ -10,14 +10,11 @@ says what all this means.
 """
 
 from contextlib import suppress
-from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import line_now
-from ..step import attributes_of
 from ..tensors import numbers_of, type_of
 from ..watch.deferred import moved_by, params_of
 from ..watch.events import Events
@@ -25,10 +22,10 @@ from ..watch.forward import Forward
 from ..watch.names import living
 from .gradient_path import DetachFinder, RecreatedParameters, leaves, where_zero, without_graph
 from .reasons import Reasons
-from .weight_history import READ, Followed, WeightHistory
+from .weight_history import READ, Followed
+from .weight_list import WeightList
 
 LATELY = 8  # steps
-FEW = 8  # operations
 FIRST = 8  # optimizers that are looked at closely: some scripts build one for each task
 
 
@@ -39,7 +36,7 @@ class Still(Events):
         self.names = watch.names
         self.deferred = watch.deferred
         self.recorder = watch.recorder
-        self.weights = WeakIdKeyDictionary()  # parameter: Weight, in the order of the forward
+        self.weights = WeightList()
         self.optimizers = {}  # id: Followed
         # modules and optimizers of the last steps: they live until the end of the script
         self.called = {}
@@ -128,7 +125,7 @@ class Still(Events):
             self.elsewhere.append(self._no_weight(leaves(losses)))
         for p in self.anew.look(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
-            self._add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
+            self.weights.add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
 
     def _no_weight(self, ends):
         """Say where the graph of a loss ends, which is at these, if that is at no weight."""
@@ -155,7 +152,7 @@ class Still(Events):
         """Find optimizers that have made no step."""
         for optimizer in living(torch.optim.Optimizer):
             for p in params_of(optimizer) if id(optimizer) not in self.optimizers else ():
-                self._weight(p).idle = type(optimizer).__name__
+                self.weights.of(p).idle = type(optimizer).__name__
 
     def _read(self, optimizer=None, seen=None):
         """Read the weights of this optimizer, and those of none."""
@@ -163,11 +160,11 @@ class Still(Events):
         called = [getattr(function, "_orig_mod", function) for function in functions]
         for root in dict.fromkeys([*called, *self.names.roots]):
             if root in self.names.roots:
-                self._list(root)
-                self._list_hidden(root)
+                self.weights.add_all(root)
+                self.weights.add_hidden(root)
         for group in optimizer.param_groups if optimizer else ():
             for p in group["params"]:
-                w = self._weight(p)
+                w = self.weights.of(p)
                 w.shared |= w.optimizer not in (None, seen)
                 w.optimizer, w.rate = seen, group.get("lr", 1.0)
                 if p.grad is not None and p.is_floating_point():
@@ -186,49 +183,6 @@ class Still(Events):
                     w.grads += self.deferred.norms([p.grad])
                 w.steps.append(self.recorder.steps)
                 w.trains |= bool(w.module and w.module() and w.module().training)
-
-    def _list(self, root, prefix="", unlisted=""):
-        """List all parameters under this module, also what parameters() does not list: modules
-        and tensors in plain lists and dicts, and plain tensors that need a gradient."""
-        for path, module in root.named_modules(prefix=prefix):
-            for name, p in module.named_parameters(path, recurse=False):
-                self._add(p, name, module, unlisted)
-            for name, value in attributes_of(module).items():
-                own = f"{path}.{name}".lstrip(".")
-                if type(value) in (list, tuple):
-                    self._list_plain(root, module, own, enumerate(value), "List")
-                elif type(value) is dict:
-                    self._list_plain(root, module, own, value.items(), "Dict")
-                elif isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
-                    self._add(value, own, module, "plain tensors are no parameters: nn.Parameter")
-
-    def _list_plain(self, root, module, own, items, kind):
-        """List what a module keeps in a plain list, tuple or dict."""
-        where = f"they lie in a plain Python {kind.lower()}: use nn."
-        for k, x in items:
-            if isinstance(x, nn.Module) and x is not root:
-                self._list(x, f"{own}.{k}", f"{where}Module{kind}")
-            elif isinstance(x, nn.Parameter):
-                self._add(x, f"{own}.{k}", module, f"{where}Parameter{kind}")
-
-    def _list_hidden(self, root):
-        """List the weights of which a module holds only what was made of them."""
-        for path, module in root.named_modules():
-            for name, value in attributes_of(module).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    for p in leaves([value], FEW):
-                        why = "what their module holds was made of an nn.Parameter, and is none: "
-                        why += "make nn.Parameter the last step"
-                        self._add(p, f"{path}.{name}".lstrip("."), module, why)
-
-    def _weight(self, p):
-        return self.weights.setdefault(p, WeightHistory(p))
-
-    def _add(self, p, name, module, unlisted):
-        """The first name that is found for a weight stays."""
-        w = self._weight(p)
-        if not w.module:
-            w.name, w.module, w.unlisted = name, ref(module), unlisted
 
     def _cut_off(self, seen):
         """Find out whether the loss depends on weights that get no gradient."""
