@@ -23,11 +23,18 @@ class Branches:
     """Counts the lines of the script's files that run in this thread, unless something else
     (a debugger, a measure of coverage) does so."""
 
-    def __init__(self):
+    def __init__(self, hooks):
         self.codes = {}  # id: code of the script that was entered
         self.times = Counter()  # (file, line)
-        if sys.gettrace() is None:
+        self.traced = sys.gettrace
+        if self.traced() is None:
             sys.settrace(self._call)
+            hooks.replace(sys, "gettrace", self._others)
+
+    def _others(self):
+        """A script asks whether a debugger is there."""
+        mine = self.traced() == self._call
+        return None if mine else self.traced()
 
     def _call(self, frame, event, arg):
         code = frame.f_code
@@ -43,8 +50,9 @@ class Branches:
 
     def lines(self):
         """Ends it. One line on each branch, those that came up most often first."""
-        if sys.gettrace() == self._call:
-            sys.settrace(None)
+        if self.traced() != self._call:
+            return  # something else took its place
+        sys.settrace(None)
         found = []
         for file in sorted({code.co_filename for code in self.codes.values()}):
             try:

@@ -32,7 +32,7 @@ class Description:
     def __init__(self, watch):
         titles = Titles(watch.names)
         self.loop, self.step = Loop(watch, titles), OneStep(watch, titles)
-        self.evaluation, self.branches = Evaluation(titles), Branches()
+        self.evaluation, self.branches = Evaluation(titles), Branches(watch.hooks)
         self.listeners = [self.loop, self.step, self.evaluation]
 
     def __str__(self):
