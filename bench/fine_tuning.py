@@ -71,6 +71,14 @@ def accuracy(answers, tests):
     return 100 * sum(right) / len(right)
 
 
+def fitting(train, most, few, more):
+    """How many updates or epochs fit into `most` seconds, if train(n) takes the seconds of n. Two
+    runs tell: a start takes as long as some of them."""
+    short = train(few)
+    each = (train(more) - short) / (more - few)
+    return few + max(0, int((most - short) / each))
+
+
 def ours(name, home, sixty, tests, *flags):
     """(accuracy, seconds, updates, images a second) of train.py, judged through predict.py."""
     began = seconds()
@@ -181,10 +189,7 @@ class Timm:
     def run(self, name, most):
         """(accuracy, seconds, epochs) of as many epochs as fit into the seconds."""
         flags = self.rows[name]
-        few, more = 5, 40  # a start differs from the next by as much as some epochs take
-        short = self.train(flags, few)
-        per_epoch = (self.train(flags, more) - short) / (more - few)
-        epochs = few + max(0, int((most - short) / per_epoch))
+        epochs = fitting(lambda n: self.train(flags, n), most, 5, 40)
         shutil.rmtree(self.home / "timm")
         spent = self.train(flags, epochs)
         best = self.home / "timm" / str(epochs) / "model_best.pth.tar"
@@ -214,11 +219,12 @@ def main():
             common = (home, sixty, tests, "--seed", seed, "--max-steps")
             count = 4 if args.smoke else 60
             init = ours("init", *common, count, "--init", args.start)
-            few = max(1, count // 6)
-            scratch = ours("scratch", *common, few)
-            longer = round(few * init[1] / scratch[1])
-            if longer > few:  # then it makes as many updates as fit into the seconds of --init
-                scratch = ours("longer", *common, longer)
+
+            def tried(n, common=common):
+                return ours(f"try{n}", *common, n)[1]
+
+            updates = fitting(tried, init[1], count // 4, count)
+            scratch = ours("scratch", *common, updates)
             theirs = tutorial(args.start, sixty, tests, init[1], seed)
             peers = {}
             if args.timm:
