@@ -22,6 +22,8 @@ TORCH = os.path.dirname(torch.__file__)
 LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")
+# Of a mode or a subclass: torch calls them, for a call of the script's.
+HANDLERS = ("__torch_function__", "__torch_dispatch__")
 
 
 class Line(str):
@@ -83,7 +85,7 @@ def script_frames(frames):
     found = []
     for frame in frames:
         told, own = _kind(frame[0])
-        if told:
+        if told and frame[2] not in HANDLERS:
             found.append(frame)
             if own:
                 break
@@ -96,6 +98,7 @@ def script_frames_now():
     while frame and not own:
         code = frame.f_code
         told, own = _kind(code.co_filename)
+        told = told and code.co_name not in HANDLERS
         if told:
             found.append((code.co_filename, frame.f_lineno, code.co_name))
         own = told and own

@@ -7,7 +7,7 @@ for which that holds before every pass up to the next step, and to which a pass 
 that steps have used.
 """
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -26,6 +26,7 @@ class Gradients:
     def __init__(self, optimizer):
         self.name, self.line, self.steps = type(optimizer).__name__, "", 0
         self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
+        # Parameters are weak references: they end with their network.
         self.added = False  # which a backward pass has changed
         self.windows = []  # (parameters, which were not cleared) between two steps
 
@@ -40,16 +41,20 @@ class Uncleared(Events):
         self.inside = None  # the optimizer whose step is under way, with all that it calls
 
     def _open(self):
-        return [seen for seen in self.all if seen.params and self.inside is None]
+        """(what was seen of an optimizer, its parameters) after some steps of each."""
+        for seen in self.all if self.inside is None else ():
+            params = [p() for p in seen.params]
+            if params and all(p is not None for p in params):
+                yield seen, params
 
     def backward(self, losses):
-        for seen in self._open():
-            kept = (seen.norms == self._norms(seen.params)) & (seen.norms > 0)
+        for seen, params in self._open():
+            kept = (seen.norms == self._norms(params)) & (seen.norms > 0)
             seen.kept = kept if seen.kept is None else seen.kept & kept
 
     def passed(self):
-        for seen in self._open():
-            before, seen.norms = seen.norms, self._norms(seen.params)
+        for seen, params in self._open():
+            before, seen.norms = seen.norms, self._norms(params)
             seen.added = seen.added | (seen.norms != before)
 
     def _norms(self, params):
@@ -79,14 +84,16 @@ class Uncleared(Events):
         if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             params = [p for p in moved_by(optimizer) if not is_sharded(p)]
             if params:
-                seen.params, seen.norms, seen.line = params, self._norms(params), line_now()
+                seen.params, seen.line = [ref(p) for p in params], line_now()
+                seen.norms = self._norms(params)
 
     def sentences(self):
         for seen in self.all:
             kept = {}
             for params, which in seen.windows:
                 for p, uncleared in zip(params, which.tolist(), strict=True):
-                    kept[p] = kept.get(p, 0) + uncleared
+                    if (alive := p()) is not None:
+                        kept[alive] = kept.get(alive, 0) + uncleared
             most = max(OFTEN, SHARE * len(seen.windows))
             params = [p for p, n in kept.items() if n >= most]
             if params:

@@ -105,6 +105,7 @@ class Call:
             function = partial(call_from(frame), function)
         carry_back(self.carried)
         with ExitStack() as stack:
+            stack.enter_context(torch._C._EnableTorchFunction())  # see Hooks.safely
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))

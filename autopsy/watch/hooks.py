@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from inspect import isfunction, ismethod
 from unittest import mock
@@ -23,10 +23,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..frames import HERE, LIBRARY, TORCH, said
 from ..tensors import PLAIN
 
+OPEN = nullcontext()
 WARNINGS = warnings.__file__
 DISPATCH = torch.overrides.handle_torch_function.__code__
 WEAK = weakref.__file__, torch.utils.weak.__file__
@@ -168,8 +170,8 @@ class Hooks:
         return self._grad if self.busy else torch.is_grad_enabled()
 
     def safely(self, hook, *args):
-        """Call the hook and return its result. If it raises, one line says so, the watch ends, and
-        the script goes on."""
+        """Call the hook and return its result. What it computes, no mode or subclass of the
+        script sees. If it raises, one line says so, the watch ends, and the script goes on."""
         if not self.mine():
             return
         self.busy, self._grad = True, torch.is_grad_enabled()
@@ -177,8 +179,13 @@ class Hooks:
             locator.paused = True
         self.writing = self.record(False)
         try:
-            torch._C._set_grad_enabled(False)
-            return hook(*args)
+            modes = torch._C._len_torch_dispatch_stack()
+            with torch._C.DisableTorchFunction(), _disable_current_modes() if modes else OPEN:
+                torch._C._set_grad_enabled(False)
+                try:
+                    return hook(*args)
+                finally:
+                    torch._C._set_grad_enabled(self._grad)
         except Exception as error:
             if _came_from_another_thread(error):
                 raise
@@ -186,7 +193,6 @@ class Hooks:
             self.say(f"{self.failure}; the script goes on", every=True)
             self.close()
         finally:
-            torch._C._set_grad_enabled(self._grad)
             self.busy = False
             if locator:
                 locator.paused = False

@@ -68,6 +68,7 @@ class CallRecorder(TorchFunctionMode):
         self.turns = {}  # optimizer: the number of calls at its last step
         self.steps_of = {}  # optimizer: how many steps
         self.steps = 0  # the most of these
+        self._new = None  # an optimizer whose first step was the last step of all
         self._gradient_reads = 0
         self.gap = 0  # the number of calls when a part that was not recorded ended
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
@@ -77,14 +78,16 @@ class CallRecorder(TorchFunctionMode):
         if not (budget.recording and self.hooks.mine()):
             return func(*args, **kwargs)
         began, before = budget.clock(), budget.spent
-        after = self._before(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # a subclass of the script's sees nothing of it
+            after = self._before(func, args, kwargs)
         if self.number % MANY == 0 and self.number:
             budget.leave()
         budget.spend(began, before)
         out = func(*args, **kwargs)
         if after:
             began, before = budget.clock(), budget.spent
-            after(out)
+            with torch._C.DisableTorchFunction():
+                after(out)
             budget.spend(began, before)
         return out
 
@@ -354,8 +357,12 @@ class CallRecorder(TorchFunctionMode):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
     def stepped(self, optimizer):
+        is_new = optimizer not in self.steps_of and self.steps > 0
         twice = self.forget(optimizer)  # it does not take turns, but may have followed another
-        before = self.steps if twice else self.steps_of.get(optimizer, 0)
+        before = self.steps_of.get(optimizer, 0)
+        if twice:  # and then its first step counts, too
+            before = self.steps + (self._new == optimizer)
+        self._new = optimizer if is_new else None
         self.steps_of[optimizer] = before + 1
         self.steps = max(self.steps, before + 1)
 

@@ -5,8 +5,10 @@ It also starts a second, quiet run if a step cannot be repeated.
 """
 
 import argparse
+import builtins
 import gc
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -60,27 +62,48 @@ checkpoints, and in wider types, and compares the gradients; those of custom fun
 with central differences."""
 UNWATCHED = 4
 UNRECORDED = "the step was not recorded, because to record takes long here: --share 1 records all"
+# -I, -P: Python searches nothing beside the script.
+IS_SAFE = getattr(sys.flags, "safe_path", sys.flags.isolated)
 RERUN = "AUTOPSY_RERUN"  # set for the second run: the folder with its start, and for its report
 
 
+class Parser(argparse.ArgumentParser):
+    """The usage is long: of a wrong argument one sentence is printed."""
+
+    def error(self, message):
+        self.exit(2, f"autopsy: {message} (python autopsy --help)\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(usage=USAGE)
+    parser = Parser(usage=USAGE)
     parser.add_argument("--report", default="autopsy.txt")
     parser.add_argument("--from-step", type=int)
     for switch in ("--one-run", "--describe", "--would-overflow", "--check-gradients"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--share", type=float, default=os.environ.get("AUTOPSY_SHARE"))
+    parser.add_argument("-c", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("-m", nargs=argparse.REMAINDER, default=[])
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     argv, ask = ["-m", *args.m] if args.m else args.script, None
+    if args.would_overflow and args.check_gradients:
+        parser.error("--would-overflow and --check-gradients each end the script: ask one")
     if args.would_overflow or args.check_gradients:
-        at = [int(argv.pop(0))] if argv and argv[0].isdigit() else []
+        at = [int(argv.pop(0))] if argv and re.fullmatch(r"-?\d+", argv[0]) else []
+        if at and at[0] < args.would_overflow:
+            wants = "--would-overflow takes steps from 1 on, --check-gradients a step from 0 on"
+            parser.error(f"{at[0]}: {wants}")
         ask = partial(question(args.would_overflow), *at)
+    if (args.from_step or 0) < 0:
+        parser.error(f"--from-step {args.from_step}: steps are counted from 0")
+    if args.share is not None and not 0 < args.share <= 1:
+        parser.error(f"--share {args.share}: give a share of the time, above 0 and up to 1")
+    if args.c:
+        parser.error("-c is not known: give the code on standard input, with -")
     if not argv:
         parser.error("name a script")
     if not (argv[0] in ("-m", "-") or os.path.exists(argv[0])):
-        sys.exit(f"autopsy: {argv[0]} is not a file")
+        parser.error(f"{argv[0]} is not a file")
     begin, path = args.from_step, args.report
     folder = os.environ.pop(RERUN, "")
     if folder:
@@ -92,7 +115,6 @@ def main():
             sys.exit(f"autopsy: {RERUN} is for its own second run only: unset it ({said(error)})")
     path = os.path.abspath(path)
     start = Start(args.one_run, argv)
-    sys.excepthook = partial(without_our_frames, sys.excepthook)
     if ask:
         return answered(start, path, ask())
     share, description = SHARE if args.share is None else args.share, None
@@ -192,23 +214,41 @@ def answered(start, path, question):
 
 def run_script(start):
     """Do in this process what `python SCRIPT.py ARGS` or `python -m MODULE ARGS` does."""
-    name = start.argv[0]
-    if name == "-m":
-        sys.argv, sys.path[0] = start.argv[1:], os.getcwd()
-        runpy.run_module(start.argv[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = start.argv
-    if os.path.isdir(name) or zipfile.is_zipfile(name):
-        del sys.path[0]
-        runpy.run_path(name, run_name="__main__")
-        return
+    try:
+        begin(start, start.argv[0])
+    except BaseException:  # the script's own hook, too, is given the script's traceback
+        sys.excepthook = partial(without_our_frames, sys.excepthook)
+        raise
+
+
+def begin(start, name):
+    is_program = os.path.isdir(name) or zipfile.is_zipfile(name)
+    sys.argv = ["-m", *start.argv[2:]] if name == "-m" else start.argv
     main = sys.modules["__main__"] = ModuleType("__main__")
-    sys.path[0] = ""
-    if name != "-":
-        sys.path[0] = os.path.dirname(os.path.realpath(name))
-        main.__file__ = os.path.abspath(name)
-        if os.path.isfile(beside := os.path.join(sys.path[0], "torch.py")):
-            write_error(f"autopsy: without autopsy, Python imports {beside} as torch: rename it")
+    if IS_SAFE:
+        sys.path[:0] = [os.path.abspath(name)] * is_program
+    elif name == "-m":
+        sys.path[0] = os.getcwd()
+    elif is_program:
+        sys.path[0] = os.path.abspath(name)
+    else:
+        sys.path[0] = "" if name == "-" else os.path.dirname(os.path.realpath(name))
+    if name == "-m" or is_program:  # what Python itself calls then
+        runpy._run_module_as_main("__main__" if is_program else start.argv[1], name == "-m")
+        return
+
+    path, kind = start.path, SourceFileLoader
+    if path.endswith(".pyc"):
+        kind = SourcelessFileLoader
+    loader = BuiltinImporter if name == "-" else kind("__main__", path)
+    known = {"__builtins__": builtins, "__file__": path, "__cached__": None, "__loader__": loader}
+    vars(main).update(known)
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    for taken in ("torch", "autopsy") if name != "-" and not IS_SAFE else ():
+        beside = os.path.join(os.path.dirname(path), f"{taken}.py")
+        if os.path.isfile(beside):
+            write_error(f"autopsy: without autopsy, Python imports {beside} as {taken}: rename it")
     exec(start.code(), vars(main))
 
 
@@ -299,6 +339,7 @@ class Start:
     def __init__(self, one_run, argv):
         self.one_run, self.argv = one_run, argv
         self.source = sys.stdin.buffer.read() if argv[0] == "-" else None
+        self.path = os.path.join(os.getcwd(), argv[0]) if argv[0] != "-" else "<stdin>"
         self.home, self.environment = os.getcwd(), dict(os.environ)
         self.rng = rng_states("cpu")
 
@@ -310,7 +351,7 @@ class Start:
         if name.endswith(".pyc"):
             return SourcelessFileLoader("__main__", name).get_code("__main__")
         source = Path(name).read_bytes()
-        return compile(source, os.path.abspath(name), "exec", dont_inherit=True)
+        return compile(source, self.path, "exec", dont_inherit=True)
 
     def second_run(self, findings, say):
         """Run the script again, quietly, and watch every operation of the bad step. Return the
