@@ -266,6 +266,14 @@ NEGATIVE = (
     "negative (a sign, a formula, a difference that was rounded): a clamp hides "
     "it; where it may be negative by right, the clamp is the cure"
 )
+ALL_ZERO = (
+    "{} of 0, and its argument is 0 in each place: find out why (a constant, a variance, a product "
+    "that underflows): a clamp hides it; where it may be 0 by right, the clamp is the cure"
+)
+ONLY_LATER = Advice(
+    "a causal mask that is the wrong way round: each place sees only those after it, the last one "
+    "none (is masked what should be seen, or == 0 for != 0?); to fill the last row hides it"
+)
 NOT_SEEN = "no operation was seen that made it: it was made in another thread or library"
 TOO_LARGE = (
     "the result is too large for float32, not for float64: "
@@ -494,6 +502,8 @@ def _of_operation(report):
     below_0 = report.phase == "forward" and lowest[0] < -1e-3 * report.largest
     if WEAK[weak].change is CLAMP and below_0:
         return NEGATIVE.format(weak, lowest[0])
+    if WEAK[weak].change is CLAMP and report.phase == "forward" and report.spans[0] == (0.0, 0.0):
+        return ALL_ZERO.format(weak)
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
         return TINY.format(f"{lowest[-1]:.3g}")

@@ -163,6 +163,14 @@ def in_wider_types(func, args, kwargs):
     return tuple(results)
 
 
+def sees_only_later(scores):
+    """Whether -inf leaves in the scores of each place none but those of places after it."""
+    if scores.dim() < 3 or not scores.shape[-1] == scores.shape[-2] > 2:
+        return False
+    seen = (scores > -inf).reshape(-1, *scores.shape[-2:]).any(0)
+    return bool(seen.any() and not seen.tril().any())
+
+
 def underflown_divisor(func, spans):
     """The smallest size other than 0 in a divisor that is 0 in places, if any eps would replace it.
     Else 0."""

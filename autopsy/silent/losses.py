@@ -23,6 +23,7 @@ from ..watch.graph import nodes_of
 FIRST = 12  # backward passes, of all losses
 OFTEN = 3  # of one line
 NEAR = 64  # operations between a loss and what it is a sum of
+MOST = 1024  # of a whole episode, say
 SURE = 3.0  # times ln(C)
 MEAN = 1  # of nll_loss's reduction
 NLL = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -35,6 +36,9 @@ LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackwa
 SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
 SIGMOID_TWICE = (
     "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
+)
+SOFTMAX_AS_LOGITS = (
+    "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
 NO_LOGARITHM = (
@@ -62,12 +66,20 @@ class Losses(Events):
         for loss in losses:
             made = self.recorder.maker(loss)
             line = line_of(made.frames) if made else line_now()
-            nodes = nodes_of([loss], NEAR)
-            for what in {*map(_misused, nodes)} - {""}:
-                self.found.setdefault(what, Counter())[line, bool(made)] += 1
-            for node in nodes:
+            nodes = nodes_of([loss], MOST)
+            misused = {(what, self._line_of(node) or line) for node in nodes
+                       if (what := _misused(node))}  # fmt: skip
+            for what, at in misused:
+                self.found.setdefault(what, Counter())[at, bool(made)] += 1
+            for node in nodes[:NEAR]:
                 if self.passes == 1 and node.name() in NLL and not self.has_loaded:
                     self.first = self.first or _first(node, line)
+
+    def _line_of(self, node):
+        """Where the result of this node was made, if the script still holds it."""
+        known = self.recorder.known.items()
+        made = next((made for t, made in known if t.grad_fn is node), None)
+        return made and line_of(made.frames)
 
     def sentences(self):
         for what, lines in self.found.items():
@@ -94,6 +106,8 @@ def _misused(node):
     made = before.name() if before else ""
     if name == "BinaryCrossEntropyWithLogitsBackward0":
         return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
+    if name == "LogsumexpBackward0" and made == "SoftmaxBackward0":
+        return SOFTMAX_AS_LOGITS  # of Categorical(logits=...)
     if name not in NLL:
         return ""
     if made == "LogSoftmaxBackward0":

@@ -70,7 +70,7 @@ class Reasons:
 
     def _of(self, seen, mine):
         """Sentences about one optimizer."""
-        if not seen.fed and mine:
+        if not seen.fed and not all(w.shared for w in mine):
             why = "no backward pass has reached them"
             if self.names.roots:
                 why = "it holds other tensors than the modules that were called (was it built "

@@ -5,10 +5,10 @@ A language model shifts its labels in its loss. Shifted in the data as well, pos
 t + 2, and nothing fails. Not shifted at all, or without a causal mask, it copies what it sees. The
 graphs of the first losses hold the labels, and the ids that an embedding was given. If labels are
 exactly the ids, moved by one number, a step is made again, once a run: the gradients of three
-positions show on which ids each depends. Told is the id after the next one; with a causal mask, the
-last id that it sees; and the next id, if the position sees it and the last label is not among the
-ids (else they may be those of an encoder). Labels at several places, or a slice from 2 on in the
-script, are meant so.
+positions show on which ids each depends. Told is the id after the next one; the last id that it
+sees, if it sees earlier ones too; and the next id, if the position sees it and the last label is
+not among the ids (else they may be those of an encoder). Labels at several places, or a slice from
+2 on in the script, are meant so.
 """
 
 import linecache
@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from ..frames import line_now, script_frames_now
-from ..tensors import PLAIN, flat_tensors
+from ..tensors import PLAIN
 from ..watch.events import Events
 from ..watch.following import Follower
 from ..watch.forward import Forward
@@ -89,7 +89,6 @@ class Seen(Follower):
     def __init__(self):
         super().__init__()
         self.losses, self.tables = [], []  # (logits, labels, line); (ids, their rows)
-        self.hides_later = False  # a triangular mask
 
     def look(self, func, name, args, kwargs, out):
         if name in ("cross_entropy", "nll_loss"):
@@ -101,10 +100,6 @@ class Seen(Follower):
             self.losses.append((scores, index, line_now()))
         elif name == "embedding":
             self.tables.append((args[0] if args else kwargs["input"], out))
-        elif not self.hides_later:
-            self.hides_later = bool(kwargs.get("is_causal")) or any(
-                map(_is_triangular, flat_tensors((args, kwargs)))
-            )
 
     @torch.enable_grad()
     def texts(self):
@@ -129,7 +124,7 @@ class Seen(Follower):
             (slope,) = torch.autograd.grad(part, rows, seed, retain_graph=True)
             on = (slope != 0).any(-1).any(1 - dim).nonzero().flatten().tolist()
             gaps.add(t + shift - on[-1])
-            copied &= len(on) > 1 and self.hides_later
+            copied &= len(on) > 1
             seen &= t + shift in on
         if gaps == {2}:
             return (
@@ -139,8 +134,8 @@ class Seen(Follower):
             )
         if gaps == {0} and copied:
             return (
-                f"the labels of the loss at {line} are the last ids that a position sees, though a "
-                "causal mask hides those after it: it learns to copy: shift the labels"
+                f"the labels of the loss at {line} are the last ids that a position sees, and it "
+                "sees none after them: it learns to copy: shift the labels"
             )
         if seen:
             return (
@@ -193,16 +188,6 @@ def _share(labels, ids, shift):
     counts = labels >= 0
     same, of = torch.stack([(counts & (labels == ids)).sum(), counts.sum()]).tolist()
     return same / of if of >= MANY else 0.0
-
-
-def _is_triangular(t):
-    """A square mask that tells what is after from what is not."""
-    if t.requires_grad or t.dim() < 2 or not LONG <= t.shape[-1] == t.shape[-2] < 1 << 12:
-        return False
-    square = t.flatten(0, -3)[0] if t.dim() > 2 else t
-    after = torch.ones_like(square, dtype=torch.bool).triu(1)
-    later, before = square[after].unique(), square[~after].unique()
-    return len(later) == len(before) == 1 and bool(later != before)
 
 
 def _is_written():

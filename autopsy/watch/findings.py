@@ -193,6 +193,9 @@ class Findings:
         names = list(report.names)
         if report.op and report.step < self.step:
             names.append(f"it was made at step {report.step}")
+        if report.verdict is Verdict.DATA:
+            warned = [f"a warning before: {at}: {text}" for at, text in self.hooks.warned.items()]
+            names += warned[:2]
         if report.verdict in (Verdict.DIVERGENCE, Verdict.OPTIMIZER):
             names += self._large()
         if report.verdict is Verdict.DIVERGENCE:

@@ -128,6 +128,7 @@ class Hooks:
         self.locator = None  # where every operation is watched
         self.unwatched = set()  # sentences
         self._moved = False  # whether a warning is told at another line
+        self.warned = {}  # line of a RuntimeWarning: its text
         self.failure = ""  # why the watch is off; "" while it is on
         self.undo = ExitStack()
         self._grad = True  # the script's, while a hook runs
@@ -242,6 +243,9 @@ class Hooks:
         says nothing new."""
         if self.busy:
             return None
+        if issubclass(message.category, RuntimeWarning):  # NumPy's: "invalid value encountered in"
+            at = f"{os.path.basename(message.filename)}:{message.lineno}"
+            self.warned[at] = str(message.message)
         inner = sys._getframe(1)
         frames = [frame for frame in walk(inner) if frame.f_code.co_filename != WARNINGS]
         lines = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]

@@ -357,7 +357,8 @@ class CallRecorder(TorchFunctionMode):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
     def stepped(self, optimizer):
-        is_new = optimizer not in self.steps_of and self.steps > 0
+        last = next(reversed(self.turns), None)
+        is_new = not self.steps_of.get(optimizer) and self.steps_of.get(last, 0) > 1
         twice = self.forget(optimizer)  # it does not take turns, but may have followed another
         before = self.steps_of.get(optimizer, 0)
         if twice:  # and then its first step counts, too

@@ -8,7 +8,6 @@ import argparse
 import builtins
 import gc
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -89,15 +88,15 @@ def main():
     if args.would_overflow and args.check_gradients:
         parser.error("--would-overflow and --check-gradients each end the script: ask one")
     if args.would_overflow or args.check_gradients:
-        at = [int(argv.pop(0))] if argv and re.fullmatch(r"-?\d+", argv[0]) else []
+        at = [int(argv.pop(0))] if argv and argv[0].lstrip("-").isdigit() else []
         if at and at[0] < args.would_overflow:
             wants = "--would-overflow takes steps from 1 on, --check-gradients a step from 0 on"
             parser.error(f"{at[0]}: {wants}")
         ask = partial(question(args.would_overflow), *at)
     if (args.from_step or 0) < 0:
         parser.error(f"--from-step {args.from_step}: steps are counted from 0")
-    if args.share is not None and not 0 < args.share <= 1:
-        parser.error(f"--share {args.share}: give a share of the time, above 0 and up to 1")
+    if args.share is not None and not 0 <= args.share <= 1:
+        parser.error(f"--share {args.share}: give a share of the time, 0 to 1")
     if args.c:
         parser.error("-c is not known: give the code on standard input, with -")
     if not argv:
@@ -280,6 +279,7 @@ def last_look(watch, failure):
             findings.found(raised, None, seen=Seen.RAISED)
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
+        by_torch |= bool(calls) and calls[-1].raised and isinstance(failure, RuntimeError)
         knew = by_torch or findings.knows == steps
         # the operation raised when it was made again, too
         raises = report and not report.result_value

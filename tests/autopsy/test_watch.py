@@ -183,7 +183,7 @@ def test_a_warning_is_told_at_the_line_that_it_names_without_the_watch(tmp_path,
 
 def test_a_script_that_is_not_there_is_named_in_one_line(tmp_path):
     code, _, err = run_script([ROOT / "autopsy", "nowhere.py"], tmp_path)
-    assert (code, err) == (1, "autopsy: nowhere.py is not a file\n")
+    assert (code, err) == (2, "autopsy: nowhere.py is not a file (python autopsy --help)\n")
 
 
 def test_a_module_runs_by_its_name(tmp_path):
