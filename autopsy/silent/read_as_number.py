@@ -5,15 +5,18 @@ item(), tolist(), float() and NumPy give numbers, which have no graph: a loss th
 does not train what made them. At two steps, which weights lead to a number that the script reads
 is noted; those that never get a gradient and never move are told, with the line of the read.
 """
-
+import os
 from collections import Counter
 
-from ..frames import line_now
+import torch
+
+from ..frames import line_now, script_frames_now
 from ..tensors import few, is_sharded, storage_of
 from ..watch.deferred import moved_by, params_of
 from ..watch.events import Events
 from .gradient_path import leaves
 
+DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 STEPS = (2, 3)  # of which the reads are noted
 MOST = 2000  # operations between weights and a number
 OFTEN = 3  # times that a gradient was looked for
@@ -32,6 +35,8 @@ class ReadAsNumber(Events):
         """The script reads a number, or detaches a tensor to read it."""
         if self.recorder.steps not in STEPS or self.recorder.hooks.world > 1:
             return  # fully_shard() computes with parameters of its own, and frees them
+        if any(file.startswith(DISTRIBUTIONS) for file, *_ in script_frames_now()):
+            return  # they check what they are given
         weights = leaves([t], MOST) if t.grad_fn else self.detached.get(storage_of(t), ())
         if name == "detach":
             self.detached[storage_of(t)] = weights

@@ -9,6 +9,7 @@ import os
 from functools import partial
 from math import inf
 from multiprocessing.process import BaseProcess
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class Watch:
         self.silent = self.findings.silent = silent_faults(self, also)
         self.losses = []  # of the backward passes since the last step
         self.outermost = OutermostCalls(self)
+        self.begun = WeakSet()  # optimizers
         self.optimizer = None  # whose step is under way
         self.with_closure = None  # the same, while its closure is still to run
         self.moments_were_read = True  # after the last step
@@ -188,7 +190,8 @@ class Watch:
 
     def check(self, optimizer):
         """Before an optimizer step: one read of the gradients, one transfer of everything noted."""
-        if id(optimizer) not in self.recorder.steps_of:
+        if optimizer not in self.begun:  # its id may be that of one that is gone
+            self.begun.add(optimizer)
             self.recorder.steps_of[id(optimizer)] = 0
             self._note_moments(optimizer, "before the optimizer's first step")
             self.history.begin(optimizer, self.deferred.norms(params_of(optimizer)))

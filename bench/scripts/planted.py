@@ -1799,3 +1799,108 @@ for step in range(40):
 tells("a clipped loss of a part of the returns", CLIPPED, 0, {
     "square": "compares each result with each target: [64, 1] and [64] make a square",
     "flat": "nothing non-finite -- not a square"})
+
+
+EXAMINED = PREAMBLE + """
+import numpy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+class NoSync(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func)
+        return func(*args, **(kwargs or {}))
+class Passes(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+variance = torch.zeros(16, 6)
+flat = numpy.ones((16, 6), "float32")
+for step in range(8):
+    x = torch.randn(16, 6)
+    if fault == "constant" and step == 3:
+        x = torch.from_numpy((flat - flat.min()) / (flat.max() - flat.min()))
+    out = net(x)  # constant
+    if fault == "masked":
+        hidden = torch.ones(4, 4).triu(1) == 0
+        out = out.view(4, 4, 6)[..., :4].masked_fill(hidden, -torch.inf).softmax(-1)  # masked
+    loss = (out - 1).square().mean()
+    if fault == "no variance":
+        loss = loss + variance.log().mean()  # no variance
+    if fault == "mode":
+        with Passes():
+            loss = loss + torch.log(torch.zeros(()))  # mode
+    with NoSync():
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if fault == "drawn" and step == 5:
+        likely = (1e5 * out.detach()).exp()  # drawn
+        torch.multinomial(likely, 1)
+"""
+tells("what strangers' programs showed", EXAMINED, 3, {
+    "constant": "-> data ... a warning before: script.py: ... invalid value encountered in divide",
+    "masked": "a causal mask that is the wrong way round: each place sees only those after it",
+    "no variance": "log of 0, and its argument is 0 in each place",
+    "mode": "-> divergence -- not __torch_function__",
+    "drawn": "probability tensor contains ... -> divergence ... exp beyond 88 is inf",
+})
+tells("what strangers' programs showed", EXAMINED, 0, {"": "8 steps, nothing non-finite"})
+
+DRAWS = PREAMBLE + """
+policy, value = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, n)) for n in (3, 1))
+both = nn.ModuleList([policy, value])
+optimizer = torch.optim.Adam(both.parameters(), 1e-2)
+other = torch.optim.Adam((policy if fault == "shared" else value).parameters(), 1e-3)
+for step in range(40):
+    x = torch.randn(16, 4)
+    logits = policy(x)
+    if fault == "logits": logits = logits.softmax(-1)
+    drawn = torch.distributions.Categorical(logits=logits)
+    action = drawn.sample()
+    log_p = drawn.log_prob(action)
+    if fault == "cut": log_p = log_p.detach()  # cut
+    reward = (action == x.argmax(1) % 3).float()
+    v = value(x).squeeze(1)
+    loss = F.mse_loss(v, reward) - (log_p * (reward - v.detach())).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    other.zero_grad(); F.mse_loss(value(x).squeeze(1), reward).backward(); other.step()
+"""
+tells("draws of a policy", DRAWS, 0, {
+    "": "nothing non-finite -- not had a gradient in any",
+    "logits": "its logits went through softmax already: Categorical(probs=...)",
+    "cut": "no gradient has reached ... detach at script.py: -- not multinomial",
+    "shared": "nothing non-finite -- not is zero_grad() called",
+})
+
+FOLDS = PREAMBLE + """
+import gc
+for fold in range(8):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    for step in range(10):
+        x = torch.randn(8, 64)
+        if fault == "sixth" and (fold, step) == (5, 0): x = x / torch.zeros(64)  # sixth
+        loss = net(x).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    del net, optimizer, loss
+    gc.collect()
+    kinds = torch.Tensor, nn.Parameter
+    large = sum(type(t) in kinds and t.shape == (64, 64) for t in gc.get_objects())
+    assert large <= 12, large  # two models
+"""
+tells("models that come one after the other", FOLDS, 0, {"": "80 steps, nothing non-finite"})
+tells("models that come one after the other", FOLDS, 3, {"sixth": "at step 50 -> "})
+
+COPIES = PREAMBLE + """
+table, rnn, head = nn.Embedding(30, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 30)
+net = nn.ModuleList([table, rnn, head])
+optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+text = torch.randint(30, (8, 400))
+for step in range(20):
+    at = 16 * step
+    x, y = text[:, at : at + 16], text[:, at + (fault == "") : at + 16 + (fault == "")]
+    scores = head(rnn(table(x))[0])
+    loss = F.cross_entropy(scores.flatten(0, 1), y.flatten())
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("labels of a recurrent network", COPIES, 0, {
+    "": "nothing non-finite -- not labels", "copied": "it learns to copy: shift the labels"})
