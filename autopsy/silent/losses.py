@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..frames import line_now, line_of
 from ..tensors import few
 from ..watch.events import Events
-from ..watch.graph import nodes_of
+from ..watch.graph import maker_of, nodes_of
 
 FIRST = 12  # backward passes, of all losses
 OFTEN = 3  # of one line
@@ -67,19 +67,16 @@ class Losses(Events):
             made = self.recorder.maker(loss)
             line = line_of(made.frames) if made else line_now()
             nodes = nodes_of([loss], MOST)
-            misused = {(what, self._line_of(node) or line) for node in nodes
-                       if (what := _misused(node))}  # fmt: skip
+            misused = {}
+            for node in nodes:
+                if what := _misused(node):
+                    own = maker_of(node, self.recorder.known)
+                    misused[what, line_of(own.frames) if own else line] = True
             for what, at in misused:
                 self.found.setdefault(what, Counter())[at, bool(made)] += 1
             for node in nodes[:NEAR]:
                 if self.passes == 1 and node.name() in NLL and not self.has_loaded:
                     self.first = self.first or _first(node, line)
-
-    def _line_of(self, node):
-        """Where the result of this node was made, if the script still holds it."""
-        known = self.recorder.known.items()
-        made = next((made for t, made in known if t.grad_fn is node), None)
-        return made and line_of(made.frames)
 
     def sentences(self):
         for what, lines in self.found.items():

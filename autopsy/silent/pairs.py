@@ -16,6 +16,7 @@ from torch import nn
 from ..frames import line_now, line_of
 from ..tensors import leaves, storage_of
 from ..watch.events import Events
+from ..watch.graph import maker_of
 
 FIRST = 12  # backward passes
 OFTEN = 3  # of one line
@@ -54,7 +55,7 @@ class Pairs(Events):
                     by_hand.append((ours, theirs, _memory(node, nodes)))
                 elif other is not None and other.stride()[len(theirs) - 1] == 0:
                     # expanded the other way
-                    made = self.recorder.maker(losses[0])
+                    made = maker_of(node, self.recorder.known) or self.recorder.maker(losses[0])
                     line = line_of(made.frames) if made else line_now()
                     self.found[line, str(ours), str(theirs)] += 1
         if by_hand:

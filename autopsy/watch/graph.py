@@ -20,3 +20,9 @@ def graph_of(nodes, most=inf):
                 nodes[other] = None
                 left.append(other)
     return left
+
+
+def maker_of(node, known):
+    """What made the tensor that this node stands for, if the script still holds that. known:
+    {tensor: what made it}."""
+    return next((made for t, made in known.items() if t.grad_fn is node), None)

@@ -33,7 +33,7 @@ from ..tensors import running_statistics
 from .budget import SHARE
 from .files import MARK, save
 from .findings import Seen
-from .hooks import write_error
+from .hooks import without_us, write_error
 from .watch import Watch
 
 USAGE = """python autopsy [--from-step N] [--one-run] [--share F] [--describe] [--report FILE]
@@ -405,16 +405,16 @@ class Start:
 
 def without_our_frames(original, kind, error, tb):
     """Print the traceback that the script has without the watch (for sys.excepthook)."""
-    frames = []
     ours = tb
     while ours and not ours.tb_frame.f_code.co_filename.startswith(HERE):
         ours = ours.tb_next  # what stands around autopsy: its installed command
-    tb = ours or tb
+    tb, frames = ours or tb, []
     while tb:
-        file = tb.tb_frame.f_code.co_filename
-        if not (file.startswith(HERE) or file in (runpy.__file__, "<frozen runpy>")):
-            frames.append(tb)
+        frames.append(tb)
         tb = tb.tb_next
-    for frame in reversed(frames):
-        frame.tb_next, tb = tb, frame
+    kept = {*without_us([entry.tb_frame for entry in reversed(frames)])}
+    for entry in reversed(frames):
+        file = entry.tb_frame.f_code.co_filename
+        if entry.tb_frame in kept and file not in (runpy.__file__, "<frozen runpy>"):
+            entry.tb_next, tb = tb, entry
     original(kind, error.with_traceback(tb), tb)
