@@ -99,6 +99,8 @@ def main():
         parser.error(f"--share {args.share}: give a share of the time, 0 to 1")
     if args.c:
         parser.error("-c is not known: give the code on standard input, with -")
+    if not args.report:
+        parser.error("--report needs the name of a file")
     if not argv:
         parser.error("name a script")
     if not (argv[0] in ("-m", "-") or os.path.exists(argv[0])):
@@ -225,11 +227,11 @@ def begin(start, name):
     sys.argv = ["-m", *start.argv[2:]] if name == "-m" else start.argv
     main = sys.modules["__main__"] = ModuleType("__main__")
     if IS_SAFE:
-        sys.path[:0] = [os.path.abspath(name)] * is_program
+        sys.path[:0] = [start.path] * is_program
     elif name == "-m":
         sys.path[0] = os.getcwd()
     elif is_program:
-        sys.path[0] = os.path.abspath(name)
+        sys.path[0] = start.path
     else:
         sys.path[0] = "" if name == "-" else os.path.dirname(os.path.realpath(name))
     if name == "-m" or is_program:  # what Python itself calls then
