@@ -23,6 +23,7 @@ from ..modes import is_compiled
 from ..tensors import PLAIN
 from ..watch.budget import FIRST
 from ..watch.events import Events
+from ..watch.hooks import without_modes
 
 NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 LAYERS = (_ConvNd, nn.Linear)
@@ -65,7 +66,8 @@ class NoVariance(Events):
         first = []  # what the first layer is given
 
         def note(part, args):
-            with suppress(Exception), torch.no_grad():
+            unseen = torch._C.DisableTorchFunction()
+            with suppress(Exception), unseen, without_modes(), torch.no_grad():
                 x = args[0].detach()
                 if not first:
                     first.append(None if args[0].requires_grad else x)

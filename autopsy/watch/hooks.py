@@ -68,6 +68,11 @@ def write_error(text):
         sys.stderr.flush()
 
 
+def without_modes():
+    """A context without the dispatch modes of the script."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else OPEN
+
+
 def walk(frame):
     """This frame and those that called it."""
     while frame:
@@ -180,8 +185,7 @@ class Hooks:
             locator.paused = True
         self.writing = self.record(False)
         try:
-            modes = torch._C._len_torch_dispatch_stack()
-            with torch._C.DisableTorchFunction(), _disable_current_modes() if modes else OPEN:
+            with torch._C.DisableTorchFunction(), without_modes():
                 torch._C._set_grad_enabled(False)
                 try:
                     return hook(*args)
