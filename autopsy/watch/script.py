@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 
 from ..advice import Advice, Verdict, names_bad_number, on_exception
-from ..frames import HERE, TORCH, frames_in, line_of, said
+from ..frames import HERE, PACK, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
@@ -227,6 +227,7 @@ def begin(start, name):
     sys.argv = ["-m", *start.argv[2:]] if name == "-m" else start.argv
     main = sys.modules["__main__"] = ModuleType("__main__")
     if IS_SAFE:
+        del sys.path[: sys.path[0] == PACK]
         sys.path[:0] = [start.path] * is_program
     elif name == "-m":
         sys.path[0] = os.getcwd()
@@ -247,7 +248,7 @@ def begin(start, name):
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
     for taken in ("torch", "autopsy") if name != "-" and not IS_SAFE else ():
-        beside = os.path.join(os.path.dirname(path), f"{taken}.py")
+        beside = os.path.join(sys.path[0], f"{taken}.py")
         if os.path.isfile(beside):
             write_error(f"autopsy: without autopsy, Python imports {beside} as {taken}: rename it")
     exec(start.code(), vars(main))
