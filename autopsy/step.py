@@ -7,7 +7,7 @@ Random states, buffers, and what modules carry outside of buffers.
 import random
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from typing import Any
 
@@ -71,7 +71,13 @@ def unchanged(net, tensors):
 
 
 def copied_buffers(net):
-    return {n: b.detach().clone() for n, b in net.named_buffers() if has_numbers(b)}
+    """{name: a copy}, without those that some versions of torch cannot copy (float4)."""
+    copies = {}
+    for name, b in net.named_buffers():
+        if has_numbers(b):
+            with suppress(NotImplementedError):
+                copies[name] = b.detach().clone()
+    return copies
 
 
 def has_numbers(b):
