@@ -498,12 +498,11 @@ def _of_operation(report):
     if not of_operation or not weak or report.source:
         return None
     lowest = [low for low, _ in report.spans] or [0.0]  # of whole numbers nothing is known
-    # not 0, or its rounding
-    below_0 = report.phase == "forward" and lowest[0] < -1e-3 * report.largest
-    if WEAK[weak].change is CLAMP and below_0:
-        return NEGATIVE.format(weak, lowest[0])
-    if WEAK[weak].change is CLAMP and report.phase == "forward" and report.spans[0] == (0.0, 0.0):
-        return ALL_ZERO.format(weak)
+    if WEAK[weak].change is CLAMP and report.phase == "forward":
+        if lowest[0] < -1e-3 * report.largest:  # not 0, or its rounding
+            return NEGATIVE.format(weak, lowest[0])
+        if report.spans[:1] == ((0.0, 0.0),):
+            return ALL_ZERO.format(weak)
     divides = weak == "div" or weak.startswith("log")
     if divides and lowest[-1] > 0 and lowest[1:]:
         return TINY.format(f"{lowest[-1]:.3g}")

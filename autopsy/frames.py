@@ -19,6 +19,7 @@ PACK = os.path.dirname(FOLDER)  # a file, where the folder was packed into one
 # None of its lines is the script's.
 HERE = os.path.join(PACK if os.path.isfile(PACK) else FOLDER, "")
 TORCH = os.path.dirname(torch.__file__)
+DISTRIBUTIONS = os.path.join(TORCH, "distributions")
 LIBRARY = os.path.dirname(os.__file__)
 # Of torch's own files, those whose arithmetic is no operation that the script has called.
 NAMED = re.compile(re.escape(TORCH) + ".(nn.utils.(parametriz|weight_norm|spectral)|distributions)")

@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .advice import BY_ZERO, NOT_FINITE, ONLY_LATER, TOO_LOW, UNDERFLOW, Advice
+from .advice import BY_ZERO, NOT_FINITE, TOO_LOW
 from .facts import STATE, Kind, Repeat, Source
 from .frames import NOWHERE, frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
 from .module_stack import ModuleStack, around_modules
-from .operations import WRITERS, in_wider_types, rule_of, sees_only_later, underflown_divisor
+from .operations import WRITERS, in_wider_types, mistake_in, rule_of
 from .report import Report
 from .samples import Samples
 from .step import attributes_of
@@ -248,8 +248,6 @@ class Locator(Operations):
             origin = replace(origin, fix=NOT_FINITE)
         if span.is_mask and t.dtype is torch.float16 and min(self.numbers, default=0) < -65504:
             origin = replace(origin, fix=TOO_LOW)
-        if "softmax" in rule.name and sees_only_later(spans[0][0]):
-            origin = replace(origin, fix=ONLY_LATER)
         if rule.empty:  # which of it is used is not known yet
             origin = replace(origin, samples=())
         learns = origin.phase == "backward" or any(x.requires_grad for x, _ in spans)
@@ -339,8 +337,8 @@ class Locator(Operations):
 
         bad = [span for _, span in spans if span.is_bad]
         nan = out != out if bad and (out != out).any() else None  # its -inf may be a mask
-        if here["phase"] == "forward" and (least := underflown_divisor(func, spans)):
-            origin = replace(origin, fix=Advice(UNDERFLOW.format(least)))
+        if here["phase"] == "forward" and (fix := mistake_in(func, spans)):
+            origin = replace(origin, fix=fix)
         return replace(
             origin,
             result_value=extent(out).bad_end,

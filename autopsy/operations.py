@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .advice import eps_for
+from .advice import ONLY_LATER, UNDERFLOW, Advice, eps_for
 from .facts import Repeat
 from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
 
@@ -163,7 +163,15 @@ def in_wider_types(func, args, kwargs):
     return tuple(results)
 
 
-def sees_only_later(scores):
+def mistake_in(func, spans):
+    """What to do about an operation of the forward, if its inputs themselves show it; or None."""
+    if "softmax" in str(func) and spans and _sees_only_later(spans[0][0]):
+        return ONLY_LATER
+    least = _underflown_divisor(func, spans)
+    return Advice(UNDERFLOW.format(least)) if least else None
+
+
+def _sees_only_later(scores):
     """Whether -inf leaves in the scores of each place none but those of places after it."""
     if scores.dim() < 3 or not scores.shape[-1] == scores.shape[-2] > 2:
         return False
@@ -171,7 +179,7 @@ def sees_only_later(scores):
     return bool(seen.any() and not seen.tril().any())
 
 
-def underflown_divisor(func, spans):
+def _underflown_divisor(func, spans):
     """The smallest size other than 0 in a divisor that is 0 in places, if any eps would replace it.
     Else 0."""
     if str(func) != "aten.div.Tensor" or len(spans) != 2 or 0 not in spans[1][1]:

@@ -26,15 +26,15 @@ class Branches:
     def __init__(self, hooks):
         self.codes = {}  # id: code of the script that was entered
         self.times = Counter()  # (file, line)
-        self.traced = sys.gettrace
-        if self.traced() is None:
+        self.gettrace = sys.gettrace
+        if self.gettrace() is None:
             sys.settrace(self._call)
             hooks.replace(sys, "gettrace", self._others)
 
     def _others(self):
         """A script asks whether a debugger is there."""
-        mine = self.traced() == self._call
-        return None if mine else self.traced()
+        found = self.gettrace()
+        return None if found == self._call else found
 
     def _call(self, frame, event, arg):
         code = frame.f_code
@@ -50,7 +50,7 @@ class Branches:
 
     def lines(self):
         """Ends it. One line on each branch, those that came up most often first."""
-        if self.traced() != self._call:
+        if self.gettrace() != self._call:
             return  # something else took its place
         sys.settrace(None)
         found = []

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..frames import HERE, TORCH, script_frames_now
+from ..frames import DISTRIBUTIONS, HERE, TORCH, script_frames_now
 from ..tensors import extent, few, flat_tensors, numbers_of, type_of
 from ..watch.following import Follower, is_loss
 from ..watch.names import names_of
 
-DISTRIBUTIONS = os.path.join(TORCH, "distributions")
 PASSIVE = {  # they hand on the numbers that they are given
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
     "movedim", "swapaxes", "__getitem__", "contiguous", "clone", "to", "float", "half", "bfloat16",

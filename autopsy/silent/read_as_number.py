@@ -5,18 +5,15 @@ item(), tolist(), float() and NumPy give numbers, which have no graph: a loss th
 does not train what made them. At two steps, which weights lead to a number that the script reads
 is noted; those that never get a gradient and never move are told, with the line of the read.
 """
-import os
+
 from collections import Counter
 
-import torch
-
-from ..frames import line_now, script_frames_now
+from ..frames import DISTRIBUTIONS, line_now, script_frames_now
 from ..tensors import few, is_sharded, storage_of
 from ..watch.deferred import moved_by, params_of
 from ..watch.events import Events
 from .gradient_path import leaves
 
-DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 STEPS = (2, 3)  # of which the reads are noted
 MOST = 2000  # operations between weights and a number
 OFTEN = 3  # times that a gradient was looked for

@@ -77,12 +77,8 @@ class Reasons:
                 why += "before the model was copied, moved or replaced?)"
             if not any(w.p.requires_grad for w in mine):
                 why = "requires_grad is False for each"
-            elif self.still.leaf:
-                why = self.still.leaf
-            elif self.still.elsewhere and all(self.still.elsewhere):
-                why = self.still.elsewhere[0]
-            elif seen.end:
-                why = seen.end
+            elif end := self.still.leads_nowhere or seen.end:
+                why = end
             elif any(w.module for w in mine):
                 why = "is zero_grad() called between backward() and step()?"
             yield (

@@ -27,6 +27,7 @@ from .weight_list import WeightList
 
 LATELY = 8  # steps
 FIRST = 8  # optimizers that are looked at closely: some scripts build one for each task
+LOSSES = 8  # whose graphs are followed to their ends
 
 
 class Still(Events):
@@ -121,11 +122,16 @@ class Still(Events):
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
             self.leaf = f"at {line_now()} backward() begins at a new tensor, which has no graph"
-        elif self.weights and self.recorder.steps < READ:
+        elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < LOSSES:
             self.elsewhere.append(self._no_weight(leaves(losses)))
         for p in self.anew.look(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
             self.weights.add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
+
+    @property
+    def leads_nowhere(self):
+        """Where the backward passes begin or end, if that leads to no weight; or ""."""
+        return self.leaf or (all(self.elsewhere) and "".join(self.elsewhere[:1])) or ""
 
     def _no_weight(self, ends):
         """Say where the graph of a loss ends, which is at these, if that is at no weight."""

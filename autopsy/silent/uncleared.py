@@ -26,9 +26,9 @@ class Gradients:
     def __init__(self, optimizer):
         self.name, self.line, self.steps = type(optimizer).__name__, "", 0
         self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
-        # Parameters are weak references: they end with their network.
         self.added = False  # which a backward pass has changed
         self.windows = []  # (parameters, which were not cleared) between two steps
+        # (weak references, all of these: parameters end with their network)
 
 
 class Uncleared(Events):

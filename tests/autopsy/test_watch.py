@@ -130,6 +130,7 @@ import os, sys, random, signal, torch
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__file__, __spec__ is None)
 print(torch.manual_seed(1).initial_seed(), random.seed(1), random.random(), torch.rand(1))
 class Here: pass
+print(__builtins__, __cached__, type(__loader__), sys.excepthook is sys.__excepthook__)
 print(Here.__module__, getattr(sys.modules["__main__"], "Here") is Here)
 if sys.argv[1:] == ["interrupt"]:
     signal.signal(2, signal.default_int_handler)  # in the background it is ignored
@@ -184,6 +185,38 @@ def test_a_warning_is_told_at_the_line_that_it_names_without_the_watch(tmp_path,
 def test_a_script_that_is_not_there_is_named_in_one_line(tmp_path):
     code, _, err = run_script([ROOT / "autopsy", "nowhere.py"], tmp_path)
     assert (code, err) == (2, "autopsy: nowhere.py is not a file (python autopsy --help)\n")
+
+
+@pytest.mark.parametrize("words", [
+    "--nothing script.py", "-c pass", "--from-step -1 script.py", "--share 2 script.py",
+    "--share nan script.py", "--would-overflow --check-gradients script.py",
+    "--would-overflow 0 script.py", "--check-gradients -1 script.py", "",
+])  # fmt: skip
+def test_a_wrong_argument_is_told_in_one_sentence_before_the_script_runs(tmp_path, words):
+    done = process(tmp_path, "print('ran')", ROOT / "autopsy", *words.split())
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("autopsy: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["-I", "-P"] if sys.version_info >= (3, 11) else ["-I"])
+def test_python_may_be_told_to_search_nothing_beside_the_script(tmp_path, flag):
+    (tmp_path / "beside.py").write_text("")
+    text = "import sys, torch\nprint(sys.path)\nimport beside"
+    bare = process(tmp_path, text, flag, "script.py")
+    watched = process(tmp_path, text, flag, ROOT / "autopsy", "script.py")
+    assert bare.returncode == watched.returncode == 1 and "beside" in watched.stderr
+    assert bare.stdout == watched.stdout
+
+
+def test_the_scripts_own_hook_of_exceptions_gets_its_own_traceback(tmp_path):
+    text = """
+import sys, torch, traceback
+sys.excepthook = lambda kind, error, tb: print(len(traceback.extract_tb(tb)), error.args)
+raise ValueError("mine")
+"""
+    bare = process(tmp_path, text, "script.py")
+    watched = process(tmp_path, text, ROOT / "autopsy", "script.py")
+    assert bare.stdout == watched.stdout == "1 ('mine',)\n"
 
 
 def test_a_module_runs_by_its_name(tmp_path):
