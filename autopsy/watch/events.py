@@ -24,6 +24,9 @@ class Events:
     def loaded(self, module, state, answer):
         """module.load_state_dict(state) has returned `answer`."""
 
+    def restored(self, optimizer):
+        """load_state_dict() of an optimizer is over."""
+
     def switched(self, module, training):
         """train() or eval() of a module and all within it is over."""
 

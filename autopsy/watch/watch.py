@@ -227,6 +227,7 @@ class Watch:
         """What it loads is read, and checked with the next gradients."""
         out = original(optimizer, *args, **kwargs)
         self.hooks.safely(self._note_moments, optimizer, f"as loaded at {line_now()}")
+        self.hooks.safely(self.silent.restored, optimizer)
         return out
 
     def _load_module(self, original, module, state, *args, **kwargs):

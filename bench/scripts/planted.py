@@ -1908,3 +1908,26 @@ for step in range(20):
 """
 tells("labels of a recurrent network", COPIES, 0, {
     "": "nothing non-finite -- not labels", "copied": "it learns to copy: shift the labels"})
+
+RESETS = PREAMBLE + """
+import copy
+net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+target = copy.deepcopy(net)
+optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+first, fresh = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+for step in range(80):
+    x = torch.randn(16, 4)
+    loss = F.mse_loss(net(x), x[:, :2] + 0.1 * target(x).detach())
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if step % 10 < 9: continue
+    if fault == "": target.load_state_dict(net.state_dict())
+    elif fault == "reversed": net.load_state_dict(target.state_dict())  # reversed
+    else: net.load_state_dict(first)
+    if fault == "folds": optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    if fault == "tasks": optimizer.load_state_dict(fresh)
+    if fault == "backtracking": optimizer.param_groups[0]["lr"] /= 2
+"""
+tells("weights that are set back", RESETS, 0, {
+    "reversed": "sets the weights of Sequential back to the same numbers each time: what 50 steps",
+    **dict.fromkeys(["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"),
+})
