@@ -502,17 +502,23 @@ class Guard:
         norm = norm if scale is None else norm / scale
         if scaler:
             self._tell(scaler, optimizers, found_inf)
-        if clip and are_cached(params):
-            if clip < norm <= LIMIT:
-                nn.utils.clip_grads_with_norm_(params, clip, norm)
-        elif clip and on_device:  # the kernels divide by both factors in one
-            factor = (norm if clip == 1 else norm / clip).clamp(min=1)
-            scale = factor if scale is None else factor * scale
-        elif clip:
-            nn.utils.clip_grads_with_norm_(params, clip, norm)
+        if clip:
+            scale = self._clip(params, clip, norm, scale, on_device)
         self._update(optimizers, found_inf, scale, on_device)
         self.close(found_inf, **stats, grad_norm=norm)
         return found_inf
+
+    def _clip(self, params, clip, norm, scale, on_device):
+        """Returns what the kernels divide by: `scale`, or that and the clip coefficient in one."""
+        if are_cached(params):
+            if clip < norm <= LIMIT:
+                nn.utils.clip_grads_with_norm_(params, clip, norm)
+        elif on_device:
+            factor = (norm if clip == 1 else norm / clip).clamp(min=1)
+            scale = factor if scale is None else factor * scale
+        else:
+            nn.utils.clip_grads_with_norm_(params, clip, norm)
+        return scale
 
     def _unscale(self, optimizers, scaler, on_device):
         """The loss scale, if the optimizers divide by it in their kernels; else divide here."""
