@@ -556,6 +556,18 @@ for i in range(100):
     agent.learn(i)
     if i % 20 == 0: agent.target.load_state_dict(agent.net.state_dict())
 """, "self.target = self.net", "self.target = copy.deepcopy(self.net)"),
+    "the target network loads itself": Row(
+        "github.com/thesouther/MARL/issues/8", "state",
+        r"target loads its own state_dict\(\) at script.py:\d+ .*changes nothing",
+        """
+net = mlp(2); target = copy.deepcopy(net); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(100):
+    x, y = data(i); q = net(x).gather(1, (y[:, :1] > 0).long())
+    with torch.no_grad(): best = target(x.roll(1, 0)).max(1, keepdim=True).values
+    loss = F.smooth_l1_loss(q, y[:, 1:2] + 0.9 * best)
+    opt.zero_grad(); loss.backward(); opt.step()
+    if i % 20 == 0: target.load_state_dict(target.state_dict())
+""", "(target.state_dict())", "(net.state_dict())"),
     "workers that are seeded alike in each epoch": Row(
         "github.com/Lightning-AI/pytorch-lightning/issues/20412", "data",
         r"workers .* same random numbers in each pass: script.py:\d+ in seed seeds them alike",

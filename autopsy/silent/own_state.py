@@ -2,10 +2,10 @@
 Own state: is a target network the trained network itself?
 
 `self.target = self.net` makes no copy: the target moves with every step, and each update of it
-gives a network its own tensors. Told is a load_state_dict() between two names of one network, again
-and again with steps in between, or an average of weights and of these weights themselves. No word
-of a load under one name, or once, or where a wrapper is loaded from what it wraps; nor of a line
-that also mixes in other weights.
+gives a network its own tensors. Told is a load_state_dict() between two names of one network, or
+under one name that says target, average or the like, again and again with steps in between; and an
+average of weights and of these weights themselves. No word of a load that is made once, or where a
+wrapper is loaded from what it wraps; nor of a line that also mixes in other weights.
 """
 
 import linecache
@@ -66,17 +66,17 @@ class OwnState(Events):
         mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         given = [(mine[n], t) for n, t in state.items() if n in mine and isinstance(t, Tensor)]
         pairs = [(p, t) for p, t in given if p.is_floating_point() and p.numel()]
-        if not any(p.requires_grad for p, _ in pairs):
-            return
         if all(storage_of(t) is storage_of(p) for p, t in pairs):
             frames = script_frames_now()
             code = call_at(*frames[0][:2])
             if found := LOAD.search(code):
-                self._loads(line_of(frames), found.groups())
+                trains = any(p.requires_grad for p, _ in pairs)
+                self._loads(line_of(frames), found.groups(), trains)
 
-    def _loads(self, line, names):
+    def _loads(self, line, names, trains):
         name, source = (name.removeprefix("self.") for name in names)
-        if name != source and OTHER.search(name) and not any(map(WRAPS.search, names)):
+        is_meant = OTHER.search(name) and not any(map(WRAPS.search, names))
+        if is_meant and (trains or name == source):
             self.loads.setdefault(line, Steps(names)).add(self.recorder.steps)
 
     def wrote(self, line, weights, name, given):
@@ -112,8 +112,14 @@ class OwnState(Events):
 
     def sentences(self):
         for line, load in self.loads.items():
-            to, source = load.what
-            if load.times >= OFTEN:
+            to, source = (name.removeprefix("self.") for name in load.what)
+            if load.times >= OFTEN and to == source:
+                yield (
+                    f"{to} loads its own state_dict() at {line}, which changes nothing "
+                    f"({load.times} times, with steps in between): was that of the network that "
+                    "trains meant?"
+                )
+            elif load.times >= OFTEN:
                 yield (
                     f"{to} is no copy of {source}: they are one network, so load_state_dict() at "
                     f"{line} changes nothing ({load.times} times, with steps in between), and "

@@ -45,8 +45,6 @@ class Reasons:
                 f"a forward makes weights of the shapes {few(shapes, 4)} anew at each step, and no "
                 "optimizer holds them: make them once, in __init__()"
             )
-        for line, what in self.still.unloaded.items():
-            yield f"load_state_dict() at {line} {what}"
         for seen in self.still.optimizers.values():
             if seen.steps >= READ:
                 yield from self._of(seen, [w for w in weights if w.optimizer is seen])

@@ -47,7 +47,6 @@ class Still(Events):
         self.seen = 0  # optimizers
         self.anew = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
-        self.unloaded = {}  # line: what is wrong with a load_state_dict() that has loaded nothing
 
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
@@ -94,29 +93,6 @@ class Still(Events):
             self._zero(seen)
         elif step > READ and step.bit_count() < 2 and not seen.dead:
             self._zero(seen, lately=True)
-
-    def loaded(self, module, state, answer):
-        """With strict=False it may pass over every name. And state_dict() gives the tensors of the
-        module itself: an older state that was not copied is the present one."""
-        missing = getattr(answer, "missing_keys", ())
-        others = getattr(answer, "unexpected_keys", ())
-        if missing and len(others) >= len(state) > 0:
-            self.unloaded[line_now()] = (
-                f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
-                f"and those of {type(module).__name__} are like {missing[0]}"
-            )
-
-        mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        tensors = [(n, t) for n, t in state.items() if n in mine and isinstance(t, torch.Tensor)]
-        pairs = [(t, mine[name]) for name, t in tensors]
-        made = [self.recorder.known.get(t) for t, _ in pairs]
-        older = made and all(m and m.number < self.recorder.latest for m in made)
-        if older and all(t is not p and t.data_ptr() == p.data_ptr() for t, p in pairs):
-            self.unloaded[line_now()] = (
-                f"has changed nothing: it was given the tensors of {type(module).__name__} itself, "
-                "which steps have moved since then (state_dict() makes no copy): keep "
-                "copy.deepcopy(net.state_dict())"
-            )
 
     def backward(self, losses):
         """Before a backward pass."""

@@ -1922,6 +1922,7 @@ for step in range(80):
     if step % 10 < 9: continue
     if fault == "": target.load_state_dict(net.state_dict())
     elif fault == "reversed": net.load_state_dict(target.state_dict())  # reversed
+    elif fault == "itself": target.load_state_dict(target.state_dict())  # itself
     else: net.load_state_dict(first)
     if fault == "folds": optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     if fault == "tasks": optimizer.load_state_dict(fresh)
@@ -1929,5 +1930,6 @@ for step in range(80):
 """
 tells("weights that are set back", RESETS, 0, {
     "reversed": "sets the weights of Sequential back to the same numbers each time: what 50 steps",
+    "itself": "target loads its own state_dict() at ... changes nothing (8 times -- not sets the",
     **dict.fromkeys(["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"),
 })

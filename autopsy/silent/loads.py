@@ -1,0 +1,96 @@
+"""
+Loads: does load_state_dict() of a module bring what it should?
+
+With strict=False it may pass over every name. And state_dict() gives the tensors of the module
+itself: the best state, if it was not copied, is the last one.
+
+And a load may take away, each time, what the steps before it have learnt: a target network that is
+copied the wrong way round. Told is a line that loads the same numbers again and again into weights
+of one optimizer, which makes steps in between with moments that it goes on with. Whoever begins
+anew on purpose (folds, tasks, adaptation to one sample) resets these too, or moves the rate (back
+to the best weights with half of it).
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..frames import line_now
+from ..tensors import storage_of
+from ..watch.deferred import params_of
+from ..watch.events import Events
+
+LOADS = 6  # that are read; each but the first sets back
+
+
+class Loads(Events):
+    """What load_state_dict() did to the modules of a script."""
+
+    def __init__(self, watch):
+        self.recorder, self.deferred = watch.recorder, watch.deferred
+        self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
+        self.steps = WeakKeyDictionary()  # optimizer: how many
+        self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
+
+    def stepped(self, optimizer):
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+
+    def restored(self, optimizer):
+        self.loads.pop(optimizer, None)
+
+    def loaded(self, module, state, answer):
+        where = line_now(), type(module).__name__
+        missing = getattr(answer, "missing_keys", ())
+        others = getattr(answer, "unexpected_keys", ())
+        if missing and len(others) >= len(state) > 0:
+            self.unloaded[where[0]] = (
+                f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
+                f"and those of {where[1]} are like {missing[0]}"
+            )
+        if not _is_its_own(module, state):
+            self._note_numbers(module, where)
+        elif self._is_older(state):
+            self.unloaded[where[0]] = (
+                f"has changed nothing: it was given the tensors of {where[1]} itself, which steps "
+                "have moved since then (state_dict() makes no copy): keep "
+                "copy.deepcopy(net.state_dict())"
+            )
+
+    def _is_older(self, state):
+        """Whether a step was made since state_dict() has given it."""
+        made = [self.recorder.known.get(t) for t in state.values() if isinstance(t, torch.Tensor)]
+        return all(m and m.number < self.recorder.latest for m in made)
+
+    def _note_numbers(self, module, where):
+        """Of weights that an optimizer with moments trains."""
+        mine = [p for p in module.parameters() if p.is_floating_point()]
+        for optimizer, steps in [*self.steps.items()]:
+            trained = {*params_of(optimizer)}
+            some = [p for p in mine if p in trained and optimizer.state.get(p)]
+            seen = self.loads.setdefault(optimizer, {}).setdefault(where, []) if some else ()
+            if some and len(seen) < LOADS:
+                rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+                seen.append((steps, rates, self.deferred.norms(some)))
+
+    def sentences(self):
+        for line, what in self.unloaded.items():
+            yield f"load_state_dict() at {line} {what}"
+        for optimizer, lines in self.loads.items():
+            for (line, kind), seen in lines.items():
+                steps, rates, norms = zip(*seen, strict=True)
+                norms = [self.deferred.to_host(several) for several in norms]
+                moves = len({*steps}) == LOADS
+                if moves and all(x == several[0] for several in (rates, norms) for x in several):
+                    yield (
+                        f"load_state_dict() at {line} sets the weights of {kind} back to the same "
+                        f"numbers each time: what {steps[-1] - steps[0]} steps of "
+                        f"{type(optimizer).__name__} learnt between {LOADS} loads is lost. Was it "
+                        "meant the other way round?"
+                    )
+
+
+def _is_its_own(module, state):
+    """Whether each tensor of a state lies in the memory of the module's tensor of this name."""
+    mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    pairs = [(t, mine[n]) for n, t in state.items() if n in mine and isinstance(t, torch.Tensor)]
+    return bool(pairs) and all(storage_of(t) is storage_of(p) for t, p in pairs)
