@@ -24,6 +24,7 @@ class Branches:
     (a debugger, a measure of coverage) does so."""
 
     def __init__(self, hooks):
+        self.hooks = hooks
         self.codes = {}  # id: code of the script that was entered
         self.times = Counter()  # (file, line)
         self.gettrace = sys.gettrace
@@ -38,8 +39,8 @@ class Branches:
 
     def _call(self, frame, event, arg):
         code = frame.f_code
-        if not is_own(code.co_filename):
-            return None
+        if self.hooks.busy or not is_own(code.co_filename):
+            return None  # a repetition of ours counts nothing
         self.codes[id(code)] = code
         return self._line
 

@@ -25,6 +25,7 @@ PASSIVE = {  # they hand on the numbers that they are given
     "T", "mT", "cat", "stack", "repeat", "repeat_interleave", "select", "narrow", "index_select",
 }  # fmt: skip
 LISTED = 3  # tensors
+MASKED = -1e30  # added to what a mask hides
 LOGIC = ("and", "or", "logical_and", "logical_or", "lt", "gt", "le", "ge", "eq", "ne", "invert")
 LINEAR = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d")
 
@@ -224,7 +225,10 @@ def about(t):
         span = f"{kind}, {low:.3g} .. {high:.3g}"
         if low == -torch.inf or high == torch.inf:
             return f"{span}, {t.isinf().float().mean():.0%} of them inf"
-        return f"{span}, mean {t.float().mean():.2g}, deviation {t.float().std():.2g}"
+        if low < MASKED:
+            return f"{span}, {(t == low).float().mean():.0%} of them {low:.3g}"
+        wide = t.cpu().double()
+        return f"{span}, mean {wide.mean():.2g}, deviation {wide.std():.2g}"
     values, counts = t.unique(return_counts=True)
     most = int(counts.argmax())
     if len(values) == 1:

@@ -24,6 +24,7 @@ from ..watch.graph import nodes_of
 from ..watch.recorder import READS
 from .weight_history import READ
 
+PADDING = ", where only its padding_idx is reached: does a mask hide all but the padding?"
 
 class End(NamedTuple):
     """An operation whose result has no graph, though it was made of weights."""
@@ -148,11 +149,20 @@ def where_zero(losses, params):
         came = any(g is not None and g.any() for g in to_outputs)
         if came and on and not any(g.any() for g in on):
             line = line_of(frames_in(node.metadata.get("traceback_", ())))
-            found.append(f"in {node.name()}{f' of {line}' if line else ''}")
+            why = PADDING if _is_of_padding(node, to_outputs[0]) else ""
+            found.append(f"in {node.name()}{f' of {line}' if line else ''}{why}")
 
     with ExitStack() as stack:
         for node in nodes_of(losses):
             stack.enter_context(node.register_hook(partial(after, node)))
         ones = [torch.ones_like(t) for t in losses]
         torch.autograd.grad(losses, params, ones, allow_unused=True)
-    return found[0] if found else ""
+    return found[-1] if found else ""  # before it the gradient may go on by another way
+
+
+def _is_of_padding(node, gradient):
+    """Whether each row of a table that is given a gradient is the one of its padding_idx."""
+    if node.name() != "EmbeddingBackward0":
+        return False
+    rows = node._saved_indices[gradient.any(-1)]
+    return bool((rows == node._saved_padding_idx).all())

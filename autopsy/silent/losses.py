@@ -20,7 +20,7 @@ from ..tensors import few
 from ..watch.events import Events
 from ..watch.graph import maker_of, nodes_of
 
-FIRST = 12  # backward passes, of all losses
+FIRST = 12  # backward passes of one line
 OFTEN = 3  # of one line
 NEAR = 64  # operations between a loss and what it is a sum of
 MOST = 1024  # of a whole episode, say
@@ -41,6 +41,10 @@ SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
+ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
+OTHER_DIMENSION = (
+    "its input was made by log_softmax over dimension {}, and the classes are dimension 1"
+)
 NO_LOGARITHM = (
     "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
     "cross_entropy in its place"
@@ -52,7 +56,7 @@ class Losses(Events):
 
     def __init__(self, watch):
         self.recorder = watch.recorder
-        self.passes, self.has_loaded = 0, False
+        self.passes, self.has_loaded = Counter(), False  # line of backward(): how many
         self.found = {}  # what is wrong: {(line, is it the loss's, or that of backward()?): passes}
         self.first = ""
 
@@ -60,12 +64,13 @@ class Losses(Events):
         self.has_loaded = True
 
     def backward(self, losses):
-        if self.passes == FIRST:
+        here = line_now()
+        if self.passes[here] == FIRST:
             return
-        self.passes += 1
+        self.passes[here] += 1
         for loss in losses:
             made = self.recorder.maker(loss)
-            line = line_of(made.frames) if made else line_now()
+            line = line_of(made.frames) if made else here
             nodes = nodes_of([loss], MOST)
             misused = {}
             for node in nodes:
@@ -75,7 +80,7 @@ class Losses(Events):
             for what, at in misused:
                 self.found.setdefault(what, Counter())[at, bool(made)] += 1
             for node in nodes[:NEAR]:
-                if self.passes == 1 and node.name() in NLL and not self.has_loaded:
+                if self.passes.total() == 1 and node.name() in NLL and not self.has_loaded:
                     self.first = self.first or _first(node, line)
 
     def sentences(self):
@@ -97,6 +102,19 @@ def _before(node):
     return None
 
 
+def _other_dimension(node):
+    """The dimension over which its input was normalised, if that is not the one of the classes."""
+    scores, before = node._saved_self, node.next_functions[0][0]
+    while before and before.name() in ROWS:  # some rows of a table
+        before = before.next_functions[0][0]
+    if scores.dim() < 2 or not before or before.name() != "LogSoftmaxBackward0":
+        return None
+    made = before._saved_result
+    dim = before._saved_dim % made.dim() if before._saved_dim < 2**63 else made.dim() - 1
+    same = made.dim() == scores.dim() and made.shape[1:] == scores.shape[1:]
+    return dim if same and dim != 1 else None
+
+
 def _misused(node):
     """A sentence, or ""."""
     name, before = node.name(), _before(node)
@@ -107,6 +125,8 @@ def _misused(node):
         return SOFTMAX_AS_LOGITS  # of Categorical(logits=...)
     if name not in NLL:
         return ""
+    if (dim := _other_dimension(node)) is not None:
+        return OTHER_DIMENSION.format(dim)
     if made == "LogSoftmaxBackward0":
         logits = _before(before)
         made = logits.name() if logits else ""

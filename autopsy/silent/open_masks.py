@@ -95,7 +95,7 @@ class OpenMasks(Events):
             if node.name() == "EmbeddingBackward0":
                 ids = node._saved_indices
                 names = given.get(tuple(ids.shape))
-                padding = _padding(ids) if names else None
+                padding = padding_of(ids) if names else None
                 if padding and not any(_counts(end, ids, padding.at) for end in ends):
                     self.hooks.append(node.register_prehook(self._reads(padding, names, ids)))
 
@@ -139,7 +139,7 @@ def _counts(node, ids, at):
     return labels.shape[:1] != ids.shape[:1] or 2 * labels.numel() > ids.numel()
 
 
-def _padding(ids):
+def padding_of(ids):
     """One value that stands at the ends of rows only, or at their beginnings; or None."""
     if ids.dim() != 2 or len(ids) < ROWS or type(ids) not in PLAIN:
         return None

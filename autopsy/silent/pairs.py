@@ -18,7 +18,7 @@ from ..tensors import leaves, storage_of
 from ..watch.events import Events
 from ..watch.graph import maker_of
 
-FIRST = 12  # backward passes
+FIRST = 12  # backward passes of one line
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
 ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin",
@@ -34,13 +34,15 @@ class Pairs(Events):
     """Losses that are made of all pairs."""
 
     def __init__(self, watch):
-        self.recorder, self.passes = watch.recorder, 0
+        self.recorder = watch.recorder
+        self.passes = Counter()  # line of backward(): how many
         self.found = Counter()  # (line, shape of the results, of the targets): passes
 
     def backward(self, losses):
-        if self.passes == FIRST:
+        here = line_now()
+        if self.passes[here] == FIRST:
             return
-        self.passes += 1
+        self.passes[here] += 1
         calls = self.recorder.of_this_step
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)
@@ -53,11 +55,10 @@ class Pairs(Events):
                 other = node._saved_target if node.name() in LOSSES else None
                 if node.name() in SUMS:
                     by_hand.append((ours, theirs, _memory(node, nodes)))
-                elif other is not None and other.stride()[len(theirs) - 1] == 0:
-                    # expanded the other way
+                elif other is not None and (shape := _other(ours, theirs, other)):
                     made = maker_of(node, self.recorder.known) or self.recorder.maker(losses[0])
-                    line = line_of(made.frames) if made else line_now()
-                    self.found[line, str(ours), str(theirs)] += 1
+                    line = line_of(made.frames) if made else here
+                    self.found[line, str(ours), str(shape)] += 1
         if by_hand:
             self._look(by_hand, calls)
 
@@ -136,6 +137,14 @@ def _memory(node, nodes):
         if isinstance(kept, torch.Tensor) and other.next_functions[0][0] is node:
             return id(storage_of(kept))
     return None
+
+
+def _other(ours, theirs, target):
+    """The shape of a target that a loss of torch was given: it was expanded the other way, or is a
+    square already, and the results alone are expanded. Or None."""
+    if target.stride()[len(theirs) - 1] == 0:
+        return theirs
+    return [*target.shape] if ours == [len(target), 1] and 0 not in target.stride() else None
 
 
 def _results(node):

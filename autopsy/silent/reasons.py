@@ -80,7 +80,7 @@ class Reasons:
             elif any(w.module for w in mine):
                 why = "is zero_grad() called between backward() and step()?"
             yield (
-                f"{seen.name} has made {seen.steps} steps, and none of its {len(mine)} parameters "
+                f"{seen.made} has made {seen.steps} steps, and none of its {len(mine)} parameters "
                 f"had a gradient in any: {why}"
             )
         fed = [w for w in mine if w.fed and not w.masters and float(w.rate)]
@@ -209,7 +209,8 @@ class Reasons:
                 why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
                 why += "build it after the model is complete"
             elif shared:
-                why = f"two optimizers hold {self._names(shared)} instead"
+                why = f"two optimizers hold {self._names(shared)} instead, the "
+                why += f"second is {shared[0].optimizer.made}"
             elif empty:
                 why = f"a parameter group of {empty[0].name} is empty (a generator like "
                 why += "parameters() is used up after one pass: list() it)"

@@ -52,7 +52,7 @@ class Still(Events):
         """After a step, before the recorder forgets it."""
         seen = self.optimizers.get(id(optimizer))
         if not seen or seen.alive() is not optimizer:
-            seen = self.optimizers[id(optimizer)] = Followed(optimizer)
+            seen = self.optimizers[id(optimizer)] = Followed(optimizer, self.names)
             self.seen += 1
             seen.closely = self.seen <= FIRST
 

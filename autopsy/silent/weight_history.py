@@ -18,8 +18,9 @@ SAMPLE = 64  # numbers of a tensor that are followed
 class Followed:
     """What was seen of an optimizer, which may no longer exist at the end."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, names):
         self.alive, self.name = ref(optimizer), type(optimizer).__name__
+        self.made = names.of_optimizer(optimizer)  # its name, and the line that made it
         self.steps = 0
         self.fed = False  # whether a parameter had a gradient at any of them
         self.highest = 0.0  # rate

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from ..frames import line_now
 from ..tensors import storage_of, type_of
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
@@ -21,6 +22,16 @@ class Names:
     def __init__(self):
         self.roots = WeakSet()
         self._prefixes = WeakKeyDictionary()  # of the roots
+        self._makers = WeakKeyDictionary()  # optimizer: the line that made it
+
+    def makes(self, optimizer):
+        """The script makes an optimizer, here."""
+        self._makers[optimizer] = line_now()
+
+    def of_optimizer(self, optimizer):
+        """Its class, and the line that made it."""
+        line = self._makers.get(optimizer)
+        return type(optimizer).__name__ + (f" (made at {line})" if line else "")
 
     def modules(self):
         """These, and all within them, each once."""

@@ -68,7 +68,8 @@ class CallRecorder(TorchFunctionMode):
         self.turns = {}  # optimizer: the number of calls at its last step
         self.steps_of = {}  # optimizer: how many steps
         self.steps = 0  # the most of these
-        self._new = None  # an optimizer whose first step was the last step of all
+        self._in_a_row = False  # was the last step of the same optimizer as the one before?
+        self._uncounted = None  # an optimizer that has just begun to follow such a one
         self._gradient_reads = 0
         self.gap = 0  # the number of calls when a part that was not recorded ended
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
@@ -357,13 +358,12 @@ class CallRecorder(TorchFunctionMode):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
     def stepped(self, optimizer):
-        last = next(reversed(self.turns), None)
-        is_new = not self.steps_of.get(optimizer) and self.steps_of.get(last, 0) > 1
-        twice = self.forget(optimizer)  # it does not take turns, but may have followed another
+        follows, self._in_a_row = self._in_a_row, self.forget(optimizer)
         before = self.steps_of.get(optimizer, 0)
-        if twice:  # and then its first step counts, too
-            before = self.steps + (self._new == optimizer)
-        self._new = optimizer if is_new else None
+        if self._in_a_row:  # it does not take turns, but may have followed another
+            before = self.steps + (self._uncounted == optimizer)  # its first step counts, too
+        is_counted = before + 1 > self.steps
+        self._uncounted = optimizer if follows and not is_counted else None
         self.steps_of[optimizer] = before + 1
         self.steps = max(self.steps, before + 1)
 

@@ -67,6 +67,7 @@ class Watch:
         watch_loop(hooks, self.deferred, self.silent)
         self.outermost.watch_calls()
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
+        hooks.wrap(torch.optim.Optimizer, "__init__", self._make)
         hooks.wrap(torch.optim.Optimizer, "load_state_dict", self._load)
         hooks.wrap(nn.Module, "load_state_dict", self._load_module)
         hooks.wrap(torch.amp.GradScaler, "scale", self._scale)
@@ -222,6 +223,10 @@ class Watch:
         else:
             self.scaling.unskipped = any(self.deferred.to_host(found))
             self.checks.check_gradients(optimizer)
+
+    def _make(self, original, optimizer, *args, **kwargs):
+        original(optimizer, *args, **kwargs)
+        self.hooks.safely(self.names.makes, optimizer)
 
     def _load(self, original, optimizer, *args, **kwargs):
         """What it loads is read, and checked with the next gradients."""

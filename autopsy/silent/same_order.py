@@ -1,0 +1,63 @@
+"""
+Same order: does a DistributedSampler shuffle the data anew in each epoch?
+
+It draws its order from a seed and the number of the epoch, which only set_epoch() moves: without
+it each pass has the order of the first, and the same share on the same rank. Told is a loader that
+shuffles, with steps of an optimizer in at least three passes of one number. No word of a loader
+that is only validated with.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DistributedSampler
+
+from ..frames import line_now
+from ..watch.events import Events
+
+OFTEN = 3  # passes
+
+
+@dataclass
+class Passes:
+    """Those with one sampler, which have trained."""
+
+    line: str
+    epoch: int = -1
+    begun: int = 0  # steps before the last one
+    trained: int = 0
+    moves: bool = False  # its number
+
+
+class SameOrder(Events):
+    """Passes over loaders with a DistributedSampler."""
+
+    def __init__(self, watch):
+        self.recorder = watch.recorder
+        self.samplers = WeakKeyDictionary()  # sampler: Passes
+        self.told = {}  # line: how many passes
+
+    def iterated(self, loader):
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+            seen = self.samplers.setdefault(sampler, Passes(line_now()))
+            self._end(seen)
+            seen.moves |= seen.trained > 0 and sampler.epoch != seen.epoch
+            seen.epoch, seen.begun = sampler.epoch, self.recorder.steps
+
+    def _end(self, seen):
+        """The pass before is over."""
+        seen.trained += self.recorder.steps > seen.begun and seen.epoch >= 0
+        if seen.moves:
+            self.told.pop(seen.line, None)
+        elif seen.trained >= OFTEN:
+            self.told[seen.line] = seen.trained
+
+    def sentences(self):
+        for seen in [*self.samplers.values()]:
+            self._end(seen)
+        for line, passes in self.told.items():
+            yield (
+                f"each of {passes} passes over the loader at {line} has the order of the first: "
+                "call set_epoch(epoch) of its DistributedSampler before each"
+            )
