@@ -6,9 +6,12 @@ operation also a change of its arguments to try. advice_on() picks what fits a r
 report alone: no tensor, no step.
 """
 
+import linecache
 import re
+import traceback
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -446,8 +449,11 @@ def in_its_words(framework, report):
 
 
 def names_bad_number(error):
-    """Whether its text speaks of NaN or inf."""
-    return bool(re.search(r"\b(nan|inf)\b", str(error), re.IGNORECASE))
+    """Whether its text speaks of NaN or inf, or the lines that raised it ask for them."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    source = "".join(linecache.getlines(frame.f_code.co_filename)[max(0, line - 3) : line])
+    words = r"\b(nan|inf)\b", r"is_?(nan|inf|finite)"
+    return any(map(partial(re.search, flags=re.I), words, (str(error), source)))
 
 
 def on_exception(error):

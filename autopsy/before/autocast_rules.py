@@ -78,7 +78,7 @@ class AutocastRules(TorchFunctionMode):
         self._undo.close()
 
     def _begins(self, module, args):
-        weights = next(module.parameters(), None) is not None
+        weights = next(iter(module.parameters()), None) is not None
         self._learns.append(weights or self._learns[-1])
 
     def _ends(self, module, args, out):

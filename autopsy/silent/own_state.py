@@ -59,7 +59,7 @@ class OwnState(Events):
         self.scaled = {}  # id of a storage: the number by which the weight was multiplied last
 
     def loaded(self, module, state, answer):
-        name, p = next(module.named_parameters(), ("", None))
+        name, p = next(iter(module.named_parameters()), ("", None))
         t = state.get(name)
         if not isinstance(t, Tensor) or storage_of(t) is not storage_of(p):
             return

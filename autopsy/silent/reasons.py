@@ -106,13 +106,23 @@ class Reasons:
         yield from self._slow(seen, fed, still)
         dead, since, end = seen.dead or ((), 0, "")
         if any(w.learnt for w in dead) and not any(w.grads[-1] for w in dead):
-            which = f"the gradient of {self._names(dead)}"
-            if len(dead) == len([w for w in mine if w.fed_zero]):
-                which = f"each gradient of {seen.name}"
-            yield (
-                f"{which} is exactly 0 since step {since} of {seen.steps} at the latest, though "
-                "the loss is not" + (f": it becomes 0 {end}" if end else "")
-            )
+            becomes = f": it becomes 0 {end}" if end else ""
+            whole = len(dead) == len([w for w in mine if w.fed_zero])
+            if whole and seen.live < since:
+                yield (
+                    f"each gradient of {seen.name} is exactly 0 since step {seen.live + 1} of "
+                    f"{seen.steps}, though the loss is not{becomes}"
+                )
+            elif seen.zeros > seen.steps / 2:
+                yield (
+                    f"each gradient of {seen.name} is exactly 0 in {seen.zeros} of {seen.steps} "
+                    f"steps, though the loss is not{becomes}"
+                )
+            elif not whole:
+                yield (
+                    f"the gradient of {self._names(dead)} is exactly 0 at each step read since "
+                    f"step {since} of {seen.steps}, though the loss is not{becomes}"
+                )
         yield from self._dead(mine)
 
     def _slow(self, seen, fed, still):

@@ -10,6 +10,7 @@ says what all this means.
 """
 
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -39,6 +40,8 @@ class Still(Events):
         self.recorder = watch.recorder
         self.weights = WeightList()
         self.optimizers = {}  # id: Followed
+        # optimizer: at how many steps each gradient was 0, and the last one at which not
+        self.zeros = WeakKeyDictionary()
         # modules and optimizers of the last steps: they live until the end of the script
         self.called = {}
         self.cut = []  # weights without a gradient, on which the loss depends
@@ -48,6 +51,12 @@ class Still(Events):
         self.anew = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
 
+    def before_step(self, optimizer, losses, norm, moved):
+        zeros, live = self.zeros.get(optimizer, (0, -1))
+        seen = self.optimizers.get(id(optimizer))
+        step = seen.steps if seen else 0
+        self.zeros[optimizer] = (zeros + 1, live) if moved and norm == 0 else (zeros, step)
+
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
         seen = self.optimizers.get(id(optimizer))
@@ -55,6 +64,7 @@ class Still(Events):
             seen = self.optimizers[id(optimizer)] = Followed(optimizer, self.names)
             self.seen += 1
             seen.closely = self.seen <= FIRST
+        seen.zeros, seen.live = self.zeros.get(optimizer, (0, -1))
 
         step = seen.steps
         seen.steps += 1

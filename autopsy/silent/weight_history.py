@@ -27,6 +27,8 @@ class Followed:
         self.end = ""  # of the graph of all its weights
         # The weights whose gradient has become 0 though the loss is not; since when; where
         self.dead = None
+        # At how many steps was each gradient 0, and at which was one not, the last time?
+        self.zeros, self.live = 0, -1
         self.strays = 0  # parameters without a gradient, which no module holds
         self.empty = False  # is one of its groups?
         self.closely = True  # is it one of the first few?

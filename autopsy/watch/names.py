@@ -76,7 +76,7 @@ def names_of(roots):
             path = path if key in WRAPPED else [key, *path]
         paths[root] = top, path
     tops = dict.fromkeys(top for top, _ in paths.values())
-    several = sum(next(top.parameters(), None) is not None for top in tops) > 1
+    several = sum(next(iter(top.parameters()), None) is not None for top in tops) > 1
     for top in tops if several else ():
         variables = [*vars(sys.modules["__main__"]).items()]
         tops[top] = next((name for name, value in variables if value is top), "")

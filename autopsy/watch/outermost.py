@@ -6,6 +6,7 @@ with all that is needed to make it again; in any other it is noted that the modu
 it has made and written is noted, to be read with the next gradients.
 """
 
+import sys
 from functools import partial
 from weakref import WeakSet
 
@@ -16,7 +17,10 @@ from ..frames import script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import batched, device_of, inner_tensors, storage_of
 from .calls import ResultRef
-from .hooks import is_of_fabric
+from .hooks import is_of_fabric, walk
+
+
+CALL = nn.Module._call_impl.__code__
 
 
 class OutermostCalls:
@@ -29,11 +33,12 @@ class OutermostCalls:
         self.versions = []  # of the tensors that it was given
         self.writers = WeakSet()  # modules that write into what they are given
         self.noted = set()  # (module, its mode) of a step that is not recorded
+        self.trainers = WeakSet()  # modules whose forward makes steps of an optimizer
         self.trained = None  # the last module that was trained: it lives until the script's end
 
     def watch_calls(self):
         module = self._module_begins, self._module_ends, self._module_called
-        self.hooks.wrap_outermost(nn.Module, "__call__", *module, passes=is_of_fabric)
+        self.hooks.wrap_outermost(nn.Module, "__call__", *module, passes=self._passes)
         function = self._call_begins, self._call_ends, self._called
         for owner, name in (
             (torch.nn.utils.stateless, "_functional_call"),
@@ -44,6 +49,15 @@ class OutermostCalls:
             self.hooks.wrap_outermost(owner, name, *function)
         for name in ("from_numpy", "frombuffer", "from_dlpack"):
             self.hooks.wrap(torch, name, self._enters)
+
+    def _passes(self, module, *args):
+        return is_of_fabric(module) or module in self.trainers
+
+    def look_through(self):
+        """A step is made within the call of a module: from its next call on, what it calls is
+        outermost (a MAML whose forward trains)."""
+        inside = [frame for frame in walk(sys._getframe()) if frame.f_code is CALL]
+        self.trainers.update(frame.f_locals["self"] for frame in inside)
 
     def _enters(self, original, *args, **kwargs):
         """No mode of torch sees it. Of a table, the line where it enters torch is noted."""

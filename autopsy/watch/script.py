@@ -283,7 +283,7 @@ def last_look(watch, failure):
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
         by_torch |= bool(calls) and calls[-1].raised and isinstance(failure, RuntimeError)
-        knew = by_torch or findings.knows == steps
+        knew = by_torch or findings.knows == steps or names_bad_number(failure)
         # the operation raised when it was made again, too
         raises = report and not report.result_value
         if report and not (knew or raises):

@@ -249,6 +249,8 @@ class Watch:
         """Its weights and moments are read now, and checked with the next gradients."""
         self.hooks.writing, self.hooks.in_step = not self.hooks.depth, False
         self.with_closure = self.optimizer = None
+        if self.hooks.depth:
+            self.outermost.look_through()
         self.silent.stepped(optimizer)
         self._count(optimizer)
         self._note_update(optimizer)

@@ -596,7 +596,7 @@ tells("where a gradient ends is named", ENDS, 0, {
     "result": "row got gradients ... what their module holds was made of an nn.Parameter",
     "dies": "each gradient of SGD is exactly 0 since step  ... becomes 0 in ReluBackward0",
     "chosen": "no gradient has reached up ... argmax at script.py:",
-    "begins to die": "the gradient of down, up,  ... 0 since step  ... ReluBackward0",
+    "begins to die": "the gradient of down, up,  ... 0 at each step read since  ... ReluBackward0",
     "fast decay": "no weight of SGD has moved since step  ... once a batch, and not once",
     "attribute": "body.weight, body.bias: requires_grad = True ... theirs is False",
     "attribute in vain": "body.weight, body.bias: requires_grad = False ... theirs is True",
