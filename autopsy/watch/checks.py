@@ -29,6 +29,7 @@ from ..tensors import (
     floats_in,
     is_real,
     rows_beyond,
+    storage_of,
     type_of,
 )
 from .deferred import held_by, moved_by
@@ -39,6 +40,7 @@ FALLS = (
     "the loss falls without end: look for a wrong sign, and for a term without a lower bound (a "
     "log-variance, a distance to get away from); "
 )
+NUMPY = Advice("look at what made this NumPy array (a log of a negative number, 0/0, a file)")
 DECAYS = ("alpha", "momentum")  # that torch lets be 1 and more
 
 
@@ -186,6 +188,11 @@ class Checks:
         if bad_values and (good or write.name == "data"):  # what is bad in it is this very write
             p.nan_to_num_(0.0, 0.0, 0.0)
         report = next(filter(None, map(self._value_was_bad, bad_values)), None)
+        if not (report or good) and (entered := self.recorder.entered.get(storage_of(p))):
+            symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
+            about = {"step": write.step, "result_value": made, "repeated": False, "fix": NUMPY}
+            about["names"] = tuple(self.hooks.warnings_before())
+            report = Report(Verdict.WEIGHTS, op="torch.from_numpy", line=entered, **about)
         if not report and write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
             report = _written_unseen(write, made)

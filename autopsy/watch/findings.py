@@ -194,8 +194,10 @@ class Findings:
         if report.op and report.step < self.step:
             names.append(f"it was made at step {report.step}")
         if report.verdict is Verdict.DATA:
-            warned = [f"a warning before: {at}: {text}" for at, text in self.hooks.warned.items()]
-            names += warned[:2]
+            names += self.hooks.warnings_before()
+        if report.verdict is Verdict.WEIGHTS and (grown := self.history.by_hand()):
+            lower = Advice(f"a lower learning rate, or clip_grad_norm_: {grown}", Topic.RATE)
+            report = replace(report, verdict=Verdict.DIVERGENCE, fix=lower)
         if report.verdict in (Verdict.DIVERGENCE, Verdict.OPTIMIZER):
             names += self._large()
         if report.verdict is Verdict.DIVERGENCE:

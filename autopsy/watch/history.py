@@ -76,18 +76,33 @@ class History:
         """A sentence if weights that no optimizer holds, and the script writes, are huge; or ""."""
         alive = [optimizer() for optimizer, _ in self._start.values()]
         held = {p for optimizer in alive if optimizer for p in params_of(optimizer)}
-        all_weights = {p for root in list(self.names.roots) for p in root.parameters()}
-        huge = {}
         # Without an optimizer, to write weights is how they train.
-        for p in all_weights - held if alive else ():
-            line = self._written.get(id(storage_of(p)))
-            if line and p.grad is None and (largest := extent(p).largest) > HUGE:
-                huge.setdefault(line, []).append((largest, self.names.of(p)))
-        for line, found in huge.items():
-            largest, _ = max(found)
+        others = [p for p in self._weights() - held if p.grad is None] if alive else []
+        for line, found in self._huge(others).items():
             names = few([name for _, name in sorted(found, key=lambda row: row[1])], 2)
-            return f"what {line} writes into {names} grows: up to {largest:.3g} now"
+            return f"what {line} writes into {names} grows: up to {max(found)[0]:.3g} now"
         return ""
+
+    def by_hand(self):
+        """The same if no optimizer trains."""
+        for line, found in self._huge(self._weights() if not self._start else ()).items():
+            return (
+                f"the weights that {line} updates have grown to {max(found)[0]:.3g}, with gradient "
+                f"norms of up to {self.largest:.3g}"
+            )
+        return ""
+
+    def _weights(self):
+        return {p for root in list(self.names.roots) for p in root.parameters()}
+
+    def _huge(self, weights):
+        """{the line that wrote them last: [(largest number, name)]} of those that are huge."""
+        huge = {}
+        for p in weights:
+            line = self._written.get(id(storage_of(p)))
+            if line and (largest := extent(p).largest) > HUGE:
+                huge.setdefault(line, []).append((largest, self.names.of(p)))
+        return huge
 
     def growth(self):
         """A sentence for each optimizer whose gradients have grown tenfold, in its last steps or

@@ -323,6 +323,10 @@ class Hooks:
         self.safely(hook, *args)
         self.budget.spend(began, before)
 
+    def warnings_before(self):
+        """The first RuntimeWarnings, for a report: NumPy warns where it makes a NaN."""
+        return [f"a warning before: {at}: {text}" for at, text in self.warned.items()][:2]
+
     def wrap_reads(self, read):
         """read(t, name) where the script reads a tensor, or asks whether it is bad, in a step that
         is not recorded. (Else the recorder sees it.)"""

@@ -13,12 +13,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from ..frames import script_frames_now
+from ..frames import line_now, script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
 from ..tensors import batched, device_of, inner_tensors, storage_of
 from .calls import ResultRef
 from .hooks import is_of_fabric, walk
-
 
 CALL = nn.Module._call_impl.__code__
 
@@ -64,6 +63,8 @@ class OutermostCalls:
         t = original(*args, **kwargs)
         if self.watch.budget.recording:
             self.recorder.known[t] = ResultRef(0, 0, script_frames_now(), data=True)
+        if not self.recorder.steps:
+            self.recorder.entered[storage_of(t)] = line_now()
         return t
 
     def _call_begins(self, function, args, kwargs):

@@ -72,6 +72,7 @@ class CallRecorder(TorchFunctionMode):
         self._uncounted = None  # an optimizer that has just begun to follow such a one
         self._gradient_reads = 0
         self.gap = 0  # the number of calls when a part that was not recorded ended
+        self.entered = WeakKeyDictionary()  # storages of NumPy's, before the first step: their line
         self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
