@@ -568,6 +568,60 @@ for i in range(100):
     opt.zero_grad(); loss.backward(); opt.step()
     if i % 20 == 0: target.load_state_dict(target.state_dict())
 """, "(target.state_dict())", "(net.state_dict())"),
+    "a distributed sampler without set_epoch": Row(
+        "github.com/kan-bayashi/ParallelWaveGAN/issues/177", "data",
+        r"each of \d passes over the loader at script.py:\d+ .*order of the first: .*set_epoch",
+        """
+x = torch.randn(320, 8); data_set = torch.utils.data.TensorDataset(x, x.cumsum(1)[:, :3])
+sampler = torch.utils.data.DistributedSampler(data_set, num_replicas=1, rank=0)
+loader = torch.utils.data.DataLoader(data_set, 32, sampler=sampler)
+held_out = torch.utils.data.DistributedSampler(data_set, num_replicas=1, rank=0)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(6):
+    pass
+    for x, y in loader:
+        loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+    with torch.no_grad():
+        for x, y in torch.utils.data.DataLoader(data_set, 64, sampler=held_out): net(x)
+""", "    pass\n", "    sampler.set_epoch(epoch)\n"),
+    "padding in the loss of a language model": Row(
+        "github.com/EleutherAI/aria/pull/40", "loss",
+        r"cross-entropy at script.py:\d+ .*counts padding: \d\d% of its labels are 0.*ignore_index",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn = nn.Embedding(40, 32), nn.GRU(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 40)
+    def forward(self, ids): return self.head(self.rnn(self.table(ids))[0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    lengths = torch.randint(4, 16, (16, 1)); ids = torch.randint(1, 40, (16, 21))
+    ids = ids * (torch.arange(21) < lengths)
+    out = net(ids[:, :-1]).transpose(1, 2)
+    loss = F.cross_entropy(out, ids[:, 1:])
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "ids[:, 1:])", "ids[:, 1:], ignore_index=0)"),
+    "a mask that hides all but the padding": Row(
+        "github.com/neuro-galaxy/torch_brain/pull/74", "mask",
+        r"gradient of .*unit.weight.*becomes 0 .* only its padding_idx is reached",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unit = nn.Embedding(24, 16, padding_idx=0)
+        self.query = nn.Parameter(torch.randn(4, 16))
+        self.key, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+    def forward(self, ids):
+        x = self.key(self.unit(ids)); hidden = ids != 0
+        bias = torch.zeros(ids.shape).masked_fill(hidden, -1e30)[:, None]
+        return self.head((self.query @ x.mT + bias).softmax(-1) @ x).mean(1)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    ids = torch.randint(1, 24, (16, 12)) * (torch.arange(12) < torch.randint(3, 11, (16, 1)))
+    loss = F.mse_loss(net(ids), torch.stack([ids.float().mean(1) / 9] * 3, 1))
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "hidden = ids != 0", "hidden = ids == 0"),
     "workers that are seeded alike in each epoch": Row(
         "github.com/Lightning-AI/pytorch-lightning/issues/20412", "data",
         r"workers .* same random numbers in each pass: script.py:\d+ in seed seeds them alike",
@@ -1308,6 +1362,21 @@ net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
 for task in range(5):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(task, 320)), 16)
     train(net, opt, 1, lambda epoch, k: 1e-5 + 1e-3 * min(1, k / 9))
+""",
+    "padding that is ignored, weighed, left out, or a label elsewhere too": """
+table, rnn, head = nn.Embedding(40, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 40)
+net = nn.ModuleList([table, rnn, head]); opt = torch.optim.Adam(net.parameters(), 1e-3)
+weight = (torch.arange(40) > 0).float()
+for i in range(40):
+    lengths = torch.randint(4, 16, (16, 1)); ids = torch.randint(1, 40, (16, 21))
+    ids = ids * (torch.arange(21) < lengths); there = ids[:, 1:] > 0
+    out, y = head(rnn(table(ids[:, :-1]))[0]), ids[:, 1:]
+    loss = F.cross_entropy(out.mT, y, ignore_index=0) + F.cross_entropy(out.mT, y, weight)
+    loss = loss + F.cross_entropy(out[there], y[there])
+    loss = loss + (F.cross_entropy(out.mT, y, reduction="none") * there).sum() / there.sum()
+    loss = loss + F.cross_entropy(out.mT, y.masked_fill(~there, -100))
+    loss = loss + F.cross_entropy(out.mT, y % 3)  # a tag for each id
+    opt.zero_grad(); loss.backward(); opt.step()
 """,
     "one network under two names: checked once, wrapped, loaded from itself": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); old = net

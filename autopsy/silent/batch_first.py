@@ -7,7 +7,7 @@ a softmax over samples, and a view that makes rows of a hidden state, whose firs
 layers. In two steps of training the shapes of what is given are compared with the network's own
 input and with the number of samples in the loss. Only where all three agree, and the second
 dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing. A mask
-of scaled_dot_product_attention that lets each step see only those after it is told, too.
+of an attention that lets each step see only those after it is told, too.
 """
 
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +25,8 @@ from ..watch.graph import nodes_of
 from .losses import NEAR, NLL
 
 LOOKS = (1, 4)  # steps
+FEW = 4  # steps in time
+HIDDEN = -1e4  # scores that a mask has left
 LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LOOKED_AT = ("softmax", "view", "reshape", "scaled_dot_product_attention")
 
@@ -126,6 +128,11 @@ class Calls(Follower):
             if over and t.dim() > 2 and self.size == samples > 1 and shape.count(samples) == 1:
                 text = f"softmax at {line_now()} is over the {samples} samples of the batch "
                 self.note(f"{text}(dim=0 of {shape}): they read each other", samples)
+            elif _shows_the_future(t):
+                self.note(
+                    f"before softmax at {line_now()} a mask hides each step and all before it, and "
+                    "lets it see those after it: the other way round?"
+                )
         elif name == "scaled_dot_product_attention":
             mask = more[2] if len(more) > 2 else kwargs["attn_mask"]
             square = mask.dtype == torch.bool and mask.shape[-2] == mask.shape[-1] > 1
@@ -147,3 +154,14 @@ class Calls(Follower):
 def batch_is_first(layer):
     attention = getattr(layer, "self_attn", layer)
     return attention.batch_first
+
+
+def _shows_the_future(scores):
+    """Whether of scores [..., n, n] those of later steps stand alone in some sample, and in each
+    among others (padding)."""
+    n = scores.shape[-1]
+    if scores.dim() < 3 or scores.shape[-2] != n or n < FEW:
+        return False
+    future = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)
+    seen = (scores > HIDDEN).flatten(0, -3)
+    return bool((seen | ~future).all() and (seen == future).flatten(1).all(1).any())

@@ -3,8 +3,8 @@ Same order: does a DistributedSampler shuffle the data anew in each epoch?
 
 It draws its order from a seed and the number of the epoch, which only set_epoch() moves: without
 it each pass has the order of the first, and the same share on the same rank. Told is a loader that
-shuffles, with steps of an optimizer in at least three passes of one number. No word of a loader
-that is only validated with.
+shuffles, with steps of an optimizer in at least three passes of one number, before another loader
+begins. No word of one that is iterated without gradients.
 """
 
 from dataclasses import dataclass
@@ -35,27 +35,30 @@ class SameOrder(Events):
     def __init__(self, watch):
         self.recorder = watch.recorder
         self.samplers = WeakKeyDictionary()  # sampler: Passes
+        self.last = Passes("")  # of the loader that was iterated last
         self.told = {}  # line: how many passes
 
     def iterated(self, loader):
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
-            seen = self.samplers.setdefault(sampler, Passes(line_now()))
-            self._end(seen)
+        self._end()
+        self.last = Passes("")
+        shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        if shuffles and self.recorder.hooks.script_grad():
+            seen = self.last = self.samplers.setdefault(sampler, Passes(line_now()))
             seen.moves |= seen.trained > 0 and sampler.epoch != seen.epoch
             seen.epoch, seen.begun = sampler.epoch, self.recorder.steps
 
-    def _end(self, seen):
-        """The pass before is over."""
-        seen.trained += self.recorder.steps > seen.begun and seen.epoch >= 0
+    def _end(self):
+        """Another pass begins, or the script ends."""
+        seen = self.last
+        seen.trained += self.recorder.steps > seen.begun
         if seen.moves:
             self.told.pop(seen.line, None)
-        elif seen.trained >= OFTEN:
+        elif seen.line and seen.trained >= OFTEN:
             self.told[seen.line] = seen.trained
 
     def sentences(self):
-        for seen in [*self.samplers.values()]:
-            self._end(seen)
+        self._end()
         for line, passes in self.told.items():
             yield (
                 f"each of {passes} passes over the loader at {line} has the order of the first: "

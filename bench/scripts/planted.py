@@ -1933,3 +1933,100 @@ tells("weights that are set back", RESETS, 0, {
     "itself": "target loads its own state_dict() at ... changes nothing (8 times -- not sets the",
     **dict.fromkeys(["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"),
 })
+
+AGAIN = PREAMBLE + """
+import math
+net, other = nn.Linear(8, 3), nn.Linear(8, 1)
+optimizer = torch.optim.Adam([*net.parameters(), *other.parameters()], 1e-3)
+for step in range(16):  # a phase of another loss comes first
+    loss = other(torch.randn(16, 8)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+for step in range(24):
+    x = torch.randn(16, 8); y, reward = x.argmax(1) % 3, x[:, 0]
+    out = net(x)
+    if fault == "softmax": out = out.softmax(1)
+    over = 0 if fault == "over rows" else 1
+    if fault in ("", "over rows"):
+        loss = F.nll_loss(out.log_softmax(over)[:12], y[:12])  # over rows
+    elif fault == "square":
+        loss = F.smooth_l1_loss(other(x), reward + other(x.roll(1, 0)).detach())  # square
+    else:
+        loss = F.cross_entropy(out, y)  # softmax
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("a loss of a later phase", AGAIN, 0, {
+    "": "nothing non-finite -- not the loss at",
+    "softmax": "its input went through softmax already",
+    "over rows": "made by log_softmax over dimension 0, and the classes are dimension 1",
+    "square": "compares each result with each target: [16, 1] and [16, 16]",
+})
+
+WITHIN = PREAMBLE + """
+import numpy as np
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        scale = np.linspace(-1, 1, 8) if fault == "numpy" else np.linspace(1, 2, 8)
+        scale = np.log(scale).astype("float32")
+        self.scale = nn.Parameter(torch.from_numpy(scale))  # numpy
+        self.last = nn.Linear(8, 1)
+    def forward(self, x):
+        total = x.clamp(min=0).sum(1, keepdim=True) * (fault != "assertion")
+        shares = x / total if fault == "assertion" else x  # assertion
+        assert not torch.isnan(shares / shares).any() or fault != "assertion"
+        return self.last(shares * self.scale.exp())
+class Meta(nn.Module):  # its forward makes the steps
+    def __init__(self):
+        super().__init__()
+        self.net = Flow()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 1e-3)
+    def forward(self, x):
+        loss = self.net(x).square().mean()
+        if fault != "uncleared": self.optimizer.zero_grad()
+        loss.backward(); self.optimizer.step()
+        return loss.detach()
+meta = Meta()
+meta.to("cpu")
+for step in range(40): meta(torch.randn(16, 8))
+"""
+tells("what happens within a forward", WITHIN, 0, {
+    "": "40 steps, nothing non-finite -- not add up",
+    "uncleared": "the gradients of 40 steps add up",
+})
+tells("what happens within a forward", WITHIN, 3, {
+    "numpy": "net.scale is nan ... look at what made this NumPy array",
+    "assertion": "AssertionError",
+})
+
+RUNS_AWAY = PREAMBLE + """
+net = nn.Linear(8, 3)
+for step in range(60):
+    out = net(1e4 * torch.randn(16, 8))  # here
+    loss = out.tanh().mean() + 0 * out.sum()
+    net.zero_grad(); loss.backward()
+    for p in net.parameters(): p.data.add_(p.grad, alpha=-0.1)
+    net.weight.data[:, 0].mul_(30.0)
+"""
+tells("weights run away under updates by hand", RUNS_AWAY, 3, {
+    "": "-> divergence ... a lower learning rate, or clip_grad_norm_: the weights that script.py:"})
+
+FUTURE = PREAMBLE + """
+table, head, scale = nn.Embedding(30, 16), nn.Linear(16, 30), 0.25
+net = nn.ModuleList([table, head]); optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+class Decoder(nn.Module):
+    def __init__(self): super().__init__(); self.parts = net
+    def forward(self, ids):
+        x = table(ids); seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
+        hidden = seen if fault else ~seen
+        scores = (scale * x @ x.mT).masked_fill(hidden, -1e9)
+        return head(scores.softmax(-1) @ x)  # reversed
+decoder = Decoder()
+for step in range(12):
+    ids = torch.randint(30, (8, 13))
+    loss = F.cross_entropy(decoder(ids[:, :-1]).mT, 7 * ids[:, 1:] % 30)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("a mask before softmax", FUTURE, 0, {
+    "": "nothing non-finite -- not a mask hides",
+    "reversed": "a mask hides each step and all before it",
+})
