@@ -622,6 +622,23 @@ for i in range(40):
     loss = F.mse_loss(net(ids), torch.stack([ids.float().mean(1) / 9] * 3, 1))
     opt.zero_grad(); loss.backward(); opt.step()
 """, "hidden = ids != 0", "hidden = ids == 0"),
+    "test images that are not normalised": Row(
+        "github.com/JeasunLok/ResNet-pytorch/issues/1", "data",
+        r"trained with images of -1\S+ .*, and evaluated at script.py:\d+ .*lack a Normalize",
+        """
+images = torch.rand(64, 3, 12, 12) ** 2; y = torch.randint(3, (64,))
+def normalised(x): return (x - 0.33) / 0.3
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(5):
+    net.train()
+    for x, t in zip(images.split(16), y.split(16)):
+        loss = F.cross_entropy(net(normalised(x)), t)
+        opt.zero_grad(); loss.backward(); opt.step()
+    net.eval()
+    with torch.no_grad():
+        for x in images.flip(0).split(32): net(x)
+""", "net(x)\n", "net(normalised(x))\n"),
     "workers that are seeded alike in each epoch": Row(
         "github.com/Lightning-AI/pytorch-lightning/issues/20412", "data",
         r"workers .* same random numbers in each pass: script.py:\d+ in seed seeds them alike",
@@ -1362,6 +1379,20 @@ net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
 for task in range(5):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(task, 320)), 16)
     train(net, opt, 1, lambda epoch, k: 1e-5 + 1e-3 * min(1, k / 9))
+""",
+    "clean images are evaluated, noisy or mixed ones trained": """
+images = torch.rand(64, 3, 12, 12) ** 2; y = torch.randint(3, (64,))
+def train(spoil):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 3))
+    opt = torch.optim.Adam(net.parameters(), 1e-3)
+    for epoch in range(5):
+        net.train()
+        for x, t in zip(images.split(16), y.split(16)):
+            loss = F.cross_entropy(net(spoil(x)), t)
+            opt.zero_grad(); loss.backward(); opt.step()
+        net.eval()
+        with torch.no_grad(): [net(x) for x in images.split(32)]
+train(lambda x: x + 0.3 * torch.randn_like(x))
 """,
     "padding that is ignored, weighed, left out, or a label elsewhere too": """
 table, rnn, head = nn.Embedding(40, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 40)
