@@ -294,7 +294,8 @@ WEAK: dict[str, Weak] = {
     "sqrt": Weak("sqrt has no finite slope at 0", "sqrt(x.clamp(min=1e-6))", CLAMP),
     "rsqrt": Weak("rsqrt of 0 or less", "rsqrt(x.clamp(min=1e-6))", CLAMP),
     "log": Weak(
-        "log of 0 or less (after a sigmoid or softmax take logsigmoid or log_softmax)",
+        "log of 0 or less (take logsigmoid or log_softmax after a sigmoid or softmax, logsumexp "
+        "after exp and sum)",
         "log(x.clamp(min=1e-6))",
         CLAMP,
     ),

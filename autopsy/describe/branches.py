@@ -26,6 +26,7 @@ class Branches:
     def __init__(self, hooks):
         self.hooks = hooks
         self.codes = {}  # id: code of the script that was entered
+        self.left = {}  # the same: its lines that have not run; without any, it is no more traced
         self.times = Counter()  # (file, line)
         self.gettrace = sys.gettrace
         if self.gettrace() is None:
@@ -39,14 +40,20 @@ class Branches:
 
     def _call(self, frame, event, arg):
         code = frame.f_code
-        if self.hooks.busy or not is_own(code.co_filename):
-            return None  # a repetition of ours counts nothing
-        self.codes[id(code)] = code
-        return self._line
+        left = self.left.get(id(code))
+        if left is None:
+            if not is_own(code.co_filename):
+                return None
+            self.codes[id(code)] = code
+            left = self.left[id(code)] = {line for *_, line in code.co_lines() if line}
+            left.discard(code.co_firstlineno)  # of its def
+        return self._line if left and not self.hooks.busy else None  # no repetition of ours
 
     def _line(self, frame, event, arg):
         if event == "line":
-            self.times[frame.f_code.co_filename, frame.f_lineno] += 1
+            code, line = frame.f_code, frame.f_lineno
+            self.times[code.co_filename, line] += 1
+            self.left[id(code)].discard(line)
         return self._line
 
     def lines(self):
