@@ -27,7 +27,7 @@ class Loads(Events):
     """What load_state_dict() did to the modules of a script."""
 
     def __init__(self, watch):
-        self.recorder, self.deferred = watch.recorder, watch.deferred
+        self.recorder, self.deferred, self.names = watch.recorder, watch.deferred, watch.names
         self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
         self.steps = WeakKeyDictionary()  # optimizer: how many
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
@@ -84,8 +84,8 @@ class Loads(Events):
                     yield (
                         f"load_state_dict() at {line} sets the weights of {kind} back to the same "
                         f"numbers each time: what {steps[-1] - steps[0]} steps of "
-                        f"{type(optimizer).__name__} learnt between {LOADS} loads is lost. Was it "
-                        "meant the other way round?"
+                        f"{self.names.of_optimizer(optimizer)} learnt between {LOADS} loads is "
+                        "lost. Was it meant the other way round?"
                     )
 
 

@@ -37,6 +37,7 @@ class Pairs(Events):
         self.recorder = watch.recorder
         self.passes = Counter()  # line of backward(): how many
         self.found = Counter()  # (line, shape of the results, of the targets): passes
+        self.lines = {}  # line of backward(): that of the loss
 
     def backward(self, losses):
         here = line_now()
@@ -57,8 +58,9 @@ class Pairs(Events):
                     by_hand.append((ours, theirs, _memory(node, nodes)))
                 elif other is not None and (shape := _other(ours, theirs, other)):
                     made = maker_of(node, self.recorder.known) or self.recorder.maker(losses[0])
-                    line = line_of(made.frames) if made else here
-                    self.found[line, str(ours), str(shape)] += 1
+                    if made:
+                        self.lines.setdefault(here, line_of(made.frames))
+                    self.found[here, str(ours), str(shape)] += 1
         if by_hand:
             self._look(by_hand, calls)
 
@@ -90,9 +92,10 @@ class Pairs(Events):
     def sentences(self):
         for (line, ours, theirs), passes in self.found.items():
             if passes >= OFTEN:
+                at = self.lines.get(line, line)
                 yield (
-                    f"the loss at {line} compares each result with each target: {ours} and "
-                    f"{theirs} make a square: give both one shape, with squeeze(1) or [:, None]"
+                    f"the loss at {at} compares each result with each target: {ours} and {theirs} "
+                    "make a square: give both one shape, with squeeze(1) or [:, None]"
                 )
 
 
