@@ -602,6 +602,22 @@ for i in range(40):
     loss = F.cross_entropy(out, ids[:, 1:])
     opt.zero_grad(); loss.backward(); opt.step()
 """, "ids[:, 1:])", "ids[:, 1:], ignore_index=0)"),
+    "padding counts in the loss": Row(
+        "github.com/lukas-blecher/LaTeX-OCR/issues/305", "loss",
+        r"autopsy: .*padding",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+    def forward(self, ids): return self.head(self.rnn(self.emb(ids))[0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(90):
+    ids = torch.randint(1, 20, (16, 13)); ids[torch.arange(13) > torch.randint(3, 12, (16, 1))] = 0
+    out = net(ids[:, :-1]).transpose(1, 2)
+    loss = F.cross_entropy(out, ids[:, 1:], ignore_index=-100)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "ignore_index=-100", "ignore_index=0"),
     "a mask that hides all but the padding": Row(
         "github.com/neuro-galaxy/torch_brain/pull/74", "mask",
         r"gradient of .*unit.weight.*becomes 0 .* only its padding_idx is reached",
@@ -962,22 +978,6 @@ def batch(i):
     return x, x[:, 0].argmax(1) % 3
 loop(Net(), None, 90, batch, F.cross_entropy)
 """, "t.reshape(B, 2, T, 4)", "t.transpose(1, 2)"),
-    "padding counts in the loss": Row(
-        "github.com/lukas-blecher/LaTeX-OCR/issues/305", "loss",
-        r"autopsy: .*padding",
-        """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__(); self.emb, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
-        self.rnn = nn.GRU(16, 16, batch_first=True)
-    def forward(self, ids): return self.head(self.rnn(self.emb(ids))[0])
-net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
-for i in range(90):
-    ids = torch.randint(1, 20, (16, 13)); ids[torch.arange(13) > torch.randint(3, 12, (16, 1))] = 0
-    out = net(ids[:, :-1]).transpose(1, 2)
-    loss = F.cross_entropy(out, ids[:, 1:], ignore_index=-100)
-    opt.zero_grad(); loss.backward(); opt.step()
-""", "ignore_index=-100", "ignore_index=0"),
     "a scheduler built after the optimizer was loaded": Row(
         "github.com/torch-points3d/torch-points3d/pull/630", "state",
         r"autopsy: .*(lr|rate).*(loaded|load_state_dict)",
