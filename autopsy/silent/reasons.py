@@ -224,6 +224,9 @@ class Reasons:
             elif empty:
                 why = f"a parameter group of {empty[0].name} is empty (a generator like "
                 why += "parameters() is used up after one pass: list() it)"
+            elif twin := self._trained_twin(some, trained):
+                why = f"another {twin} is trained: if these are its target, copy its weights now "
+                why += "and then (load_state_dict), and compute it under no_grad"
             elif off:
                 why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
                 why += "whose requires_grad is False"
@@ -231,6 +234,14 @@ class Reasons:
                 f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
                 f"no optimizer and never changed: {why}"
             )
+
+    def _trained_twin(self, weights, trained):
+        """The class of two networks: these weights are one, and the other trains. Or ""."""
+        mine, others = {w.p for w in weights}, {w.p for w in trained}
+        roots = [(root, {*root.parameters()}) for root in list(self.names.roots)]
+        idle = {type(root) for root, held in roots if held and held <= mine}
+        twins = idle & {type(root) for root, held in roots if held & others and not held & mine}
+        return next((kind.__name__ for kind in twins), "")
 
     def _frozen_between(self):
         """A layer that alone among several like it has requires_grad=False, while those before and

@@ -97,9 +97,10 @@ class Still(Events):
             self._find_idle()
         if self.recorder.hooks.world > 1:
             return
-        if step == READ - 1:
+        if step >= READ - 1 and not seen.looked and self.recorder.whole:
+            seen.looked = True
             self._cut_off(seen)
-        elif step == READ + 1:
+        if step == READ + 1:
             self._zero(seen)
         elif step > READ and step.bit_count() < 2 and not seen.dead:
             self._zero(seen, lately=True)
@@ -179,7 +180,8 @@ class Still(Events):
     def _cut_off(self, seen):
         """Find out whether the loss depends on weights that get no gradient."""
         mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
-        cut = [w for w in mine if w.starved and w.p.requires_grad and w.p.is_floating_point()]
+        cut = [w for w in mine if w.starved or not seen.fed]  # another backward may have fed them
+        cut = [w for w in cut if w.p.requires_grad and w.p.is_floating_point()]
         if not cut:
             return
 

@@ -32,6 +32,7 @@ class Followed:
         self.strays = 0  # parameters without a gradient, which no module holds
         self.empty = False  # is one of its groups?
         self.closely = True  # is it one of the first few?
+        self.looked = False  # for weights without a gradient on which the loss depends?
 
 
 class WeightHistory:
