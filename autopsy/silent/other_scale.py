@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..frames import line_now
-from ..tensors import batched, flat_tensors
+from ..tensors import PLAIN, batched, flat_tensors
 from ..watch.events import Events
 
 LOOKS = 4  # calls of each kind
@@ -60,8 +60,9 @@ class OtherScale(Events):
 
 
 def _are_images(t):
-    is_plain = t.is_floating_point() and not t.requires_grad and t.dim() == 4
-    return is_plain and t.shape[1] <= CHANNELS and min(t.shape[2:]) >= SIDE
+    is_plain = type(t) in PLAIN and t.layout is torch.strided and not t.is_meta
+    is_given = t.is_floating_point() and not t.requires_grad and t.dim() == 4
+    return is_plain and is_given and t.shape[1] <= CHANNELS and min(t.shape[2:]) >= SIDE
 
 
 def _same_shape(*kinds):
