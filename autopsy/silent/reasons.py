@@ -5,7 +5,6 @@ At the end of the script it looks once at what stalled.py read. It ignores what 
 intended (a frozen part, an optimizer for the head alone).
 """
 
-import re
 from collections import Counter
 from math import floor, log2
 from statistics import median
@@ -22,7 +21,6 @@ CUTS = {
     "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
 }
 TINY = 1e-6  # of the highest rate
-REQUIRES = re.compile(r"(?i)requ\w{0,4}_?grad(s|ient|ients)?_?")
 DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
@@ -60,7 +58,6 @@ class Reasons:
         yield from self._idle()
         yield from self._in_no_optimizer()
         yield from self._frozen_between()
-        yield from self._by_attribute()
 
     def _names(self, weights):
         names = [w.name if w.unlisted else self.names.of(w.p) for w in weights[:4]]
@@ -263,32 +260,6 @@ class Reasons:
                 f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
                 "and after, are trained"
             )
-
-    def _by_attribute(self):
-        """module.requires_grad = ..., or p.require_grad = ...: an attribute that PyTorch never
-        reads."""
-        for module in self.names.modules():
-            mine = [w for w in self.living if w.p in {*module.parameters()}]
-            yield from self._unread(mine, module, "of their module ")
-        misspelt = {}
-        for w in self.living:
-            misspelt.setdefault(frozenset(_asked(w.p).items()), []).append(w)
-        for weights in misspelt.values():
-            yield from self._unread(weights, weights[0].p)
-
-    def _unread(self, weights, owner, of=""):
-        for name, asked in _asked(owner).items():
-            if weights and all(w.p.requires_grad != asked for w in weights):
-                yield (
-                    f"{self._names(weights)}: {name} = {asked} {of}is an attribute that PyTorch "
-                    f"does not read; theirs is {not asked}: use requires_grad_({asked})"
-                )
-
-
-def _asked(owner):
-    """{attribute: True or False} of a module or a parameter that look like requires_grad."""
-    known = vars(owner).items()
-    return {name: x for name, x in known if REQUIRES.fullmatch(name) and x in (True, False)}
 
 
 def _rounding(weights, dtype):

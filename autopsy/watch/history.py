@@ -84,8 +84,9 @@ class History:
         return ""
 
     def by_hand(self):
-        """The same if no optimizer trains."""
-        for line, found in self._huge(self._weights() if not self._start else ()).items():
+        """The same if no optimizer trains, and they are finite."""
+        weights = [p for p in self._weights() if not extent(p).is_bad] if not self._start else []
+        for line, found in self._huge(weights).items():
             return (
                 f"the weights that {line} updates have grown to {max(found)[0]:.3g}, with gradient "
                 f"norms of up to {self.largest:.3g}"
