@@ -15,12 +15,11 @@ from math import log
 import torch
 from torch.nn import functional as F
 
-from ..frames import line_now, line_of
+from ..frames import line_of
 from ..tensors import few
-from ..watch.events import Events
+from ..watch.events import FirstPasses
 from ..watch.graph import maker_of, nodes_of
 
-FIRST = 12  # backward passes of one line
 OFTEN = 3  # of one line
 NEAR = 64  # operations between a loss and what it is a sum of
 MOST = 1024  # of a whole episode, say
@@ -51,23 +50,19 @@ NO_LOGARITHM = (
 )
 
 
-class Losses(Events):
+class Losses(FirstPasses):
     """What stands before the loss, in the graphs of the first backward passes."""
 
     def __init__(self, watch):
-        self.recorder = watch.recorder
-        self.passes, self.has_loaded = Counter(), False  # line of backward(): how many
+        super().__init__(watch)
+        self.has_loaded = False
         self.found = {}  # what is wrong: {(line, is it the loss's, or that of backward()?): passes}
-        self.first = ""
+        self.untrained = ""  # of the first cross-entropy
 
     def loaded(self, module, state, answer):
         self.has_loaded = True
 
-    def backward(self, losses):
-        here = line_now()
-        if self.passes[here] == FIRST:
-            return
-        self.passes[here] += 1
+    def first(self, losses, here):
         for loss in losses:
             made = self.recorder.maker(loss)
             line = line_of(made.frames) if made else here
@@ -81,7 +76,7 @@ class Losses(Events):
                 self.found.setdefault(what, Counter())[at, bool(made)] += 1
             for node in nodes[:NEAR]:
                 if self.passes.total() == 1 and node.name() in NLL and not self.has_loaded:
-                    self.first = self.first or _first(node, line)
+                    self.untrained = self.untrained or _first(node, line)
 
     def sentences(self):
         for what, lines in self.found.items():
@@ -89,8 +84,8 @@ class Losses(Events):
             often = [line for line, is_known in often if is_known] or [line for line, _ in often]
             if often:
                 yield f"the loss at {few(often, 4)}: {what}"
-        if self.first:
-            yield self.first
+        if self.untrained:
+            yield self.untrained
 
 
 def _before(node):

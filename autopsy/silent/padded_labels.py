@@ -7,37 +7,31 @@ was given, and what is ignored. Labels are padded if they end in runs of the val
 ids of the same rows are padded, as long as theirs (but for the one id that was shifted out).
 """
 
-from collections import Counter
 from contextlib import suppress
 
 import torch
 
-from ..frames import line_now, line_of
-from ..watch.events import Events
+from ..frames import line_of
+from ..watch.events import FirstPasses
 from ..watch.graph import maker_of, nodes_of
 from .losses import MEAN, NEAR, NLL
 from .open_masks import padding_of
 
-PASSES = 8  # backward passes of one line
-OFTEN = 2  # of them
+OFTEN = 2  # backward passes of one line
 MUCH = 0.1  # of the labels
 
 
-class PaddedLabels(Events):
+class PaddedLabels(FirstPasses):
     """Labels of the first losses, beside the ids of the same step."""
 
     def __init__(self, watch):
-        self.recorder = watch.recorder
-        self.passes = Counter()  # line of backward(): how many
-        self.found = {}  # this line: [(value, share of the labels, side, shape of the ids)]
-        self.lines = {}  # this line: that of the loss, if it is known
+        super().__init__(watch)
+        self.found = {}  # line of backward(): [(value, share, side, shape of the ids)]
+        self.lines = {}  # the same: that of the loss, if it is known
 
-    def backward(self, losses):
-        line = line_now()
-        if self.passes[line] < PASSES:
-            self.passes[line] += 1
-            with suppress(Exception), torch.no_grad():
-                self._look(losses, line)
+    def first(self, losses, line):
+        with suppress(Exception), torch.no_grad():
+            self._look(losses, line)
 
     def _look(self, losses, line):
         means = [node for node in nodes_of(losses, NEAR) if node.name() in NLL]

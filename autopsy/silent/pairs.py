@@ -13,12 +13,11 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from ..frames import line_now, line_of
+from ..frames import line_of
 from ..tensors import leaves, storage_of
-from ..watch.events import Events
+from ..watch.events import FirstPasses
 from ..watch.graph import maker_of
 
-FIRST = 12  # backward passes of one line
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
 ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin",
@@ -30,20 +29,15 @@ PARTS = ("__getitem__", "index_select", "gather", "view", "reshape", "squeeze", 
 BY_HAND = ("sub", "__sub__", "rsub", "__rsub__", "l1_loss")  # of products: products.py
 
 
-class Pairs(Events):
+class Pairs(FirstPasses):
     """Losses that are made of all pairs."""
 
     def __init__(self, watch):
-        self.recorder = watch.recorder
-        self.passes = Counter()  # line of backward(): how many
+        super().__init__(watch)
         self.found = Counter()  # (line, shape of the results, of the targets): passes
         self.lines = {}  # line of backward(): that of the loss
 
-    def backward(self, losses):
-        here = line_now()
-        if self.passes[here] == FIRST:
-            return
-        self.passes[here] += 1
+    def first(self, losses, here):
         calls = self.recorder.of_this_step
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)

@@ -15,8 +15,9 @@ from ..tensors import is_sharded, numbers_of
 from ..watch.deferred import params_of
 from ..watch.events import Events
 from ..watch.graph import nodes_of
-from .losses import FIRST, NEAR, classes_of
+from .losses import NEAR, classes_of
 
+FIRST = 12  # backward passes
 AS_GUESSES = 0.1  # of ln(C)
 STILL, MOVING = 1e-3, 1e-2  # of the norm of a matrix
 ORDINARY = 1e-2  # learning rate

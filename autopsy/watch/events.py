@@ -8,9 +8,10 @@ notices; delete the folder, and autopsy finds NaN and inf as before.
 
 import importlib
 import pkgutil
+from collections import Counter
 from functools import partial
 
-from ..frames import said
+from ..frames import line_now, said
 
 
 class Events:
@@ -101,6 +102,8 @@ class Events:
 
 
 SAID = ("causes", "sentences")  # what is asked for at the end
+
+
 class OutermostSteps(Events):
     """Calls uses(optimizer) for each step that is not made within that of another optimizer, or
     that the loss scaler has skipped."""
@@ -123,6 +126,26 @@ class OutermostSteps(Events):
     def skipped(self, optimizer):
         if self.inside is None:
             self.uses(optimizer)
+
+
+class FirstPasses(Events):
+    """Calls first(losses, line) before the first backward passes of each line that makes some: a
+    script may train in several phases."""
+
+    most = 12  # of one line
+
+    def __init__(self, watch):
+        self.recorder = watch.recorder
+        self.passes = Counter()  # line of backward(): how many
+
+    def first(self, losses, line):
+        """One of them begins."""
+
+    def backward(self, losses):
+        line = line_now()
+        if self.passes[line] < self.most:
+            self.passes[line] += 1
+            self.first(losses, line)
 
 
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
