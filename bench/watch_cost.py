@@ -10,9 +10,10 @@ policy gradient (rl), an ODE solver (ode), a recurrent loop in Python (rnn), eac
 as a process of its own, alone and under autopsy in turns, and prints the seconds of each step. A
 ratio is that of the two means of one turn: only some of the small steps are recorded. The first
 four steps of each run, in which memory is allocated, do not count. On a GPU the transformer alone
-runs.
+runs. It runs a third way, with a copy of autopsy that lacks silent/: what do these checks cost?
 """
 
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
 TURNS = {"cpu": 3, "cuda": 5}
-WAYS = {"alone": ["script.py"], "watched": [str(record.ROOT / "autopsy"), "script.py"]}
+WAYS = {
+    "alone": ["script.py"],
+    "watched": [str(record.ROOT / "autopsy"), "script.py"],
+    "without silent/": ["torn/autopsy", "script.py"],
+}
 SCRIPT = '''
 import time, torch
 torch.manual_seed(0)
@@ -143,6 +148,8 @@ def main(argv=None):
     head = record.begin("watch_cost" + (f"_{args.model}" if args.model else ""), args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(record.ROOT / "autopsy", Path(folder, "torn", "autopsy"),
+                        ignore=shutil.ignore_patterns("silent"))
         for turn in range(len(rounds), turns):
             rounds.append({})
             for kind in kinds:
@@ -153,15 +160,20 @@ def main(argv=None):
                 script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
                 Path(folder, "script.py").write_text(script)
                 printed, seconds = {}, {}
-                for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                ways = list(WAYS)[: 2 if kind in STEPS else 3]
+                for way in ways[:: 1 if turn % 2 else -1]:
                     printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
-                assert len(printed["alone"]) == count
-                assert printed["alone"] == printed["watched"], "autopsy changed a printed figure"
+                    assert len(printed[way]) == count
+                same = all(losses == printed["alone"] for losses in printed.values())
+                assert same, "autopsy changed a printed figure"
                 print(f"turn {turn + 1}, {kind}: seconds a step {seconds}")
                 rounds[-1] |= {f"{kind} {way}": second for way, second in seconds.items()}
             record.keep(head, args)
     ratios = {kind: record.ratio(rounds, f"{kind} watched", f"{kind} alone") for kind in kinds}
     head["watched / alone"] = ratios
+    if "transformer" in kinds:
+        checks = record.ratio(rounds, "transformer watched", "transformer without silent/")
+        head["transformer: watched / without silent/"] = checks
     small = [spread["median"] for kind, spread in ratios.items() if kind in STEPS]
     head["small steps"] = {"mean": statistics.mean(small), "worst": max(small)} if small else {}
     head["printed figures"] = "the same"
