@@ -14,7 +14,7 @@ not among the ids (else they may be those of an encoder). Labels at several plac
 import linecache
 import re
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.nn import functional as F
@@ -36,6 +36,7 @@ ALIKE = 0.9  # share of labels that are ids at any other shift
 RIGHT = "the next id"
 ON_PURPOSE = re.compile(r"\[[^\]\n]*(?<![-\w.])2 *:(?!:)|horizon|ahead|delay", re.I)
 OTHER = re.compile(r"(shape|size\(\)|argv)\[2 *:")  # slices
+CAUSAL = re.compile(r"causal|\btril\b|\btriu\b|subsequent")
 
 
 class ShiftedLabels(Events):
@@ -96,6 +97,7 @@ class Seen(Follower):
     def __init__(self):
         super().__init__()
         self.losses, self.tables = [], []  # (logits, labels, line); (ids, their rows)
+        self.files = {}  # of the script, that call embeddings
 
     def look(self, func, name, args, kwargs, out):
         if name in ("cross_entropy", "nll_loss"):
@@ -107,6 +109,7 @@ class Seen(Follower):
             self.losses.append((scores, index, line_now()))
         elif name == "embedding":
             self.tables.append((args[0] if args else kwargs["input"], out))
+            self.files |= {file: True for file, *_ in script_frames_now()}
 
     @torch.enable_grad()
     def texts(self):
@@ -119,20 +122,23 @@ class Seen(Follower):
     def _text(self, scores, rows, shift, dim, labels, line):
         ids, length = rows.shape[dim], labels.shape[1]
         first, end = max(0, -shift), min(length, ids - shift)
+        end = min(end, int((labels >= 0).any(0).nonzero()[-1]) + 1)  # the longest row may be short
         gaps, copied = set(), True
         # an encoder is given all that is to be decoded
-        seen = shift == 1 and bool((labels[:, ids - shift :] >= 0).any())
+        seen = bool((labels[:, ids - shift :] >= 0).any())
+        seen = shift == 1 and (seen or any(CAUSAL.search(_code(file)) for file in self.files))
         for quarter in (1, 2, 3):
             t = first + (end - first) * quarter // 4
             row = (labels[:, t] >= 0).nonzero().flatten()
             at = row * length + t if dim else t * len(labels) + row
             part = scores[at]
-            seed = torch.arange(part.numel(), device=part.device).cos().view_as(part).to(part)
-            (slope,) = torch.autograd.grad(part, rows, seed, retain_graph=True)
-            on = (slope != 0).any(-1).any(1 - dim).nonzero().flatten().tolist()
+            on = _depends(part, rows, dim)
             gaps.add(t + shift - on[-1])
             copied &= len(on) > 1
             seen &= t + shift in on
+            if seen:
+                with _no_summaries(part, {length, ids, length * len(labels), ids * len(labels)}):
+                    seen &= t + shift in _depends(part, rows, dim)
         if gaps == {2}:
             return (
                 f"the labels of the loss at {line} are the ids two places on: a position that sees "
@@ -151,6 +157,33 @@ class Seen(Follower):
                 "direction of a recurrent layer)"
             )
         return RIGHT if gaps == {1} else ""
+
+
+def _depends(part, rows, dim):
+    """The places of the ids on which these numbers depend."""
+    seed = torch.arange(part.numel(), device=part.device).cos().view_as(part).to(part)
+    (slope,) = torch.autograd.grad(part, rows, seed, retain_graph=True)
+    return (slope != 0).any(-1).any(1 - dim).nonzero().flatten().tolist()
+
+
+@contextmanager
+def _no_summaries(part, lengths):
+    """Inside, no gradient flows through what has no dimension of one of these lengths: a summary
+    of all ids, such as an autoencoder's."""
+    hooks = []
+    for node in nodes_of([part])[1:]:
+        shapes = [getattr(about, "shape", ()) for about in node._input_metadata]
+        if shapes and not any(lengths & {*shape} for shape in shapes):
+            hooks.append(node.register_prehook(_zeros))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeros(slopes):
+    return tuple(slope if slope is None else torch.zeros_like(slope) for slope in slopes)
 
 
 def labels_of(node):
@@ -199,6 +232,9 @@ def _share(labels, ids, shift):
 
 def _is_written():
     """Whether the script says that it means the next but one."""
-    code = "".join(linecache.getlines(script_frames_now()[-1][0]))
-    code = OTHER.sub("", code)
+    code = OTHER.sub("", _code(script_frames_now()[-1][0]))
     return bool(ON_PURPOSE.search(code))
+
+
+def _code(file):
+    return "".join(linecache.getlines(file))

@@ -1909,6 +1909,34 @@ for step in range(20):
 tells("labels of a recurrent network", COPIES, 0, {
     "": "nothing non-finite -- not labels", "copied": "it learns to copy: shift the labels"})
 
+WORDS = PREAMBLE + """
+table, place, head = nn.Embedding(28, 32), nn.Embedding(16, 32), nn.Linear(32, 28)
+layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+small, large = nn.Linear(32, 4), nn.Linear(4, 32)
+net = nn.ModuleList([table, place, head, layer, encoder, small, large])
+optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+full = fault in ("summary", "full")  # else 0 is the end of a word and the padding
+causal = None if fault in ("open", "full") else nn.Transformer.generate_square_subsequent_mask(16)
+for step in range(24):
+    word = torch.randint(1, 27, (32, 15))
+    if not full: word = word.masked_fill(torch.arange(15) >= torch.randint(4, 12, (32, 1)), 0)
+    x = F.pad(word, (1, 0), value=27 if full else 0)
+    y = F.pad(word, (0, 1), value=0)
+    if not full: y = y.masked_fill(F.pad(y == 0, (1, 0))[:, :-1], -100)
+    rows = table(x) + place(torch.arange(16))
+    if fault == "summary": rows = rows + large(small(encoder(rows).mean(1)))[:, None]
+    scores = head(layer(rows, src_mask=causal))
+    loss = F.cross_entropy(scores.transpose(1, 2), y)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+tells("words, and what each place sees of them", WORDS, 0, {
+    "": "nothing non-finite -- not labels",
+    "summary": "nothing non-finite -- not labels",
+    "open": "are the next ids, and each position sees its own",
+    "full": "are the next ids, and each position sees its own",
+})
+
 RESETS = PREAMBLE + """
 import copy
 net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
