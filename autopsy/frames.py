@@ -135,6 +135,11 @@ def line_now():
     return _line(script_frames_now())
 
 
+def code_of(frames):
+    """The source of the script's file with the last of these lines."""
+    return "".join(linecache.getlines(frames[-1][0])) if frames else ""
+
+
 @cache
 def call_from(frame):
     """Calls a function as if from this line of the script: every traceback then says so."""

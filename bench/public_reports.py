@@ -877,6 +877,18 @@ def step(x, y):
     (0.1 * adversarial + 10 * F.l1_loss(out, y)).backward(); g.step()
 for i in range(60): step(*data(i))
 """, "-judge(x, fake)", "-judge(x, out)"),
+    "features normalised over the batch": Row(
+        "github.com/alireza-nasiri/SoundCLR/issues/4", "shape",
+        r"autopsy: the loss at script.py:\d+ .* features \[16, 32\] .* normalize with dim=1",
+        """
+net = mlp(32); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, _ = data(i)
+    h = torch.cat([F.normalize(net(x + 0.1 * torch.randn(16, 8)), dim=0) for _ in range(2)])
+    near = h @ h.T / 0.5 - 1e9 * torch.eye(32)
+    loss = F.cross_entropy(near, torch.arange(32).roll(16))
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "dim=0", "dim=1"),
     "positions counted along the batch": Row(
         "github.com/cmu-l3/anlp-fall2025-code/issues/1", "shape",
         r"autopsy: the positions at script.py:\d+ in forward number the 16 samples of the batch",
@@ -1849,6 +1861,198 @@ for i in range(60):
     ids = torch.randint(24, (16, 13))
     loss = F.cross_entropy(net(ids).reshape(-1, 24), ids[:, 1:].reshape(-1))
     opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "penalties over frozen weights, and norms without any": """
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__(); self.w = nn.Linear(8, 64).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(64, affine=False)
+    def forward(self, x): return self.norm(self.w(x).cos())
+net = nn.Sequential(Features(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 3))
+start = [p.detach().clone() for p in net.parameters()]
+def near(out, y):
+    far = sum(((p - q) ** 2).sum() for p, q in zip(net.parameters(), start))
+    return F.cross_entropy(out, y) + 1e-2 * far
+params = [p for p in net.parameters() if p.requires_grad]
+loop(net, torch.optim.Adam(params, 1e-3), 80, labels, near)
+""",
+    "dropout that is asked for, and averaged over": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.a, self.b, self.more = nn.Linear(8, 64), nn.Linear(64, 3), False
+    def forward(self, x, sample=False):
+        h = F.dropout(self.a(x).relu(), 0.1, sample or self.training)
+        if self.training or self.more:
+            h = F.dropout(h, 0.1)
+        return self.b(h)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 3e-3)
+for epoch in range(6):
+    net.train(); loop(net, opt, 10); net.eval(); net.more, x = True, data(epoch)[0]
+    with torch.no_grad(): print(torch.stack([net(x, sample=True) for _ in range(5)]).std(0).sum())
+    net.more = False
+""",
+    "the last epochs with frozen statistics": """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(8):
+    if epoch < 4: net.train()
+    for i in range(10):
+        x, y = data(i); loss = F.mse_loss(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    net.eval()
+    with torch.no_grad(): print(net(data(0)[0]).sum())
+""",
+    "pairs found both ways, a margin, half a cross-entropy, an energy distance": """
+a, b = mlp(8), nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 8))
+opt = torch.optim.Adam([*a.parameters(), *b.parameters()], 1e-3)
+for i in range(30):
+    x, y = data(i); near = F.normalize(a(x)) @ F.normalize(b(y)).T / 0.07; pair = torch.arange(16)
+    loss = F.nll_loss(near.log_softmax(1), pair) + F.nll_loss(near.log_softmax(0), pair)
+    opt.zero_grad(); loss.backward(); opt.step()
+centres = nn.Parameter(torch.randn(3, 8)); net = mlp(8)
+opt = torch.optim.SGD([*net.parameters(), centres], 0.02)
+for i in range(60):
+    x, y = labels(i); cosine = F.normalize(net(x)) @ F.normalize(centres).T
+    cosine = cosine.clamp(-0.999, 0.999); ours = F.one_hot(y, 3).bool()
+    logits = 64 * torch.where(ours, (cosine.acos() + 0.5).cos(), cosine)
+    opt.zero_grad(); F.cross_entropy(logits, y).backward(); opt.step()
+def halves(out, y):
+    z = out.logsumexp(1)
+    return F.nll_loss(out, y) + z.mean() + 1e-3 * z.square().mean()
+loop(mlp(), None, 60, labels, halves)
+def energy(fake, real):
+    return 2 * (fake - real[:, 0]).abs().mean() - (fake - fake.T).abs().mean()
+loop(mlp(1), None, 60, data, energy)
+""",
+    "masks that nothing needs": """
+class Net(nn.Module):
+    def __init__(self, causal):
+        super().__init__(); self.emb, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.rnn, self.causal = nn.LSTM(16, 16, batch_first=True), causal
+    def forward(self, ids, mask, lengths):
+        h = self.emb(ids)
+        if self.causal:
+            later = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+            return self.head(self.layer(h, src_mask=later, is_causal=True))
+        packed = nn.utils.rnn.pack_padded_sequence(
+            h, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.rnn(packed)[1][0][-1])
+nets = Net(True), Net(False); opts = [torch.optim.Adam(net.parameters(), 1e-3) for net in nets]
+for i in range(30):
+    for net, opt, causal in zip(nets, opts, (True, False)):
+        lengths = torch.randint(4, 13, (16,)); mask = torch.arange(12) < lengths[:, None]
+        ids = torch.randint(1, 30, (16, 12)) * mask
+        later = ids[:, 1:].masked_fill(~mask[:, 1:], -100); out = net(ids, mask, lengths)
+        loss = (F.cross_entropy(out[:, :-1].transpose(1, 2), later) if causal
+                else F.cross_entropy(out, ids.sum(1) % 30))
+        opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "prefixes that are tried, a flag that is read, one block at every depth": """
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Linear(8, 32); self.requires_grad = False
+    def forward(self, x):
+        with torch.set_grad_enabled(self.requires_grad): return self.body(x).tanh()
+class Deep(nn.Module):  # the same weights at every depth
+    def __init__(self):
+        super().__init__(); self.first, self.last = Frozen(), nn.Linear(32, 3)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh())] * 4)
+    def forward(self, x): return self.last(self.blocks(self.first(x)))
+net = Deep(); saved = {f"module.{name}": t.clone() for name, t in net.state_dict().items()}
+for prefix in ("", "backbone.", "module."):
+    found = {name.removeprefix(prefix): t for name, t in saved.items()}
+    if not net.load_state_dict(found, strict=False).missing_keys: break
+loop(net, torch.optim.Adam([*net.blocks.parameters(), *net.last.parameters()], 1e-3), 60)
+""",
+    "attention among rows": """
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__(); self.w = nn.Parameter(torch.randn(8, 16)); self.head = nn.Linear(128, 3)
+        self.columns = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.rows = nn.MultiheadAttention(16, 2)
+    def forward(self, x):
+        h = self.columns(x[:, :, None] * self.w)
+        return self.head((h + self.rows(h, h, h, need_weights=False)[0]).flatten(1))
+net = Rows(); loop(net, None, 20, lambda i: labels(i, 24), F.cross_entropy)
+""",
+    "frames of one clip": """
+class Frames(nn.Module):
+    def __init__(self):
+        super().__init__(); self.over_time, self.head = nn.LSTM(3, 16), nn.Linear(16, 4)
+    def forward(self, x): return self.head(self.over_time(x)[0].mean(1))
+def clip(i):
+    y = torch.randint(4, (4,)).repeat_interleave(10)
+    return (torch.arange(40) * (y + 1) * 0.3).sin()[:, None, None] + torch.randn(40, 9, 3) / 9, y
+net = Frames(); loop(net, None, 20, clip, F.cross_entropy)
+""",
+    "nodes of a graph": """
+class Nodes(nn.Module):
+    def __init__(self):
+        super().__init__(); self.score, self.head = nn.Linear(4, 1), nn.Linear(8, 2)
+    def forward(self, x):
+        all = (torch.softmax(self.score(x), dim=0) * x).sum(0, keepdim=True).expand_as(x)
+        return self.head(torch.cat([x, all], -1).mean(1))
+x, y = torch.randn(50, 12, 4), torch.randint(2, (50,))
+net = Nodes(); loop(net, None, 20, lambda i: (x, y), F.cross_entropy)
+""",
+    "targets within a module, a hidden network, layers frozen one by one": """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__(); self.q, self.target = mlp(), mlp()
+    def forward(self, x): return self.q(x), self.target(x).detach()
+    def novelty(self, x):
+        out, far = self(x)
+        return (out - far).square().mean().item()
+net = Agent(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, _ = data(i); net.novelty(x); out, far = net(x)
+    opt.zero_grad(); F.mse_loss(out, far).backward(); opt.step()
+class Perceptual(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+        self._seen = [nn.Linear(3, 8).requires_grad_(False)]
+    def forward(self, x): return self._seen[0](self.net(x))
+loop(Perceptual(), None, 40, lambda i: (data(i)[0], torch.ones(16, 8)))
+layers = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)]
+opt = torch.optim.SGD([{"params": layer.parameters()} for layer in layers], 0.1)
+rate = torch.optim.lr_scheduler.LambdaLR(
+    opt, [lambda s, n=n: max(0.0, 1 - s / n) for n in (40, 60, 80)])
+loop(nn.Sequential(*layers), opt, 80, after=lambda i: rate.step())
+""",
+    "what has converged, and schedules of longer runs": """
+x, y = torch.randn(300, 8), torch.randint(2, (300,)).float()
+net = nn.Linear(8, 1); lbfgs = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe")
+def closure():
+    lbfgs.zero_grad(); loss = F.binary_cross_entropy_with_logits(net(x)[:, 0], y)
+    loss = loss + 1e-3 * net.weight.square().sum(); loss.backward(); return loss
+for i in range(10): lbfgs.step(closure)
+line = nn.Linear(8, 1); sgd = torch.optim.SGD(line.parameters(), 0.2)
+for i in range(900): sgd.zero_grad(); F.mse_loss(line(x)[:, 0], y).backward(); sgd.step()
+other = mlp(); opt = torch.optim.Adam(other.parameters(), 1e-3)
+decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+for i in range(120):
+    loop(other, opt, 1)
+    if i % 1000 == 999: decay.step()
+""",
+    "workers of a federation, tasks that begin anew, codes of a fixed length": """
+import copy
+net = mlp(); worker = copy.deepcopy(net); opt = torch.optim.SGD(worker.parameters(), 0.1, 0.5)
+for i in range(5):
+    states = []
+    for k in range(8):
+        worker.load_state_dict(net.state_dict()); net(data(k)[0]); loop(worker, opt, 4)
+        states.append(copy.deepcopy(worker.state_dict()))
+    net.load_state_dict({k: sum(s[k] for s in states) / 8 for k in states[0]})
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); loop(net, opt, 30)
+saved = copy.deepcopy(net.state_dict())
+for i in range(10): net.load_state_dict(saved); loop(net, opt, 5)
+emb, body = nn.Embedding(30, 8), nn.Sequential(nn.Flatten(), nn.Linear(128, 32), nn.ReLU())
+net = nn.Sequential(emb, body, nn.Linear(32, 16 * 30), nn.Unflatten(1, (30, 16)))
+def texts(i):
+    ids = torch.randint(1, 30, (32, 16)); end = torch.randint(4, 17, (32, 1))
+    return (ids.masked_fill(torch.arange(16) >= end, 0),) * 2
+loop(net, None, 20, texts, F.cross_entropy)
 """,
 }
 

@@ -6,7 +6,9 @@ unless batch_first=True. Given (batch, time, features) they mix samples, and not
 a softmax over samples, and a view that makes rows of a hidden state, whose first dimension is
 layers. In two steps of training the shapes of what is given are compared with the network's own
 input and with the number of samples in the loss. Only where all three agree, and the second
-dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing. A mask
+dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing.
+Whoever gives the same to a layer with batch_first=True knows the difference, labels that come in
+runs are those of frames, and one batch for all steps may be the nodes of a graph. A mask
 of an attention that lets each step see only those after it is told, too.
 """
 
@@ -26,6 +28,7 @@ from .losses import NEAR, NLL
 
 LOOKS = (1, 4)  # steps
 FEW = 4  # steps in time
+RUNS = 0.8  # share of labels that are those of the sample before
 HIDDEN = -1e4  # scores that a mask has left
 LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LOOKED_AT = ("softmax", "view", "reshape", "scaled_dot_product_attention")
@@ -40,6 +43,7 @@ class BatchFirst(Events):
         self.suspects = WeakKeyDictionary()  # layer: (its name, shape, how often)
         self.over_samples = []  # (sentence, samples) of this step
         self.found = {}  # sentence: steps
+        self.batches = WeakKeyDictionary()  # network: memory and shape of its first batch
 
     def during(self, call, args, kwargs):
         module = call.function
@@ -52,15 +56,23 @@ class BatchFirst(Events):
         sizes = {len(t) for t in given}
         sequences = [t.dim() > 2 or not t.is_floating_point() for t in given]
         alone = [[*t.shape].count(len(t)) == 1 for t in given]
+        batch = [(storage_of(t), t.storage_offset(), t.shape) for t in given]
+        known = self.batches.setdefault(module, (self.recorder.steps, batch))
+        if known[1] == batch and known[0] != self.recorder.steps:
+            sizes = set()  # all that there is, at each step: the nodes of a graph
         calls = Calls(self._note, *(sizes if all(sequences + alone) and len(sizes) == 1 else ()))
         return [self._looking(names, sizes, calls), calls]
 
     @contextmanager
     def _looking(self, names, sizes, calls):
+        right = set()  # shapes
+
         def note(layer, args):
             with suppress(Exception):
                 shape = args[0].shape
-                if len(shape) == 3 and sizes == {shape[0]} and shape[1] not in (1, shape[0]):
+                if batch_is_first(layer):
+                    right.add(shape)
+                elif len(shape) == 3 and sizes == {shape[0]} and shape[1] not in (1, shape[0]):
                     self.given.append((layer, names[layer], shape))
 
         def note_hidden(layer, args, out):
@@ -69,11 +81,12 @@ class BatchFirst(Events):
 
         with ExitStack() as hooks:
             for layer in names:
-                if isinstance(layer, LAYERS) and not batch_is_first(layer):
+                if isinstance(layer, LAYERS):
                     hooks.enter_context(layer.register_forward_pre_hook(note))
                 if isinstance(layer, nn.RNNBase):
                     hooks.enter_context(layer.register_forward_hook(note_hidden))
             yield
+        self.given = [one for one in self.given if one[-1] not in right]
 
     def _note(self, text, samples=0):
         if samples:
@@ -86,7 +99,7 @@ class BatchFirst(Events):
         if not (self.given or self.over_samples):
             return
         nodes = [node for node in nodes_of(losses, NEAR) if node.name() in NLL]
-        targets = {node._saved_target.shape for node in nodes}
+        targets = {node._saved_target.shape for node in nodes if not _in_runs(node._saved_target)}
         for layer, name, shape in self.given:
             if targets == {shape[:1]}:
                 *_, often = self.suspects.get(layer, (0,))
@@ -149,6 +162,11 @@ class Calls(Follower):
                     f"{line_now()}: its first dimension is layers and directions, so each row "
                     "mixes samples: transpose(0, 1) before it"
                 )
+
+
+def _in_runs(labels):
+    """Whether labels are those of frames: most are the same as the one before."""
+    return labels.dim() == 1 and bool((labels.diff() == 0).float().mean() > RUNS)
 
 
 def batch_is_first(layer):

@@ -175,7 +175,8 @@ class Terms(Follower):
         """(sentence, whether both hold the same numbers) or None."""
         given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]
         at = f"{name} at {line_now()}"
-        if len(given) > 1 and _same(name, *given[:2], **kwargs):
+        weight = any(isinstance(t, torch.nn.Parameter) for t in given)  # a frozen one, of a penalty
+        if len(given) > 1 and not weight and _same(name, *given[:2], **kwargs):
             return (
                 f"{at} compares the same numbers, whatever the weights are: "
                 "should one of the two come from another network?", True

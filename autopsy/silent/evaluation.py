@@ -4,21 +4,29 @@ Evaluation: does eval() reach all of the network?
 F.dropout(x) drops in evaluation, too, and so does a Dropout that forward() makes: nobody tells them
 of eval(). torch's spectral_norm divides by a number that only a forward pass in training computes.
 The first two evaluations of each network are looked at while they run; nothing is run again. A call
-that says "training" or "True" means it, and so does a Dropout within that was set to train().
+that says when it drops means it, and so does a Dropout within that was set to train(), and whoever
+evaluates one batch twice in a row (to average over what drops). So does a source that says so
+beside it.
 """
 
+import ast
+import linecache
+import re
+import textwrap
+from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..frames import call_at, line_of, script_frames_now
 from ..modes import is_compiled
-from ..tensors import few
+from ..tensors import few, flat_tensors
 from ..watch.events import Events
 from ..watch.following import Follower, drops
 
 LOOKS = 2
-ON_PURPOSE = ("training", "True")
+NEAR = 4  # lines
+MEANT = re.compile(r"prenet|mc[ _-]?drop|monte|bayes|uncertain|always|stays on|at inference", re.I)
 
 
 class Evaluation(Events):
@@ -28,8 +36,10 @@ class Evaluation(Events):
     def __init__(self, watch):
         self.names, self.recorder = watch.names, watch.recorder
         self.looks = WeakKeyDictionary()  # module: how often it was looked at
+        self.last = WeakKeyDictionary()  # module: (step, id of the batch) of the first look
+        self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
-        self.drops = {}  # lines, in their order
+        self.drops = WeakKeyDictionary()  # module: its lines, in their order
         self.unready = []  # (module, its weight)
 
     def loaded(self, module, state, answer):
@@ -53,10 +63,14 @@ class Evaluation(Events):
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
-        return [Drops(self.drops)]
+        batch = self.recorder.steps, *map(id, flat_tensors((args, kwargs))[:1])
+        if self.last.setdefault(module, batch) == batch and looks > 1:
+            self.sampled.add(module)
+        return [Drops(self.drops.setdefault(module, {}))]
 
     def sentences(self):
-        for line in self.drops:
+        told = [lines for module, lines in self.drops.items() if module not in self.sampled]
+        for line in dict.fromkeys(line for lines in told for line in lines):
             yield (
                 f"dropout at {line} drops in eval mode, too: give it training=self.training, or "
                 "make the Dropout in __init__()"
@@ -80,6 +94,20 @@ class Drops(Follower):
         if not drops(func, kwargs):
             return
         frames = script_frames_now()
-        text = call_at(*frames[0][:2])
-        if text and not any(word in text for word in ON_PURPOSE):
+        file, number, function = frames[0]
+        code = call_at(file, number)
+        above = linecache.getlines(file)[max(0, number - NEAR - 1) : number]
+        source_now = "".join([*above, function])
+        if code and not (_says_when(code) or MEANT.search(source_now)):
             self.lines[line_of(frames)] = True
+
+
+def _says_when(code):
+    """Whether a call of dropout is told when to drop."""
+    with suppress(SyntaxError):
+        for call in ast.walk(ast.parse(textwrap.dedent(code))):
+            name = getattr(call, "func", None)
+            name = getattr(name, "attr", getattr(name, "id", ""))
+            if "dropout" in name:
+                return len(call.args) > 2 or any(k.arg == "training" for k in call.keywords)
+    return "training" in code or "True" in code

@@ -5,7 +5,8 @@ average?
 requires_grad_(False) freezes weights, and train() of the whole network switches the running
 statistics of a frozen part on again: what it computes drifts. Statistics and weights are read at
 the steps 1, 2, 4, 8, ...: a part is told whose statistics move and whose weights do not, neither by
-an optimizer nor by hand (as those of an average do).
+an optimizer nor by hand (as those of an average do). A norm without weights of its own has nothing
+else to learn.
 
 A loop over parameters() averages weights, and no running statistic: those are buffers. Told is a
 module whose weights the script writes by hand, that is evaluated in eval mode, and none of whose
@@ -99,4 +100,7 @@ def _frozen(module):
     if any(p.requires_grad for p in weights):
         return [part for child in module.children() for part in _frozen(child)]
     whole = any(p.dim() > 1 for p in weights)  # more than a BatchNorm alone
-    return [module] * (whole and bool(_statistics(module)))
+    norms = [part for part in module.modules() if [*part.parameters(recurse=False)]]
+    mine = [name.rpartition(".")[0] for name in running_statistics(module)]
+    frozen = any(module.get_submodule(name) in norms for name in mine)
+    return [module] * (whole and frozen)

@@ -3,7 +3,8 @@ Left in eval: does training go on in eval mode after an evaluation?
 
 A validation calls eval(), and nobody calls train() after it: nothing drops, and BatchNorm takes its
 running statistics. Told is a network that was trained in train mode, then evaluated, and then
-trained from the same line again, with no train() or eval() in between.
+trained from the same line again, with no train() or eval() in between. Where train() came after the
+first evaluations, and from some step on never again, the last epochs are meant so.
 """
 
 from weakref import WeakKeyDictionary
@@ -29,6 +30,12 @@ class Network:
         self.evaluated = False  # since the last switch
         self.line = ""  # of the last eval()
         self.steps, self.wrong, self.since = 0, 0, ""
+        self.returned = False  # has train() come after an evaluation, before any wrong step?
+        self.again = False  # has it come after a wrong step?
+
+    @property
+    def is_meant(self):
+        return self.returned and not self.again
 
 
 class LeftInEval(Events):
@@ -43,6 +50,9 @@ class LeftInEval(Events):
         parts = {*module.modules()} if self.networks else ()
         for root, seen in self.networks.items():
             if root in parts:
+                if training:
+                    seen.again |= seen.wrong > 0
+                    seen.returned |= seen.evaluated and not seen.wrong
                 seen.evaluated, seen.line = False, "" if training else line_now()
 
     def during(self, call, args, kwargs):
@@ -85,7 +95,7 @@ class LeftInEval(Events):
 
     def sentences(self):
         for root, seen in self.networks.items():
-            if seen.wrong >= OFTEN:
+            if seen.wrong >= OFTEN and not seen.is_meant:
                 kinds = " and ".join(sorted({type(part).__name__ for part in seen.parts}))
                 yield (
                     f"{seen.wrong} of {seen.steps} steps train {type(root).__name__} in eval mode: "

@@ -5,12 +5,13 @@ With strict=False it may pass over every name. And state_dict() gives the tensor
 itself: the best state, if it was not copied, is the last one.
 
 And a load may take away, each time, what the steps before it have learnt: a target network that is
-copied the wrong way round. Told is a line that loads the same numbers again and again into weights
-of one optimizer, which makes steps in between with moments that it goes on with. Whoever begins
-anew on purpose (folds, tasks, adaptation to one sample) resets these too, or moves the rate (back
-to the best weights with half of it).
+copied the wrong way round. Told is a line that loads the same numbers of another network again and
+again into weights of one optimizer, which makes steps in between with moments that it goes on with.
+Whoever begins anew on purpose (folds, tasks, adaptation to one sample) loads what was saved, resets
+the moments too, or moves the rate (back to the best weights with half of it).
 """
 
+from collections import Counter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,8 @@ from ..tensors import storage_of
 from ..watch.deferred import params_of
 from ..watch.events import Events
 
-LOADS = 6  # that are read; each but the first sets back
+LOADS = 6  # that are read, and later ones; each but the first sets back
+LATER = (8, 16, 32, 64)
 
 
 class Loads(Events):
@@ -31,6 +33,7 @@ class Loads(Events):
         self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
         self.steps = WeakKeyDictionary()  # optimizer: how many
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
+        self.counts = Counter()  # (line, class): loads into weights that train
 
     def stepped(self, optimizer):
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
@@ -47,14 +50,23 @@ class Loads(Events):
                 f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
                 f"and those of {where[1]} are like {missing[0]}"
             )
+        else:  # of several names the right ones were found
+            self.unloaded.pop(where[0], None)
         if not _is_its_own(module, state):
-            self._note_numbers(module, where)
+            if self._is_of_another(state):
+                self._note_numbers(module, where)
         elif self._is_older(state):
             self.unloaded[where[0]] = (
                 f"has changed nothing: it was given the tensors of {where[1]} itself, which steps "
                 "have moved since then (state_dict() makes no copy): keep "
                 "copy.deepcopy(net.state_dict())"
             )
+
+    def _is_of_another(self, state):
+        """Whether it is a network's that was called, and not what was saved."""
+        given = {storage_of(t) for t in state.values() if isinstance(t, torch.Tensor)}
+        weights = [p for root in list(self.names.roots) for p in root.parameters()]
+        return any(storage_of(p) in given for p in weights)
 
     def _is_older(self, state):
         """Whether a step was made since state_dict() has given it."""
@@ -67,8 +79,11 @@ class Loads(Events):
         for optimizer, steps in [*self.steps.items()]:
             trained = {*params_of(optimizer)}
             some = [p for p in mine if p in trained and optimizer.state.get(p)]
-            seen = self.loads.setdefault(optimizer, {}).setdefault(where, []) if some else ()
-            if some and len(seen) < LOADS:
+            if not some:
+                continue
+            seen = self.loads.setdefault(optimizer, {}).setdefault(where, [])
+            self.counts[where] += 1
+            if len(seen) < LOADS or self.counts[where] in LATER:
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 seen.append((steps, rates, self.deferred.norms(some)))
 
@@ -79,13 +94,13 @@ class Loads(Events):
             for (line, kind), seen in lines.items():
                 steps, rates, norms = zip(*seen, strict=True)
                 norms = [self.deferred.to_host(several) for several in norms]
-                moves = len({*steps}) == LOADS
+                moves = LOADS <= len({*steps}) == len(steps)
                 if moves and all(x == several[0] for several in (rates, norms) for x in several):
+                    made = self.names.of_optimizer(optimizer)
                     yield (
                         f"load_state_dict() at {line} sets the weights of {kind} back to the same "
-                        f"numbers each time: what {steps[-1] - steps[0]} steps of "
-                        f"{self.names.of_optimizer(optimizer)} learnt between {LOADS} loads is "
-                        "lost. Was it meant the other way round?"
+                        f"numbers each time: what {steps[-1] - steps[0]} steps of {made} learnt "
+                        f"between {len(steps)} loads is lost. Was it meant the other way round?"
                     )
 
 

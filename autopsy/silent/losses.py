@@ -6,7 +6,8 @@ binary_cross_entropy_with_logits a sigmoid: after another one the network trains
 fails. A ReLU before them cuts every negative logit off. nll_loss takes logarithms of probabilities,
 and not logits. An untrained classifier of C classes has a cross-entropy near ln(C). Far above that
 it begins sure of wrong answers. The graphs of the first backward passes are looked at; a weight of
-the loss, a sum in place of a mean, or weights that were loaded say nothing about the first loss.
+the loss, a sum in place of a mean, weights that were loaded, or a scale of the logits (a margin, a
+temperature) say nothing about the first loss.
 """
 
 from collections import Counter
@@ -40,6 +41,7 @@ SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
+SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
 OTHER_DIMENSION = (
     "its input was made by log_softmax over dimension {}, and the classes are dimension 1"
@@ -48,6 +50,9 @@ NO_LOGARITHM = (
     "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
     "cross_entropy in its place"
 )
+
+
+LINEAR_AS_LOGARITHM = NO_LOGARITHM.format("what a linear layer makes")
 
 
 class Losses(FirstPasses):
@@ -69,7 +74,8 @@ class Losses(FirstPasses):
             nodes = nodes_of([loss], MOST)
             misused = {}
             for node in nodes:
-                if what := _misused(node):
+                what = _misused(node)
+                if what and not (what == LINEAR_AS_LOGARITHM and _has_other_half(nodes)):
                     own = maker_of(node, self.recorder.known)
                     misused[what, line_of(own.frames) if own else line] = True
             for what, at in misused:
@@ -88,6 +94,11 @@ class Losses(FirstPasses):
             yield self.untrained
 
 
+def _has_other_half(nodes):
+    """Whether the logarithm of the sum is subtracted by hand."""
+    return any(node.name() == "LogsumexpBackward0" for node in nodes)
+
+
 def _before(node):
     """The node that made its input, apart from views and casts."""
     while node and node.next_functions:
@@ -104,6 +115,8 @@ def _other_dimension(node):
         before = before.next_functions[0][0]
     if scores.dim() < 2 or not before or before.name() != "LogSoftmaxBackward0":
         return None
+    if len(node._saved_target.unique()) == len(scores) == scores.shape[1]:
+        return None  # pairs, that are found both ways
     made = before._saved_result
     dim = before._saved_dim % made.dim() if before._saved_dim < 2**63 else made.dim() - 1
     same = made.dim() == scores.dim() and made.shape[1:] == scores.shape[1:]
@@ -129,7 +142,7 @@ def _misused(node):
     if made == "SoftmaxBackward0":
         return NO_LOGARITHM.format("a softmax")
     if made in LINEAR and bool((node._saved_self > 0).any()):
-        return NO_LOGARITHM.format("what a linear layer makes")
+        return LINEAR_AS_LOGARITHM
     return ""
 
 
@@ -145,7 +158,8 @@ def classes_of(node):
 def _first(node, line):
     """A sentence if the mean is far above that of equal guesses."""
     scores, target, classes = node._saved_self, node._saved_target, classes_of(node)
-    if not classes:
+    logits = _before(_before(node)) if classes else None
+    if not classes or (logits and logits.name() in SCALED):
         return ""
     ignored = node._saved_ignore_index
     ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign

@@ -4,7 +4,9 @@ Masks: is a mask read by the network that it is given to?
 forward(input_ids, attention_mask) may never use its mask: padding is then averaged in. A mask is an
 argument, or a key of a mapping, with "mask" in its name and two kinds of values. In two steps of
 training it is noted what torch's functions and custom functions are given while the network runs;
-nothing is run again. A mask that the script uses itself, in its loss, is no fault.
+nothing is run again. A mask that the script uses itself, in its loss, is no fault. The backward
+pass shows whether what it should hide reaches the loss: ids on both sides of it must. (Under a
+causal network with padding at the end, or with lengths, they do not.)
 """
 
 from contextlib import suppress
@@ -17,6 +19,7 @@ from ..modes import is_compiled
 from ..tensors import few, flat_tensors, storage_of
 from ..watch.calls import named_arguments
 from ..watch.events import Events
+from ..watch.graph import nodes_of
 from ..watch.hooks import calls_through
 
 LOOKS = (2, 5)  # steps
@@ -31,6 +34,8 @@ class Masks(Events):
         self.recorder = watch.recorder
         self.looks = WeakKeyDictionary()  # module: [{name of a mask: was it read?} at each look]
         self.open = []  # (module, call, {name: mask}, what was read) of this step
+        self.hooks = []  # on nodes of the backward pass
+        self.counts = {}  # id of a mask: does it hide nothing from the loss? On its device
 
     def during(self, call, args, kwargs):
         module = call.function
@@ -47,6 +52,28 @@ class Masks(Events):
         self.open.append((module, call, masks, used))
         return [used, calls_through(used.custom)] if masks else ()
 
+    def backward(self, losses):
+        masks = [mask for _, _, masks, _ in self.open for mask in masks.values()]
+        for node in nodes_of(losses) if masks else ():
+            if node.name() == "EmbeddingBackward0":
+                for mask in masks:
+                    if mask.shape == node._saved_indices.shape:
+                        self.hooks.append(node.register_prehook(self._reached(mask)))
+
+    def _reached(self, mask):
+        def note(slopes):
+            with suppress(Exception), torch.no_grad():
+                moved = (slopes[0].detach() != 0).any(-1)
+                side = mask == mask.flatten()[0]
+                self.counts[id(mask)] = (moved & side).any() & (moved & ~side).any()
+
+        return note
+
+    def passed(self):
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
     def stepped(self, optimizer):
         """What else was given them in this step is known now."""
         for module, call, masks, used in self.open if self.recorder.whole else ():
@@ -57,8 +84,9 @@ class Masks(Events):
             known.append({
                 name for name, t in masks.items()
                 if storage_of(t) not in read and self.recorder.maker(t) not in refs
+                and self.counts.get(id(t), False)
             })  # fmt: skip
-        self.open = []
+        self.open, self.counts = [], {}
 
     def sentences(self):
         for module, looks in self.looks.items():

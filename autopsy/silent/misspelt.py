@@ -3,9 +3,10 @@ Misspelt: has the script set an attribute that looks like requires_grad, and tha
 reads?
 
 `module.requires_grad = False` freezes nothing, and neither does `p.require_grad = False`. Told is
-an attribute whose value is not what the weights have.
+an attribute whose value is not what the weights have, and which the module's class does not read.
 """
 
+import inspect
 import re
 
 from ..tensors import few
@@ -31,12 +32,22 @@ class Misspelt(Events):
 
     def _unread(self, weights, owner, of=""):
         for name, asked in _asked(owner).items():
-            if weights and all(p.requires_grad != asked for p in weights):
+            wrong = weights and all(p.requires_grad != asked for p in weights)
+            if wrong and not _reads(type(owner), name):
                 names = few([*map(self.names.of, weights[:4]), *weights[4:]], 4)
                 yield (
                     f"{names}: {name} = {asked} {of}is an attribute that PyTorch does not read; "
                     f"theirs is {not asked}: use requires_grad_({asked})"
                 )
+
+
+def _reads(kind, name):
+    """Whether the source of a class reads an attribute of this name."""
+    try:
+        code = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(rf"self\.{name}\b(?!\s*(=(?!=)|:))", code))
 
 
 def _asked(owner):

@@ -4,7 +4,8 @@ Other scale: is a network evaluated with images of the scale that it was trained
 A Normalize that only one of two transforms has makes a network look bad, and nothing fails. Images
 are (N, C, H, W) with few channels. The quantiles of some of their numbers are compared, in training
 and in evaluations: told is where one are those of the other times a factor, plus a shift, and only
-one of both is below 0. Noise that is added in training has no shift, and another form.
+one of both is below 0, and the other 0..1 or 0..255, as images are stored. Noise that is added in
+training has no shift, and another form.
 """
 
 from weakref import WeakKeyDictionary
@@ -81,9 +82,17 @@ def _is_scaled(a, b):
     """Whether the quantiles of one are a scaled and shifted copy of the other's."""
     if (a[0] < 0) == (b[0] < 0) or min(a.std(), b.std()) == 0:
         return False
+    if not _is_raw(max(a, b, key=lambda q: float(q[0]))):
+        return False
     factor, shift = a.std() / b.std(), (a.mean() - b.mean()).abs() / min(a.std(), b.std())
     alike = torch.corrcoef(torch.stack([a, b])[:, 2:-2])[0, 1] > ALIKE
     return bool(alike and shift > SHIFT and max(factor, 1 / factor) > FACTOR)
+
+
+def _is_raw(quantiles):
+    """Whether these are pixels as they are stored."""
+    low, high = float(quantiles[0]), float(quantiles[-1])
+    return low < 0.2 * high and (high <= 1.01 or high > CHANNELS)
 
 
 def _words(quantiles):

@@ -4,7 +4,8 @@ Pairs: does a loss compare each result with each target?
 Of [n, 1] and [n] broadcasting makes [n, n], and its mean trains a network to guess the mean of all
 targets. In the graphs of the first losses it looks for such a difference, of a part with a graph
 and a target of the batch without (or what is computed under no_grad), as long as the batch, and
-after it nothing but numbers of each pair and a mean or sum of all.
+after it nothing but numbers of each pair and a mean or sum of all. A loss that compares all
+results with each other as well (an energy distance) means all pairs.
 """
 
 from collections import Counter
@@ -42,6 +43,8 @@ class Pairs(FirstPasses):
         rows = {c.shape[0] for c in calls if c.grad and c.shape} - {1}
         by_hand = []  # (shape of the results, of the targets)
         nodes = [node for loss in losses if rows for node in _each(loss.grad_fn)]
+        if any(map(_of_results_alone, nodes)):
+            return
         for node in nodes:
             ours = _results(node)
             n = ours[0] if ours else 0
@@ -152,6 +155,15 @@ def _results(node):
         parts = [part for part, _ in parts[0].next_functions]
     square = len(made) == 2 and made[0] == made[1] and len(parts) == 1
     return _shape(parts[0]) if square else []
+
+
+def _of_results_alone(node):
+    """Whether it compares each result with each other result."""
+    parts = [_shape(part) for part, _ in node.next_functions if part]
+    if node.name() not in SUMS or len(parts) != 2:
+        return False
+    n = max(map(max, filter(None, parts)), default=0)
+    return _shape(node) == [n, n] and [n, 1] in parts and n > 1
 
 
 def _shape(node):

@@ -6,7 +6,7 @@ loader and validate with another, and each task of a sequence has data of its ow
 may be built again for each pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import ref
 
 from ..frames import line_of, script_frames_now
@@ -19,6 +19,7 @@ class Loop:
     frames: tuple
     data: ref  # to the data set, or to the loader of what takes no reference (a list)
     begun: int = 0
+    sizes: set = field(default_factory=set)  # of batches
 
     @property
     def line(self):
@@ -44,4 +45,10 @@ class Loops:
         self.last = same[0] if same else Loop(frames, data)
         self._of[frames] = loops if same else [*loops, self.last]
         self.last.begun += 1
+        self.last.sizes.add(getattr(loader, "batch_size", None))
         return self.last
+
+
+def writes_to(t):
+    """How often something has written into it."""
+    return 0 if t.is_inference() else t._version

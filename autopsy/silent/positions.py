@@ -6,13 +6,16 @@ rows of a table in their order: each token of a sequence then has one position, 
 In two steps of training the functions of a network are followed. It is told if such positions are
 added to [n, t, d], of which attention compares the t and nothing compares the n, if nothing numbers
 the t, if what comes last has a row for each sample or token, and if the table has room for more
-than n: agents, tasks and series that have an embedding each fill their table.
+than n: agents, tasks and series that have an embedding each fill their table. Rows of a parameter
+that are taken by a slice must be called positions.
 """
+
+import re
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..frames import line_now
+from ..frames import call_at, line_now, script_frames_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.events import Events
@@ -22,6 +25,7 @@ LOOKS = (1, 4)  # steps
 VIEWS = ("unsqueeze", "view", "reshape", "expand", "expand_as", "to", "long", "repeat", "transpose",
          "requires_grad_", "detach", "type_as", "clone", "contiguous", "getitem")  # fmt: skip
 ADDS = ("add", "radd", "iadd")
+CALLED = re.compile(r"pos|place|\bpe\b|time|wave|step|order", re.I)
 ATTENTION = ("multi_head_attention_forward", "scaled_dot_product_attention", "softmax")
 
 
@@ -90,7 +94,9 @@ class Followed(Follower):
             if out.shape == (self.samples,) and first == 0 and not out.requires_grad:
                 self.counted[out] = line_now()
         elif name in ("getitem", "narrow") and self._takes_first(args[0], out, self.samples):
-            self.rows[out] = line_now()
+            code = call_at(*script_frames_now()[0][:2])
+            if not isinstance(args[0], torch.nn.Parameter) or CALLED.search(code):
+                self.rows[out] = line_now()
         elif name in ("getitem", "narrow") and self._takes_steps(args[0], out):
             self.numbers_steps = True
         elif name in ("embedding", "index_select", "getitem") and self._is_looked_up(args):

@@ -12,6 +12,7 @@ from ..frames import DISTRIBUTIONS, line_now, script_frames_now
 from ..tensors import few, is_sharded, storage_of
 from ..watch.deferred import moved_by, params_of
 from ..watch.events import Events
+from ..watch.names import is_target
 from .gradient_path import leaves
 
 STEPS = (2, 3)  # of which the reads are noted
@@ -56,7 +57,9 @@ class ReadAsNumber(Events):
         still = {}
         for key, (p, line, norm) in self.found.items():
             if self.looks[key] >= OFTEN and self.deferred.norms([p])[0] == norm:
-                still.setdefault(line, []).append(self.names.of(p))
+                name = self.names.of(p)
+                if not is_target(name):
+                    still.setdefault(line, []).append(name)
         for line, names in still.items():
             yield (
                 f"no gradient has reached {few(names, 4)}, though an optimizer holds them: what "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..tensors import HALF, few
+from ..watch.names import is_target
 from .weight_history import READ
 
 CUTS = {
@@ -21,6 +22,7 @@ CUTS = {
     "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
 }
 TINY = 1e-6  # of the highest rate
+FALLEN = 0.1  # of the same
 DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 
 
@@ -36,6 +38,7 @@ class Reasons:
         weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
         for w in weights:
             w.norms = self.still.deferred.to_host(w.norms)
+            w.begun = self.still.deferred.to_host(w.begun)
             numbers = iter(self.still.deferred.to_host(g for g in w.grads if g is not None))
             w.grads = [None if g is None else next(numbers) for g in w.grads]
         if shapes := self.still.anew.shapes:
@@ -50,6 +53,7 @@ class Reasons:
             cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
             # what is in eval() is not to be trained
             cut = [w for w in cut if not without or (w.trains and not w.frozen)]
+            cut = [w for w in cut if not is_target(self.names.of(w.p))]
             if cut:
                 yield (
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
@@ -125,6 +129,7 @@ class Reasons:
     def _slow(self, seen, fed, still):
         """Whether all weights have stopped, because the rate is too small."""
         late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
+        late = [w for w in late if float(w.rate) < FALLEN * seen.highest]  # else it has converged
         since = max((w.steps[-READ] for w in late), default=0)
         often = ""
         if not late and all(float(w.rate) < TINY * seen.highest for w in fed):

@@ -106,6 +106,8 @@ def _common(t, d, guilty, good):
     rows = rows.reshape(len(rows), -1)
     bad, others = rows[guilty], rows[good]
     kind = type_of(t)
+    if t.is_floating_point() and rows.shape[1] == 1 and len(rows.unique()) < 3:
+        return ""  # two classes, of which one is rare
     if t.is_floating_point():
         sizes, usual = ([extent(row).largest for row in part] for part in (bad, others))
         held = f"In {kind} they hold numbers up to {max(sizes):.3g} (other rows: "

@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.utils.data import RandomSampler
 
 from ..frames import line_now
+from ..watch.deferred import params_of
 from ..watch.events import Events
-from .passes import Loop, Loops
+from .passes import Loop, Loops, writes_to
 from .workers import Report, are_forks, in_place, states
 
 OFTEN = 3  # passes in a row
@@ -62,6 +63,8 @@ class Trained:
 
     loop: Loop
     over: bool
+    writes: int = 0  # to its weights, so far
+    of_a_step: int = 0
     begun: int = 0
     passes: list = field(default_factory=list)
 
@@ -124,13 +127,16 @@ class SameNumbers(Events):
             if not over:
                 self.all.append(seen)
         if not seen.over:
-            self._look(seen)
+            self._look(seen, sum(map(writes_to, params_of(optimizer))))
         if self.lines:
             self.lines = {}
 
-    def _look(self, seen):
+    def _look(self, seen, writes):
+        since, seen.writes = writes - seen.writes, writes
         if seen.begun != seen.loop.begun:
             seen.begun = seen.loop.begun
+            if seen.passes and seen.of_a_step not in (0, since):
+                seen.passes = []  # weights have begun anew: it may be another run
             if seen.loop in self.evaluates:
                 seen.over, seen.passes = True, []
             elif len(seen.passes) == LOOKS:
@@ -139,7 +145,7 @@ class SameNumbers(Events):
                 begun = self.begun[seen.loop]
                 seen.passes.append(Pass(begun, self.lines, self.seeds, states()))
         elif seen.passes:
-            last = seen.passes[-1]
+            last, seen.of_a_step = seen.passes[-1], since
             last.steps += 1
             if last.seeds != self.seeds:
                 seen.over, seen.passes = True, []

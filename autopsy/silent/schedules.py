@@ -2,17 +2,19 @@
 Schedules: does a learning rate scheduler move with the updates, and why is a rate 0?
 
 A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
-never steps leaves a warm-up at its start. A cosine for as many steps as there are epochs, which
+never steps leaves a warm-up at its start (not one whose step() stands in the script, for a longer
+run). A cosine for as many steps as there are epochs, which
 moves with each batch, falls and rises all the time.
 """
 
+import re
 from collections import Counter
 from statistics import median_low
 from weakref import ref
 
 import torch
 
-from ..frames import line_now
+from ..frames import code_of, line_now, script_frames_now
 from ..tensors import few
 from ..watch.events import Events
 from ..watch.names import living
@@ -30,8 +32,10 @@ class Scheduled:
 
     def __init__(self, optimizer):
         self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
+        self.groups = ()
         self.zero = {}  # group: the step since which its rate is 0
         self.built = ()  # classes of schedulers
+        self.awaits = False  # does the script call step() of one by name?
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
         self.turns = {}  # the same: steps for each update
         self.moves = {}  # the same: (steps in all, the loop over a loader that was under way)
@@ -90,6 +94,7 @@ class Schedules(Events):
     def stepped(self, optimizer):
         seen = self._of(optimizer)
         seen.updated()
+        seen.groups = range(len(optimizer.param_groups))
         for k, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             known = isinstance(rate, float | int)  # not on a device
@@ -100,7 +105,11 @@ class Schedules(Events):
         seen.steps += 1
         if seen.steps == FIRST and len(self.optimizers) <= MOST:
             every = living(torch.optim.lr_scheduler.LRScheduler)
-            seen.built = [type(x).__name__ for x in every if x.optimizer is optimizer]
+            built = [type(x).__name__ for x in every if x.optimizer is optimizer]
+            code = code_of(script_frames_now())
+            names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in built]
+            written = any(re.search(rf"\b{x[1]}\.step\(", code) for x in names if x)
+            seen.built, seen.awaits = built, written
 
     def sentences(self):
         return dict.fromkeys(text for s in self.optimizers.values() for text in self._about(s))
@@ -108,7 +117,9 @@ class Schedules(Events):
     def _about(self, seen):
         for k, since in seen.zero.items():
             late = seen.steps - since
-            if late >= max(FIRST, seen.steps / 10) and (since == 0 or late >= LATE):
+            some = since > 0 and len(seen.zero) < len(seen.groups)  # frozen one by one
+            enough = since == 0 or (late >= LATE and not some)
+            if late >= max(FIRST, seen.steps / 10) and enough:
                 when = f"since step {since} of {seen.steps}" if since else "at every step"
                 params = seen.alive().param_groups[k]["params"] if seen.alive() else ()
                 names = few([*map(self.names.of, params[:4]), *params[4:]], 4) or f"group {k}"
@@ -124,5 +135,6 @@ class Schedules(Events):
                     f"loader at {loop.line}, and made {n} steps: the lr of {seen.name} falls and "
                     f"rises in turn, {length} steps each: call it once a pass, or give it T_max={n}"
                 )
-        if seen.built and not (seen.turns or seen.since or seen.zero) and seen.steps >= LONG:
+        moved = seen.turns or seen.since or seen.zero
+        if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
             yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"

@@ -6,12 +6,13 @@ t + 2, and nothing fails. Not shifted at all, or without a causal mask, it copie
 graphs of the first losses hold the labels, and the ids that an embedding was given. If labels are
 exactly the ids, moved by one number, a step is made again, once a run: the gradients of three
 positions show on which ids each depends. Told is the id after the next one; the last id that it
-sees, if it sees earlier ones too; and the next id, if the position sees it and the last label is
-not among the ids (else they may be those of an encoder). Labels at several places, or a slice from
-2 on in the script, are meant so.
+sees, if it sees earlier ones too; and the next id, if the position sees it by more than a summary
+of all (that of an autoencoder has no dimension of time). Neither where a code is drawn or chosen.
+The ids may be those of an encoder, which sees the last label too: then the next id is told only if
+the script speaks of a causal mask. Labels at several places, or a slice from 2 on in the script,
+are meant so.
 """
 
-import linecache
 import re
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.nn import functional as F
 
-from ..frames import line_now, script_frames_now
+from ..frames import code_of, line_now, script_frames_now
 from ..tensors import PLAIN
 from ..watch.events import Events
 from ..watch.following import Follower
@@ -34,8 +35,10 @@ MANY = 16  # labels
 FAR = 64  # how many labels more than ids: of an image before the text, say
 ALIKE = 0.9  # share of labels that are ids at any other shift
 RIGHT = "the next id"
-ON_PURPOSE = re.compile(r"\[[^\]\n]*(?<![-\w.])2 *:(?!:)|horizon|ahead|delay", re.I)
+ON_PURPOSE = re.compile(r"\[[^\]\n]*(?<![-\w.])2 *:(?!:)|horizon|ahead|delay|\bgap\b|\blag\b"
+                        r"|\boffset\b|speculat", re.I)  # fmt: skip
 OTHER = re.compile(r"(shape|size\(\)|argv)\[2 *:")  # slices
+DRAWS = ("randn", "randn_like", "normal", "normal_", "argmin", "argmax", "multinomial", "bernoulli")
 CAUSAL = re.compile(r"causal|\btril\b|\btriu\b|subsequent")
 
 
@@ -97,9 +100,11 @@ class Seen(Follower):
     def __init__(self):
         super().__init__()
         self.losses, self.tables = [], []  # (logits, labels, line); (ids, their rows)
-        self.files = {}  # of the script, that call embeddings
+        self.is_causal = False  # does the script speak of a causal mask?
+        self.draws = False  # is something drawn or chosen on the way, which may hide the ids?
 
     def look(self, func, name, args, kwargs, out):
+        self.draws |= name in DRAWS
         if name in ("cross_entropy", "nll_loss"):
             scores, target = args[:2] if len(args) > 1 else (kwargs["input"], kwargs["target"])
             labels = target.masked_fill(target == kwargs.get("ignore_index", -100), -1)
@@ -109,7 +114,8 @@ class Seen(Follower):
             self.losses.append((scores, index, line_now()))
         elif name == "embedding":
             self.tables.append((args[0] if args else kwargs["input"], out))
-            self.files |= {file: True for file, *_ in script_frames_now()}
+            code = code_of(script_frames_now())
+            self.is_causal |= bool(CAUSAL.search(code))
 
     @torch.enable_grad()
     def texts(self):
@@ -123,10 +129,10 @@ class Seen(Follower):
         ids, length = rows.shape[dim], labels.shape[1]
         first, end = max(0, -shift), min(length, ids - shift)
         end = min(end, int((labels >= 0).any(0).nonzero()[-1]) + 1)  # the longest row may be short
-        gaps, copied = set(), True
+        gaps, copied = set(), not self.draws
         # an encoder is given all that is to be decoded
         seen = bool((labels[:, ids - shift :] >= 0).any())
-        seen = shift == 1 and (seen or any(CAUSAL.search(_code(file)) for file in self.files))
+        seen = shift == 1 and (seen or self.is_causal) and not self.draws
         for quarter in (1, 2, 3):
             t = first + (end - first) * quarter // 4
             row = (labels[:, t] >= 0).nonzero().flatten()
@@ -232,9 +238,6 @@ def _share(labels, ids, shift):
 
 def _is_written():
     """Whether the script says that it means the next but one."""
-    code = OTHER.sub("", _code(script_frames_now()[-1][0]))
+    code = code_of(script_frames_now())
+    code = OTHER.sub("", code)
     return bool(ON_PURPOSE.search(code))
-
-
-def _code(file):
-    return "".join(linecache.getlines(file))

@@ -5,16 +5,18 @@ Of scores [n, n] of queries and keys, softmax takes either dimension, and nothin
 steps of training each product of two projections of one input is followed by the names of its
 dimensions, through views, scales, masks and one softmax, to the product with values of that input.
 What is divided again, multiplied with other weights, or has no projection of its own (slots,
-routing, a graph's transitions) is not told, and neither are scores with two different softmaxes.
+routing, a graph's transitions) is not told, and neither are scores with two different softmaxes,
+nor what the script calls competition.
 """
 
+import re
 from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..frames import line_now
+from ..frames import code_of, line_now, script_frames_now
 from ..modes import is_compiled
 from ..tensors import flat_tensors
 from ..watch.dimensions import VIEWS, product_of, viewed
@@ -22,6 +24,7 @@ from ..watch.events import Events
 from ..watch.following import Follower
 
 LOOKS = (1, 4)  # steps
+MEANT = re.compile(r"compet|\bslots?\b|routing|capsule", re.I)
 NEAR = 64  # operations between a projection and what it is made of
 SAME = ("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone",
         "dropout", "dropout_")  # fmt: skip
@@ -192,6 +195,9 @@ def _softmax(before, args, kwargs):
     dim = (*args[1:], kwargs.get("dim"))[0]
     dim = int(len(before.dims) != 3) if dim is None else dim
     over = before.dims[dim]
+    code = code_of(script_frames_now())
+    if MEANT.search(code):
+        return None
     before.softmaxes.add(over)
     names, shape = tuple(before.dims), [*args[0].shape]
     return before._replace(over=over, line=line_now(), shape=shape, names=names) if over else None

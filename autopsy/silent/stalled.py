@@ -56,6 +56,10 @@ class Still(Events):
         seen = self.optimizers.get(id(optimizer))
         step = seen.steps if seen else 0
         self.zeros[optimizer] = (zeros + 1, live) if moved and norm == 0 else (zeros, step)
+        if not seen and self.seen < FIRST:
+            for p in params_of(optimizer):  # one step of LBFGS may be all that they take
+                w = self.weights.of(p)
+                w.begun = w.begun or self._norms(p)
 
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
@@ -168,14 +172,17 @@ class Still(Events):
             seen.strays = sum(not w.module and w.starved for w in mine)
         for p, w in self.weights.items():
             if w.optimizer in (None, seen) and p.is_floating_point():
-                data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
-                w.norms += self.deferred.norms([numbers_of(data).double()])
+                w.norms += self._norms(p)
                 if p.grad is None:
                     w.grads.append(None)
                 else:
                     w.grads += self.deferred.norms([p.grad])
                 w.steps.append(self.recorder.steps)
                 w.trains |= bool(w.module and w.module() and w.module().training)
+
+    def _norms(self, p):
+        data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
+        return self.deferred.norms([numbers_of(data).double()])
 
     def _cut_off(self, seen):
         """Find out whether the loss depends on weights that get no gradient."""

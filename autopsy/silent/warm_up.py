@@ -4,8 +4,9 @@ Warm-up: does the learning rate begin anew with each pass over the loader?
 A warm-up that counts the steps within an epoch, or a scheduler that is built in each epoch, raises
 the rate from its first value again and again. Told is a rate that only rises within each pass, and
 is back at its first value at each start so far. No word if somebody wrote to the weights or to the
-moments between two passes (ReLoRA, a range test), if other weights train then, or if a scheduler of
-torch counts on and comes back all the same: its schedule is periodic.
+moments between two passes (ReLoRA, a range test), if other weights train then, if the batches
+become larger, or if a scheduler of torch counts on and comes back all the same: its schedule is
+periodic.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..watch.deferred import params_of
 from ..watch.events import Events
-from .passes import Loop, Loops
+from .passes import Loop, Loops, writes_to
 
 OFTEN = 2  # returns: three passes begin with the same rate
 RISES = 3  # steps of a pass with a higher rate than the step before
@@ -131,7 +132,7 @@ class WarmUp(Events):
 
     def sentences(self):
         for seen in self.all:
-            if seen.returns >= OFTEN:
+            if seen.returns >= OFTEN and len(seen.loop.sizes) < 2:
                 yield (
                     f"the learning rate of {seen.name} begins anew with each pass over the loader "
                     f"at {seen.loop.line}: it rose to {seen.high:.3g} and fell back to its "
@@ -145,13 +146,9 @@ def _versions(optimizer):
     a weight trains counts as well."""
     found = {}
     for p in params_of(optimizer):
-        found[id(p), p.requires_grad] = _writes_to(p)
+        found[id(p), p.requires_grad] = writes_to(p)
         state = optimizer.state.get(p)
         for key, t in state.items() if isinstance(state, dict) else ():
             if isinstance(t, Tensor):
-                found[id(p), key, id(t)] = _writes_to(t)
+                found[id(p), key, id(t)] = writes_to(t)
     return found
-
-
-def _writes_to(t):
-    return 0 if t.is_inference() else t._version

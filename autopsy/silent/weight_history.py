@@ -51,6 +51,7 @@ class WeightHistory:
         self.end = ""  # of its graph, or of its gradient
         self.trains = False  # has it been read in train() mode?
         self.masters = False  # it may have wider ones
+        self.begun = []  # its norm before the first step of its optimizer
         self.norms = []
         self.grads = []  # None: no gradient
         self.rate = 0.0
@@ -71,7 +72,7 @@ class WeightHistory:
     @property
     def stands(self):
         """Whether it has not moved."""
-        return self.often and len(set(self.norms)) == 1
+        return self.often and len({*self.begun, *self.norms}) == 1
 
     @property
     def learnt(self):

@@ -38,20 +38,23 @@ class WeightList(WeakIdKeyDictionary):
             for name, value in attributes_of(module).items():
                 own = f"{path}.{name}".lstrip(".")
                 if type(value) in (list, tuple):
-                    self._add_plain(root, module, own, enumerate(value), "List")
+                    self._add_plain(root, module, own, [*enumerate(value)], "List")
                 elif type(value) is dict:
                     self._add_plain(root, module, own, value.items(), "Dict")
                 elif isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
                     self.add(value, own, module, "plain tensors are no parameters: nn.Parameter")
 
-    def _add_plain(self, root, module, own, items, kind):
+    def _add_plain(self, root, module, path, items, kind):
         """What a module keeps in a plain list, tuple or dict."""
+        *_, name = path.split(".")
+        if len(items) == 1 or name[0] == "_":
+            return  # hidden on purpose: a frozen network, say
         where = f"they lie in a plain Python {kind.lower()}: use nn."
         for k, x in items:
             if isinstance(x, nn.Module) and x is not root:
-                self.add_all(x, f"{own}.{k}", f"{where}Module{kind}")
+                self.add_all(x, f"{path}.{k}", f"{where}Module{kind}")
             elif isinstance(x, nn.Parameter):
-                self.add(x, f"{own}.{k}", module, f"{where}Parameter{kind}")
+                self.add(x, f"{path}.{k}", module, f"{where}Parameter{kind}")
 
     def add_hidden(self, root):
         """Those of which a module holds only what was made of them."""

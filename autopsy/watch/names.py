@@ -5,6 +5,7 @@ A module's place in the module that owns it, or the variable that holds it.
 """
 
 import gc
+import re
 import sys
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,6 +14,8 @@ from torch import nn
 from ..frames import line_now
 from ..tensors import storage_of, type_of
 
+# What gets no gradient on purpose
+TARGETS = re.compile(r"target|teacher|\bema\b|momentum|frozen|fixed|reference|\bold\b")
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
 
 
@@ -52,6 +55,11 @@ class Names:
                 if other is not None and storage_of(other) is storage:
                     return ".".join(filter(None, (names_of([owner])[owner], name)))
         return f"a parameter {type_of(p)}"
+
+
+def is_target(name):
+    """Whether the script calls a weight's module a target, a teacher, ..."""
+    return bool(TARGETS.search(name))
 
 
 def living(kind):
