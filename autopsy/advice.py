@@ -507,6 +507,8 @@ def _of_operation(report):
     if WEAK[weak].change is CLAMP and report.phase == "forward":
         if lowest[0] < -1e-3 * report.largest:  # not 0, or its rounding
             return NEGATIVE.format(weak, lowest[0])
+        if lowest[0] < 0 and weak == "sqrt":
+            return f"sqrt of {lowest[0]:.3g}, rounded from 0 or more: {cure_of(report).code}"
         if report.spans[:1] == ((0.0, 0.0),):
             return ALL_ZERO.format(weak)
     divides = weak == "div" or weak.startswith("log")

@@ -889,6 +889,44 @@ for i in range(40):
     loss = F.cross_entropy(near, torch.arange(32).roll(16))
     opt.zero_grad(); loss.backward(); opt.step()
 """, "dim=0", "dim=1"),
+    "heads exchanged by view": Row(
+        "github.com/zhouhaoyi/Informer2020/issues/59", "shape",
+        r"autopsy: \[16, 10, 2, 4\] is viewed as \[16, 2, 10, 4\] at script.py:\d+ in forward",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+    def forward(self, x):
+        q, k, v = (t.reshape(16, 10, 2, 4).contiguous() for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (t.view(16, 2, 10, 4) for t in (q, k, v))
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(h.mean(1))
+loop(Net(), None, 40, lambda i: (torch.randn(16, 10, 8), torch.randint(3, (16,))), F.cross_entropy)
+""", "t.view(16, 2, 10, 4)", "t.transpose(1, 2)"),
+    "time and batch exchanged by view": Row(
+        "github.com/hunkim/PyTorchZeroToAll/issues/15", "shape",
+        r"autopsy: \[16, 10, 8\] is viewed as \[10, 16, 8\] at script.py:\d+ in batch",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.rnn, self.head = nn.GRU(8, 16), nn.Linear(16, 3)
+    def forward(self, x): return self.head(self.rnn(x)[0][-1])
+def batch(i):
+    y = torch.randint(3, (16,)); x = torch.randn(16, 1, 10, 8) + y.view(16, 1, 1, 1)
+    return x.squeeze(1).view(10, 16, 8), y
+loop(Net(), None, 40, batch, F.cross_entropy)
+""", "view(10, 16, 8)", "transpose(0, 1)"),
+    "classes one after the other": Row(
+        "github.com/Deci-AI/super-gradients/issues/416", "data",
+        r"autopsy: the first 12 batches of the loader at script.py:\d+ in <module> hold 2 of 10 ",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+y = torch.arange(10).repeat_interleave(60); x = torch.randn(600, 8) + y[:, None] / 5
+net = mlp(10); opt = torch.optim.Adam(net.parameters(), 1e-3); both = TensorDataset(x, y)
+for epoch in range(2):
+    for a, b in DataLoader(both, 32):
+        opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
+""", "DataLoader(both, 32)", "DataLoader(both, 32, shuffle=True)"),
     "positions counted along the batch": Row(
         "github.com/cmu-l3/anlp-fall2025-code/issues/1", "shape",
         r"autopsy: the positions at script.py:\d+ in forward number the 16 samples of the batch",
@@ -2053,6 +2091,22 @@ def texts(i):
     ids = torch.randint(1, 30, (32, 16)); end = torch.randint(4, 17, (32, 1))
     return (ids.masked_fill(torch.arange(16) >= end, 0),) * 2
 loop(net, None, 20, texts, F.cross_entropy)
+""",
+    "views that are meant: a shift, rows of one size, sorted labels of two tasks": """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.w, self.head = nn.Linear(8, 9), nn.Linear(9, 3)
+    def rel_shift(self, x):
+        a, b = x.shape[:2]
+        return F.pad(x, (0, 0, 1, 0)).view(b + 1, a, -1)[1:].reshape(x.shape)
+    def forward(self, x): return self.head(self.rel_shift(self.w(x)).mean(1))
+loop(Net(), None, 20, lambda i: (torch.randn(16, 10, 8), torch.randint(3, (16,))), F.cross_entropy)
+both = nn.Linear(8, 4); opt = torch.optim.Adam(both.parameters(), 1e-3)
+for task in range(2):
+    y = torch.randint(2 * task, 2 * task + 2, (640,)); x = torch.randn(640, 8)
+    for a, b in DataLoader(TensorDataset(x, y), 32):
+        opt.zero_grad(); F.cross_entropy(both(a), b).backward(); opt.step()
 """,
 }
 

@@ -122,12 +122,14 @@ def _each(node):
         if node.name() in (*LOSSES, *OF_EACH):
             yield node
         more = node.name() in (*OF_ALL, *OF_EACH) and len(left) < 64
-        if more and node.name() in SUMS:
-            more = not _shape(node)  # else a matrix may be meant, which is compared with another
+        parts = [part for part, _ in node.next_functions if part]
+        if more and node.name() in SUMS and len(_shape(node)) > 1:
+            # A matrix may be meant, which is compared with another; a number is added to it.
+            parts = [part for part in parts if not _shape(part)]
         elif more and node.name() in SCALED:
             more = getattr(node._saved_other, "shape", ()) == ()
         if more:
-            left += [part for part, _ in node.next_functions if part]
+            left += parts
 
 
 def _memory(node, nodes):

@@ -249,9 +249,10 @@ class Reasons:
         """A layer that alone among several like it has requires_grad=False, while those before and
         after it train. (On purpose one freezes the first ones, or all of a kind.)"""
         kinds = {}
+        roots = {part: id(root) for root in list(self.names.roots) for part in root.modules()}
         for w in self.living:
             if module := w.module and w.module():
-                kind = type(module), w.name.rpartition(".")[2], w.p.shape
+                kind = roots.get(module), type(module), w.name.rpartition(".")[2], w.p.shape
                 kinds.setdefault(kind, []).append(w)
         frozen = []
         for several in kinds.values():

@@ -3,8 +3,8 @@ Schedules: does a learning rate scheduler move with the updates, and why is a ra
 
 A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
 never steps leaves a warm-up at its start (not one whose step() stands in the script, for a longer
-run). A cosine for as many steps as there are epochs, which
-moves with each batch, falls and rises all the time.
+run). A cosine for as many steps as there are epochs, which moves with each batch, falls and rises
+all the time, and a rate that falls by a factor each time dies early.
 """
 
 import re
@@ -24,6 +24,8 @@ FIRST = 3  # steps; then the schedulers are built
 MOST = 8  # optimizers: some scripts build one for each task
 LONG = 50  # steps in which a scheduler should step once
 PERIODS = 4  # of a cosine, each half of a wave
+FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
+DEAD = 1e-6  # of the highest rate
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
 
@@ -34,6 +36,7 @@ class Scheduled:
         self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
         self.groups = ()
         self.zero = {}  # group: the step since which its rate is 0
+        self.rate = self.highest = 0.0
         self.built = ()  # classes of schedulers
         self.awaits = False  # does the script call step() of one by name?
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
@@ -98,6 +101,8 @@ class Schedules(Events):
         for k, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             known = isinstance(rate, float | int)  # not on a device
+            seen.rate = rate if known else 0.0
+            seen.highest = max(seen.highest, seen.rate)
             if known and rate == 0 and any(p.grad is not None for p in group["params"]):
                 seen.zero.setdefault(k, seen.steps)
             elif not known or rate:
@@ -128,6 +133,13 @@ class Schedules(Events):
         if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
         for (kind, line, length), (n, loop) in seen.moves.items():
+            of_batches = kind in FACTORS and loop and loop.begun > 1 and n > 0.9 * seen.steps
+            if of_batches and not often and 0 < seen.rate < DEAD * seen.highest:
+                yield (
+                    f"{kind} at {line} has let the lr of {seen.name} fall from {seen.highest:.3g} "
+                    f"to {seen.rate:.3g}: it made a step with each update, {n} in all: is once a "
+                    f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
+                )
             of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
             if of_epochs and n >= PERIODS * length and not often:
                 yield (

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import line_now
 from ..tensors import numbers_of, type_of
@@ -39,6 +40,7 @@ class Still(Events):
         self.deferred = watch.deferred
         self.recorder = watch.recorder
         self.weights = WeightList()
+        self.begun = WeakIdKeyDictionary()  # weight: its norm before the first step
         self.optimizers = {}  # id: Followed
         # optimizer: at how many steps each gradient was 0, and the last one at which not
         self.zeros = WeakKeyDictionary()
@@ -58,8 +60,8 @@ class Still(Events):
         self.zeros[optimizer] = (zeros + 1, live) if moved and norm == 0 else (zeros, step)
         if not seen and self.seen < FIRST:
             for p in params_of(optimizer):  # one step of LBFGS may be all that they take
-                w = self.weights.of(p)
-                w.begun = w.begun or self._norms(p)
+                if p not in self.begun:
+                    self.begun[p] = self._norms(p)
 
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
@@ -164,6 +166,7 @@ class Still(Events):
                 w = self.weights.of(p)
                 w.shared |= w.optimizer not in (None, seen)
                 w.optimizer, w.rate = seen, group.get("lr", 1.0)
+                w.begun = self.begun.get(p, [])
                 if p.grad is not None and p.is_floating_point():
                     w.sample(optimizer, group)
 

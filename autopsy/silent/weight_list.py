@@ -40,14 +40,15 @@ class WeightList(WeakIdKeyDictionary):
                 if type(value) in (list, tuple):
                     self._add_plain(root, module, own, [*enumerate(value)], "List")
                 elif type(value) is dict:
-                    self._add_plain(root, module, own, value.items(), "Dict")
+                    self._add_plain(root, module, own, [*value.items()], "Dict")
                 elif isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
                     self.add(value, own, module, "plain tensors are no parameters: nn.Parameter")
 
     def _add_plain(self, root, module, path, items, kind):
         """What a module keeps in a plain list, tuple or dict."""
         *_, name = path.split(".")
-        if len(items) == 1 or name[0] == "_":
+        alone = kind == "List" and len(items) == 1 and isinstance(items[0][1], nn.Module)
+        if alone or name[0] == "_":
             return  # hidden on purpose: a frozen network, say
         where = f"they lie in a plain Python {kind.lower()}: use nn."
         for k, x in items:

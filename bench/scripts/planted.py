@@ -1937,6 +1937,38 @@ tells("words, and what each place sees of them", WORDS, 0, {
     "full": "are the next ids, and each position sees its own",
 })
 
+EPISODES = PREAMBLE + """
+body, policy, value = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)
+net = nn.ModuleList([body, policy, value])
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(40):
+    x, gain, reward = torch.randn(64, 4), torch.randn(64), torch.randn(64)
+    h = body(x).tanh()
+    drawn = torch.distributions.Categorical(logits=policy(h))
+    v = value(h) if fault == "square" else value(h).squeeze(1)
+    ratio = drawn.log_prob(drawn.sample()).exp()
+    loss = -torch.min(ratio * gain, gain) + 0.5 * nn.MSELoss()(v, reward) - drawn.entropy() / 99
+    optimizer.zero_grad(); loss.mean().backward(); optimizer.step()
+"""
+tells("a loss for each sample, and a mean added", EPISODES, 0, {
+    "": "nothing non-finite -- not square", "square": "[64, 1] and [64] make a square"})
+
+DECAYS = PREAMBLE + """
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
+net = nn.Linear(4, 1)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+for epoch in range(6):
+    for x, y in DataLoader(data, 32, shuffle=True):
+        loss = F.mse_loss(net(x), y)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        if fault == "batches": rate.step()  # batches
+    if fault == "": rate.step()
+"""
+tells("a rate that falls by a factor", DECAYS, 0, {
+    "": "nothing non-finite -- not lr", "batches": "StepLR at ... has let the lr of Adam fall"})
+
 RESETS = PREAMBLE + """
 import copy
 net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -1957,7 +1989,7 @@ for step in range(80):
     if fault == "backtracking": optimizer.param_groups[0]["lr"] /= 2
 """
 tells("weights that are set back", RESETS, 0, {
-    "reversed": "sets the weights of Sequential back to the same numbers each time: what 50 steps",
+    "reversed": "sets the weights of Sequential back to the same numbers each time: what 70 steps",
     "itself": "target loads its own state_dict() at ... changes nothing (8 times -- not sets the",
     **dict.fromkeys(["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"),
 })
