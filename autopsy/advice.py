@@ -127,7 +127,8 @@ def _clamp(**bounds):
 CLAMP = _clamp(min=EPS)
 INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
 UNMASK = Weak(
-    "over a wholly masked row", "write -1e4 into the mask instead of -inf", _clamp(min=-1e4)
+    "over a wholly masked row (let each row see one place, its own, say)",
+    "write -1e4 into the mask instead of -inf", _clamp(min=-1e4)
 )
 NO_LABEL = Weak(
     "a mean over no label at all", "divide the sum of the losses by max(1, number of labels)"

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT = 1.8e19  # just under sqrt(3.4e38): the square of anything above is inf in fp32
-LARGE = "finite, but its square is not"  # what is beyond LIMIT, in words
+LARGE = "finite, but its square is not in float32"  # what is beyond LIMIT, in words
 MASK = -1e29  # -1e30 and finfo.min stand for -inf in a mask
 ALONE = 1e12  # times the median
 HALF = (torch.float16, torch.bfloat16)

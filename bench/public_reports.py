@@ -891,7 +891,7 @@ for i in range(40):
 """, "dim=0", "dim=1"),
     "heads exchanged by view": Row(
         "github.com/zhouhaoyi/Informer2020/issues/59", "shape",
-        r"autopsy: \[16, 10, 2, 4\] is viewed as \[16, 2, 10, 4\] at script.py:\d+ in forward",
+        r"autopsy: \[16, 10, 2, 4\] is viewed as \[16, 2, 10, 4\] at script.py:\d+ in <genexpr>",
         """
 class Net(nn.Module):
     def __init__(self):
@@ -2107,6 +2107,48 @@ for task in range(2):
     y = torch.randint(2 * task, 2 * task + 2, (640,)); x = torch.randn(640, 8)
     for a, b in DataLoader(TensorDataset(x, y), 32):
         opt.zero_grad(); F.cross_entropy(both(a), b).backward(); opt.step()
+""",
+    "features in columns, a fixed layer, a term with the factor 0, orders of one's own": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+class Own(DistributedSampler):
+    passes = 0
+    def __iter__(self):
+        self.passes += 1; g = torch.Generator().manual_seed(self.passes)
+        return iter(torch.randperm(len(self.dataset), generator=g).tolist())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.fixed, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.aux = nn.Linear(8, 3); self.fixed.requires_grad_(False)
+    def forward(self, x): return self.last(self.fixed(self.first(x)).tanh()), self.aux(x)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+both = TensorDataset(torch.randn(128, 8), torch.randint(3, (128,)))
+loader = DataLoader(both, 16, sampler=Own(both, 1, 0))
+for epoch in range(5):
+    for x, y in loader:
+        h, extra = net(torch.cat([x, x + 0.1 * torch.randn_like(x)])); z = F.normalize(h.T, dim=0)
+        near = z.T @ z / 0.5 - 1e9 * torch.eye(32)
+        loss = F.cross_entropy(near, torch.arange(32).roll(16))
+        loss = loss + 0.0 * F.cross_entropy(extra[:16], y)
+        opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "prefixes on two lines, a mixed state that is loaded, a stream with a seed": """
+import copy, numpy
+saved = nn.DataParallel(mlp()).state_dict(); net = mlp(); target = copy.deepcopy(net)
+if net.load_state_dict(saved, strict=False).missing_keys:
+    net.load_state_dict({name.removeprefix("module."): t for name, t in saved.items()})
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        numpy.random.seed(0)
+        for _ in range(96):
+            x = torch.from_numpy(numpy.random.randn(8)).float(); yield x, x[:3]
+opt = torch.optim.Adam(net.parameters(), 1e-3); state = target.state_dict()
+for epoch in range(5):
+    for x, y in torch.utils.data.DataLoader(Stream(), 16):
+        goal = y + 0.1 * target(x).detach()
+        opt.zero_grad(); F.mse_loss(net(x), goal).backward(); opt.step()
+        with torch.no_grad():
+            for name, t in net.state_dict().items(): state[name].mul_(0.99).add_(t, alpha=0.01)
+        target.load_state_dict(state)
 """,
 }
 

@@ -140,8 +140,8 @@ class RecreatedParameters:
 
 
 def where_zero(losses, params):
-    """Say in whose backward the gradient on the way to these weights becomes 0; or "". The forward
-    must have run in anomaly mode, which keeps the lines."""
+    """Say in whose backward the gradient on the way to these weights becomes 0; or "", or None if a
+    term has the factor 0. The forward must have run in anomaly mode, which keeps the lines."""
     found = []
 
     def after(node, to_inputs, to_outputs):
@@ -150,7 +150,8 @@ def where_zero(losses, params):
         if came and on and not any(g.any() for g in on):
             line = line_of(frames_in(node.metadata.get("traceback_", ())))
             why = PADDING if _is_of_padding(node, to_outputs[0]) else ""
-            found.append(f"in {node.name()}{f' of {line}' if line else ''}{why}")
+            text = f"in {node.name()}{f' of {line}' if line else ''}{why}"
+            found.append(None if _is_off(node, to_outputs[0]) else text)
 
     with ExitStack() as stack:
         for node in nodes_of(losses):
@@ -158,6 +159,14 @@ def where_zero(losses, params):
         ones = [torch.ones_like(t) for t in losses]
         torch.autograd.grad(losses, params, ones, allow_unused=True)
     return found[-1] if found else ""  # before it the gradient may go on by another way
+
+
+def _is_off(node, gradient):
+    """Whether it multiplies one number, a term of the loss, by the number 0."""
+    if node.name() != "MulBackward0" or gradient.dim():
+        return False
+    factors = [x for x in (node._saved_self, node._saved_other) if x is not None]
+    return any(not getattr(x, "requires_grad", False) and float(x) == 0 for x in factors)
 
 
 def _is_of_padding(node, gradient):

@@ -30,6 +30,7 @@ class Loads(Events):
 
     def __init__(self, watch):
         self.recorder, self.deferred, self.names = watch.recorder, watch.deferred, watch.names
+        self.tried = WeakKeyDictionary()  # module: lines that have loaded nothing into it
         self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
         self.steps = WeakKeyDictionary()  # optimizer: how many
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
@@ -50,12 +51,14 @@ class Loads(Events):
                 f"has loaded none of {len(state)} tensors: they have names like {others[0]}, "
                 f"and those of {where[1]} are like {missing[0]}"
             )
+            self.tried.setdefault(module, []).append(where[0])
         else:  # of several names the right ones were found
-            self.unloaded.pop(where[0], None)
+            for line in (where[0], *self.tried.pop(module, ())):
+                self.unloaded.pop(line, None)
         if not _is_its_own(module, state):
             if self._is_of_another(state):
                 self._note_numbers(module, where)
-        elif self._is_older(state):
+        elif self._is_older(state) and self._trains(module):
             self.unloaded[where[0]] = (
                 f"has changed nothing: it was given the tensors of {where[1]} itself, which steps "
                 "have moved since then (state_dict() makes no copy): keep "
@@ -67,6 +70,10 @@ class Loads(Events):
         given = {storage_of(t) for t in state.values() if isinstance(t, torch.Tensor)}
         weights = [p for root in list(self.names.roots) for p in root.parameters()]
         return any(storage_of(p) in given for p in weights)
+
+    def _trains(self, module):
+        trained = {storage_of(p) for optimizer in self.steps for p in params_of(optimizer)}
+        return any(storage_of(p) in trained for p in module.parameters())
 
     def _is_older(self, state):
         """Whether a step was made since state_dict() has given it."""

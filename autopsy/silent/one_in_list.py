@@ -20,7 +20,7 @@ from ..watch.names import modules
 
 MEANT = re.compile(
     "shar(e|ing)|tied|tying|siamese|albert|universal|reus(e|ing)|recurr|recursi|unroll|iterati"
-    "|refine|same (weight|param|layer|block)|equilibri|\\bdeq\\b", re.I
+    "|refine|same (weight|param|layer|block)|equilibri|looped|one block|\\bdeq\\b", re.I
 )  # fmt: skip
 REPEATS = re.compile("step|iter|loop|recur|unroll|time|repeat", re.I)
 FETCHES = re.compile("_*get|_*fetch|_*find|_*lookup|pop$|next$")  # they may return what exists

@@ -155,7 +155,8 @@ class Reasons:
             owners = Counter(w.module() for w in whole)
             whole = [w for w in whole if isinstance(w.module(), DENSE) or owners[w.module()] > 1]
             dead = [w for w in dead if w.module() in {w.module() for w in whole}]
-        if whole and not any(w.p.shape in alive for w in whole):
+        off = alive and whole and whole[0].end is None
+        if whole and not off and not any(w.p.shape in alive for w in whole):
             why = "a ReLU that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss "
             why += "scaling)?"
             if whole[0].end:
@@ -260,6 +261,7 @@ class Reasons:
             off = [w for w in several if w not in trained]
             alone = len(off) == 1 and not off[0].p.requires_grad
             if alone and several[0] in trained and several[-1] in trained:
+                off = [w for w in off if not is_target(self.names.of(w.p))]
                 frozen += [w for w in off if w.starved and w.stands]
         if frozen:
             yield (

@@ -23,7 +23,7 @@ class Passes:
     """Those with one sampler, which have trained."""
 
     line: str
-    epoch: int = -1
+    number: int = -1  # of the epoch, and the seed
     begun: int = 0  # steps before the last one
     trained: int = 0
     moves: bool = False  # its number
@@ -43,10 +43,12 @@ class SameOrder(Events):
         self._end()
         self.last = Passes("")
         shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        shuffles = shuffles and type(sampler).__iter__ is DistributedSampler.__iter__
         if shuffles and self.recorder.hooks.script_grad():
             seen = self.last = self.samplers.setdefault(sampler, Passes(line_now()))
-            seen.moves |= seen.trained > 0 and sampler.epoch != seen.epoch
-            seen.epoch, seen.begun = sampler.epoch, self.recorder.steps
+            number = sampler.epoch + sampler.seed
+            seen.moves |= seen.trained > 0 and number != seen.number
+            seen.number, seen.begun = number, self.recorder.steps
 
     def _end(self):
         """Another pass begins, or the script ends."""

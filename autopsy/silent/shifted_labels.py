@@ -36,9 +36,10 @@ FAR = 64  # how many labels more than ids: of an image before the text, say
 ALIKE = 0.9  # share of labels that are ids at any other shift
 RIGHT = "the next id"
 ON_PURPOSE = re.compile(r"\[[^\]\n]*(?<![-\w.])2 *:(?!:)|horizon|ahead|delay|\bgap\b|\blag\b"
-                        r"|\boffset\b|speculat", re.I)  # fmt: skip
+                        r"|\boffset\b|speculat|:-[A-Za-z_]", re.I)  # fmt: skip
 OTHER = re.compile(r"(shape|size\(\)|argv)\[2 *:")  # slices
-DRAWS = ("randn", "randn_like", "normal", "normal_", "argmin", "argmax", "multinomial", "bernoulli")
+DRAWS = ("randn", "randn_like", "normal", "normal_", "argmin", "argmax", "multinomial", "bernoulli",
+         "round")  # fmt: skip
 CAUSAL = re.compile(r"causal|\btril\b|\btriu\b|subsequent")
 
 

@@ -17,7 +17,6 @@ from .losses import MOST
 
 OFTEN = 3  # backward passes of one line
 ROWS = 4
-PRODUCTS = ("MmBackward0", "BmmBackward0")
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "NormBackward2", "SumBackward1")
 BEFORE = ("Expand", "ClampMin", "Clamp", "Maximum", "Add", "Sqrt", "Unsqueeze")  # a divisor
 TURNS = ("T", "Transpose", "Permute")
@@ -35,7 +34,7 @@ class UnitColumns(FirstPasses):
 
     def first(self, losses, line):
         for node in nodes_of(losses, MOST):
-            shape = _product(node) if node.name() in PRODUCTS else None
+            shape = _product(node) if node.name() == "MmBackward0" else None
             if shape:
                 made = maker_of(node, self.recorder.known) or self.recorder.maker(losses[0])
                 self.found[line_of(made.frames) if made else line, str([*shape])] += 1
@@ -59,9 +58,10 @@ def _product(node):
     found = [_divided(side) for side in sides if side]
     if len(found) != 2 or not all(found) or found[0][-1] != found[1][-1]:
         return None
-    made, shape = _shape(node)[-2:], found[0]
+    made, shape = _shape(node), found[0]
     n, d = shape
-    return shape if n != d and made[0] == made[1] and made[0] % n == 0 else None
+    of_samples = [_shape(side) for side in sides] == [[made[0], d], [d, made[0]]]
+    return shape if n != d and of_samples and made[0] % n == 0 else None
 
 
 def _divided(node):
