@@ -23,7 +23,7 @@ from .frames import NOWHERE, frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
 from .module_stack import ModuleStack, around_modules
-from .operations import WRITERS, in_wider_types, mistake_in, rule_of
+from .operations import WRITERS, in_wider_types, mistake_in, origin_of_zero, rule_of
 from .report import Report
 from .samples import Samples
 from .step import attributes_of
@@ -346,6 +346,7 @@ class Locator(Operations):
             source=None if all(span.is_mask for span in bad) else Source(Kind.CONSTANT),
             samples=self.samples.of(out, nan),
             names=self.samples.why_none(out),
+            zero=origin_of_zero(func, spans) if here["phase"] == "forward" else "",
         )
 
     def _check_index(self, ranges, func, inputs):

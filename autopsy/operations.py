@@ -14,7 +14,26 @@ import torch
 
 from .advice import ONLY_LATER, UNDERFLOW, Advice, eps_for
 from .facts import Repeat
+from .frames import frames_in, line_of
 from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
+
+DIVIDES = ("aten.div.Tensor", "aten.reciprocal.default", "aten.log.default", "aten.log2.default",
+           "aten.log10.default", "aten.rsqrt.default")  # fmt: skip
+KEEPS_ZERO = [
+    f"{name}Backward{n}" for n in (0, 1)
+    for name in ("Pow", "Mul", "Sqrt", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T",
+                 "Transpose", "Permute", "Slice", "Select", "Index", "ToCopy", "Clone", "Split",
+                 "Unbind", "Sum", "Mean")
+]  # fmt: skip
+MAKES_ZERO = {
+    f"{node}Backward{n}": name for n in (0, 1)
+    for node, name in {
+        "Relu": "relu", "Threshold": "threshold", "Hardtanh": "hardtanh", "ClampMin": "clamp",
+        "Clamp": "clamp", "Sub": "a difference", "Softmax": "softmax", "Exp": "exp",
+        "Sigmoid": "sigmoid", "Std": "std", "Var": "var", "LinalgVectorNorm": "a norm",
+        "Cumprod": "cumprod", "Prod": "prod", "Round": "round", "Floor": "floor",
+    }.items()
+}  # fmt: skip
 
 
 def _in_order(index, size):
@@ -161,6 +180,20 @@ def in_wider_types(func, args, kwargs):
         if not bad.is_bad:
             break
     return tuple(results)
+
+
+def origin_of_zero(func, spans):
+    """Which function has made the 0 that this one divides by, or takes the logarithm of, and on
+    which line ("relu at model.py:57 in forward"), if the graph shows it; or "". In anomaly mode."""
+    if str(func) not in DIVIDES or not spans or 0 not in spans[-1][1]:
+        return ""
+    node = spans[-1][0].grad_fn
+    while node and node.name() in KEEPS_ZERO:
+        node = node.next_functions[0][0]
+    if node is None or node.name() not in MAKES_ZERO:
+        return ""
+    line = line_of(frames_in(node.metadata.get("traceback_", ())))
+    return f"{MAKES_ZERO[node.name()]} at {line}" if line else ""
 
 
 def mistake_in(func, spans):

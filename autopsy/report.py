@@ -56,6 +56,7 @@ class Report:
     spans: tuple[tuple[float, float], ...] = ()  # (lowest, highest) of each input that is a tensor
     source: Source | None = None  # what was bad before the operation used it
     in_wider_types: tuple[Repeat, ...] = ()  # the operation in float32; if that is bad, in float64
+    zero: str = ""  # what has made the 0 that it divides by
     consumed_by: str = ""  # the sum or product which the -inf that was made here went into
     micro_batch: int = 0
     micro_batches: int = 1  # how many the step has
@@ -144,6 +145,8 @@ class Report:
             inner = re.match(r"aten\._|.*_(forward|ex|backward)\b", self.op)
             of = f" of {self.called}" if inner and self.called else ""
             yield f"{first}: {self.op}{of} {place} ({self.phase}{node}{line}) {made}"
+        if self.zero:
+            yield f"its 0 was made by {self.zero}"
         if self.consumed_by:
             yield f"its -inf entered {self.consumed_by}, where it is no mask"
 

@@ -200,6 +200,10 @@ class Findings:
             names.append(f"it was made at step {report.step}")
         if report.verdict is Verdict.DATA:
             names += self.hooks.warnings_before()
+            for at, text in [*self.hooks.warned.items()][:1]:
+                then = "at these samples" if report.samples else "where this number is made"
+                first = f"look first at {at}, where NumPy warned ({text}), then {then}"
+                report = replace(report, fix=advice_on(report)._replace(text=first))
         if report.verdict is Verdict.WEIGHTS and (grown := self.history.by_hand()):
             lower = Advice(f"a lower learning rate, or clip_grad_norm_: {grown}", Topic.RATE)
             report = replace(report, verdict=Verdict.DIVERGENCE, fix=lower)
