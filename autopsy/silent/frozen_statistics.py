@@ -24,6 +24,7 @@ from ..watch.events import Events
 
 OFTEN = 3  # reads
 EARLY = 8  # steps in which writes are noted
+BEGINS = ("zero_", "fill_", "uniform_", "normal_", "trunc_normal_")  # initialise a weight
 
 
 class FrozenStatistics(Events):
@@ -37,7 +38,7 @@ class FrozenStatistics(Events):
         self.averages = {}  # names of statistics: line
 
     def wrote(self, line, weights, name, given):
-        if self.recorder.steps < EARLY:
+        if self.recorder.steps < EARLY and name not in BEGINS:
             self.written.update(map(storage_of, weights))
 
     def evaluated(self, module):

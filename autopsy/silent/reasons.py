@@ -262,12 +262,23 @@ class Reasons:
             alone = len(off) == 1 and not off[0].p.requires_grad
             if alone and several[0] in trained and several[-1] in trained:
                 off = [w for w in off if not is_target(self.names.of(w.p))]
+                off = [w for w in off if not self._in_frozen_part(w)]
                 frozen += [w for w in off if w.starved and w.stands]
         if frozen:
             yield (
                 f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
                 "and after, are trained"
             )
+
+
+    def _in_frozen_part(self, w):
+        """Whether a part of several layers, which holds it, is frozen as a whole: on purpose."""
+        parts = [part for root in list(self.names.roots) for part in root.modules()]
+        return any(
+            w.module() in {*part.children()} and not any(p.requires_grad for p in part.parameters())
+            and sum(any(True for _ in child.parameters()) for child in part.children()) > 1
+            for part in parts
+        )  # fmt: skip
 
 
 def _rounding(weights, dtype):

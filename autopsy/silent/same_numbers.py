@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from ..frames import line_now, script_frames_now
 from ..watch.deferred import params_of
@@ -103,7 +103,8 @@ class SameNumbers(Events):
         sampler = loader.sampler
         own = getattr(sampler, "generator", None) is None and loader.generator is None
         begun.shuffles = own and isinstance(sampler, RandomSampler)
-        if not loader.num_workers or not are_forks(loader):
+        streams = isinstance(loader.dataset, IterableDataset)  # the same in each pass, as a file is
+        if streams or not loader.num_workers or not are_forks(loader):
             return ()
         begun.report = Report(loader)
         return [in_place(loader, begun.report)]

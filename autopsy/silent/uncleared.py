@@ -57,6 +57,11 @@ class Uncleared(Events):
             before, seen.norms = seen.norms, self._norms(params)
             seen.added = seen.added | (seen.norms != before)
 
+    def cleared(self, owner):
+        """What the passes so far have added is gone."""
+        if seen := self.optimizers.get(owner):
+            seen.kept = None
+
     def _norms(self, params):
         """Of their gradients; 0 of those that have none."""
         norms = iter(self.deferred.norms(p.grad for p in params if p.grad is not None))
