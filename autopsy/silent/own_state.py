@@ -23,6 +23,7 @@ from ..watch.events import Events
 OFTEN = 2  # loads, with steps in between
 MIXES = 3  # steps that mix a weight with itself
 SMALL = 1e-6  # difference of a sum of factors from 1
+DEEP = 8  # operations that made what is written
 LOAD = re.compile(r"([\w.\[\]'\"]+)\.load_state_dict\(\s*([\w.\[\]'\"]+)\.state_dict\(\)")
 COPY = re.compile(r"(\w+)(?:\.data)?\.copy_\(\s*(\w+)")
 OTHER = re.compile(
@@ -83,7 +84,8 @@ class OwnState(Events):
         """load_state_dict() copies, too."""
         if line in self.others:
             return
-        name, calls = name.removeprefix("_foreach_"), self.recorder.calls
+        name = name.removeprefix("_foreach_")
+        calls = {call.number: call for call in self.recorder.calls}
         for p, values in zip(weights, given, strict=True):
             storage = storage_of(p)
             tensors = [self.recorder.maker(x) or x for x in values if isinstance(x, Tensor)]
@@ -151,18 +153,17 @@ def _is_between_two():
     return found and len({*found.groups()}) > 1 and OTHER.search(code) and not WRAPS.search(code)
 
 
-def _share(x, storage, calls):
+def _share(x, storage, calls, deep=0):
     """(the sum of the factors, the number of terms), if x is a sum of the weight in this storage
-    times numbers; else None."""
+    times numbers; else None. calls: {number: call}."""
     if isinstance(x, Tensor):
         return (1.0, 1) if storage_of(x) is storage else None
-    if not isinstance(x, ResultRef):
-        return None
-    call = next((call for call in reversed(calls) if call.number == x.number), None)
-    if call is None or not call.args:
+    call = calls.get(x.number) if isinstance(x, ResultRef) else None
+    if call is None or not call.args or deep == DEEP:
         return None
 
-    terms = [_share(a, storage, calls) for a in call.args if isinstance(a, Tensor | ResultRef)]
+    given = [a for a in call.args if isinstance(a, Tensor | ResultRef)]
+    terms = [_share(a, storage, calls, deep + 1) for a in given]
     numbers = [a for a in call.args if isinstance(a, int | float)]
     if not terms or None in terms:
         return None

@@ -1,7 +1,11 @@
 """Runs that are finite and wrong: public reports, their twins, and ranks with other weights."""
 import pytest
+import torch
 from helpers import ROOT, run_ranks, run_script
 
+from autopsy.silent.own_state import _share
+from autopsy.tensors import storage_of
+from autopsy.watch.calls import Call, ResultRef
 from bench import public_reports
 from bench.public_reports import OTHERS, PRELUDE, REPORTS, outcome
 
@@ -52,3 +56,12 @@ def test_ranks_with_other_weights_and_the_same_gradients_are_named(tmp_path, fau
     said = "".join(err for _, _, err in done)
     assert [code for code, _, _ in done] == [0, 0], said
     assert (words in said) if words else "holds other weights" not in said
+
+
+def test_a_long_chain_of_sums_is_not_followed_to_its_end():
+    """w = w + w, forty times: two to the power of forty ways lead back."""
+    p = torch.ones(2)
+    calls = {n: Call(torch.add, n, args=(ResultRef(n - 1, 0),) * 2) for n in range(1, 41)}
+    calls[0] = Call(torch.add, 0, args=(p, p))
+    assert _share(ResultRef(40, 0), storage_of(p), calls) is None
+    assert _share(ResultRef(1, 0), storage_of(p), calls) == (4.0, 4)
