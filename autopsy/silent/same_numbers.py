@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.utils.data import IterableDataset, RandomSampler
 
 from ..frames import line_now, script_frames_now
-from ..watch.deferred import params_of
 from ..watch.events import Events
 from .passes import Loop, Loops, writes_to
 from .workers import Report, are_forks, in_place, states
@@ -63,7 +62,7 @@ class Trained:
 
     loop: Loop
     over: bool
-    writes: int = 0  # to its weights, so far
+    writes: int = 0  # to its first weight, so far
     of_a_step: int = 0
     begun: int = 0
     passes: list = field(default_factory=list)
@@ -129,7 +128,8 @@ class SameNumbers(Events):
             if not over:
                 self.all.append(seen)
         if not seen.over:
-            self._look(seen, sum(map(writes_to, params_of(optimizer))))
+            first = next((p for g in optimizer.param_groups for p in g["params"]), None)
+            self._look(seen, 0 if first is None else writes_to(first))
         if self.lines:
             self.lines = {}
 
