@@ -273,6 +273,7 @@ ALL_ZERO = (
     "{} of 0, and its argument is 0 in each place: find out why (a constant, a variance, a product "
     "that underflows): a clamp hides it; where it may be 0 by right, the clamp is the cure"
 )
+ROUNDED = "sqrt of {:.3g}, rounded from 0 or more: {}"
 ONLY_LATER = Advice(
     "a causal mask that is the wrong way round: each place sees only those after it, the last one "
     "none (is masked what should be seen, or == 0 for != 0?); to fill the last row hides it"
@@ -509,7 +510,7 @@ def _of_operation(report):
         if lowest[0] < -1e-3 * report.largest:  # not 0, or its rounding
             return NEGATIVE.format(weak, lowest[0])
         if lowest[0] < 0 and weak == "sqrt":
-            return f"sqrt of {lowest[0]:.3g}, rounded from 0 or more: {cure_of(report).code}"
+            return ROUNDED.format(lowest[0], cure_of(report).code)
         if report.spans[:1] == ((0.0, 0.0),):
             return ALL_ZERO.format(weak)
     divides = weak == "div" or weak.startswith("log")

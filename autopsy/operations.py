@@ -21,9 +21,9 @@ DIVIDES = ("aten.div.Tensor", "aten.reciprocal.default", "aten.log.default", "at
            "aten.log10.default", "aten.rsqrt.default")  # fmt: skip
 KEEPS_ZERO = [
     f"{name}Backward{n}" for n in (0, 1)
-    for name in ("Pow", "Mul", "Sqrt", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T",
+    for name in ("Pow", "Sqrt", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T",
                  "Transpose", "Permute", "Slice", "Select", "Index", "ToCopy", "Clone", "Split",
-                 "Unbind", "Sum", "Mean")
+                 "Unbind")
 ]  # fmt: skip
 MAKES_ZERO = {
     f"{node}Backward{n}": name for n in (0, 1)

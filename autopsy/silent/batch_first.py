@@ -13,7 +13,7 @@ of an attention that lets each step see only those after it is told, too.
 """
 
 from contextlib import ExitStack, contextmanager, suppress
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class BatchFirst(Events):
         self.suspects = WeakKeyDictionary()  # layer: (its name, shape, how often)
         self.over_samples = []  # (sentence, samples) of this step
         self.found = {}  # sentence: steps
-        self.batches = WeakKeyDictionary()  # network: memory and shape of its first batch
+        self.batches = WeakKeyDictionary()  # network: (step, memory, place) of its first batch
 
     def during(self, call, args, kwargs):
         module = call.function
@@ -56,12 +56,18 @@ class BatchFirst(Events):
         sizes = {len(t) for t in given}
         sequences = [t.dim() > 2 or not t.is_floating_point() for t in given]
         alone = [[*t.shape].count(len(t)) == 1 for t in given]
-        batch = [(storage_of(t), t.storage_offset(), t.shape) for t in given]
-        known = self.batches.setdefault(module, (self.recorder.steps, batch))
-        if known[1] == batch and known[0] != self.recorder.steps:
-            sizes = set()  # all that there is, at each step: the nodes of a graph
+        if given and self._is_all(module, given[0]):
+            sizes = set()
         calls = Calls(self._note, *(sizes if all(sequences + alone) and len(sizes) == 1 else ()))
         return [self._looking(names, sizes, calls), calls]
+
+    def _is_all(self, module, t):
+        """Whether it was given the same in an earlier step: all that there is, such as the nodes of
+        a graph."""
+        memory, where = storage_of(t), (t.storage_offset(), t.shape)
+        first = self.recorder.steps, ref(memory), where
+        step, known, there = self.batches.setdefault(module, first)
+        return step != self.recorder.steps and known() is memory and there == where
 
     @contextmanager
     def _looking(self, names, sizes, calls):

@@ -14,7 +14,7 @@ import linecache
 import re
 import textwrap
 from contextlib import suppress
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -36,7 +36,7 @@ class Evaluation(Events):
     def __init__(self, watch):
         self.names, self.recorder = watch.names, watch.recorder
         self.looks = WeakKeyDictionary()  # module: how often it was looked at
-        self.last = WeakKeyDictionary()  # module: (step, id of the batch) of the first look
+        self.last = WeakKeyDictionary()  # module: (step, the batch) of the last look
         self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
         self.drops = WeakKeyDictionary()  # module: its lines, in their order
@@ -63,9 +63,12 @@ class Evaluation(Events):
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
-        batch = self.recorder.steps, *map(id, flat_tensors((args, kwargs))[:1])
-        if self.last.setdefault(module, batch) == batch and looks > 1:
+        batch = next(iter(flat_tensors((args, kwargs))), None)
+        step, last = self.last.get(module, (-1, lambda: None))
+        if batch is not None and step == self.recorder.steps and last() is batch:
             self.sampled.add(module)
+        elif batch is not None:
+            self.last[module] = self.recorder.steps, ref(batch)
         return [Drops(self.drops.setdefault(module, {}))]
 
     def sentences(self):

@@ -101,7 +101,5 @@ def _frozen(module):
     if any(p.requires_grad for p in weights):
         return [part for child in module.children() for part in _frozen(child)]
     whole = any(p.dim() > 1 for p in weights)  # more than a BatchNorm alone
-    norms = [part for part in module.modules() if [*part.parameters(recurse=False)]]
-    mine = [name.rpartition(".")[0] for name in running_statistics(module)]
-    frozen = any(module.get_submodule(name) in norms for name in mine)
-    return [module] * (whole and frozen)
+    norms = [module.get_submodule(n.rpartition(".")[0]) for n in running_statistics(module)]
+    return [module] * (whole and any([*norm.parameters(recurse=False)] for norm in norms))

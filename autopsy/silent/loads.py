@@ -34,7 +34,7 @@ class Loads(Events):
         self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
         self.steps = WeakKeyDictionary()  # optimizer: how many
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
-        self.counts = Counter()  # (line, class): loads into weights that train
+        self.counts = Counter()  # (line, class): loads
 
     def stepped(self, optimizer):
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
@@ -83,13 +83,13 @@ class Loads(Events):
     def _note_numbers(self, module, where):
         """Of weights that an optimizer with moments trains."""
         mine = [p for p in module.parameters() if p.is_floating_point()]
+        self.counts[where] += 1
         for optimizer, steps in [*self.steps.items()]:
             trained = {*params_of(optimizer)}
             some = [p for p in mine if p in trained and optimizer.state.get(p)]
             if not some:
                 continue
             seen = self.loads.setdefault(optimizer, {}).setdefault(where, [])
-            self.counts[where] += 1
             if len(seen) < LOADS or self.counts[where] in LATER:
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 seen.append((steps, rates, self.deferred.norms(some)))

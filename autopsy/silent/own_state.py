@@ -84,8 +84,7 @@ class OwnState(Events):
         """load_state_dict() copies, too."""
         if line in self.others:
             return
-        name = name.removeprefix("_foreach_")
-        calls = {call.number: call for call in self.recorder.calls}
+        name, calls = name.removeprefix("_foreach_"), self.recorder.calls
         for p, values in zip(weights, given, strict=True):
             storage = storage_of(p)
             tensors = [self.recorder.maker(x) or x for x in values if isinstance(x, Tensor)]
@@ -155,11 +154,13 @@ def _is_between_two():
 
 def _share(x, storage, calls, deep=0):
     """(the sum of the factors, the number of terms), if x is a sum of the weight in this storage
-    times numbers; else None. calls: {number: call}."""
+    times numbers; else None."""
     if isinstance(x, Tensor):
         return (1.0, 1) if storage_of(x) is storage else None
-    call = calls.get(x.number) if isinstance(x, ResultRef) else None
-    if call is None or not call.args or deep == DEEP:
+    if not isinstance(x, ResultRef) or deep == DEEP:
+        return None
+    call = next((call for call in reversed(calls) if call.number == x.number), None)
+    if call is None or not call.args:
         return None
 
     given = [a for a in call.args if isinstance(a, Tensor | ResultRef)]

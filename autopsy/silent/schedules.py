@@ -34,7 +34,7 @@ class Scheduled:
 
     def __init__(self, optimizer):
         self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
-        self.groups = ()
+        self.groups = 0
         self.zero = {}  # group: the step since which its rate is 0
         self.rate = self.highest = 0.0
         self.built = ()  # classes of schedulers
@@ -97,12 +97,13 @@ class Schedules(Events):
     def stepped(self, optimizer):
         seen = self._of(optimizer)
         seen.updated()
-        seen.groups = range(len(optimizer.param_groups))
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        seen.groups = len(rates)
+        seen.rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
+        seen.highest = max(seen.highest, seen.rate)
         for k, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             known = isinstance(rate, float | int)  # not on a device
-            seen.rate = rate if known else 0.0
-            seen.highest = max(seen.highest, seen.rate)
             if known and rate == 0 and any(p.grad is not None for p in group["params"]):
                 seen.zero.setdefault(k, seen.steps)
             elif not known or rate:
@@ -122,7 +123,7 @@ class Schedules(Events):
     def _about(self, seen):
         for k, since in seen.zero.items():
             late = seen.steps - since
-            some = since > 0 and len(seen.zero) < len(seen.groups)  # frozen one by one
+            some = since > 0 and len(seen.zero) < seen.groups  # frozen one by one
             enough = since == 0 or (late >= LATE and not some)
             if late >= max(FIRST, seen.steps / 10) and enough:
                 when = f"since step {since} of {seen.steps}" if since else "at every step"

@@ -44,6 +44,7 @@ class SortedClasses(FirstPasses):
                 held = _held(node._saved_target) if classes >= CLASSES else None
                 if not held:
                     self.over.add(loop)
+                    self.batches.pop(loop, None)
                 else:
                     self.batches.setdefault(loop, []).append((held, classes))
 

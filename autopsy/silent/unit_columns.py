@@ -17,7 +17,7 @@ from .losses import MOST
 
 OFTEN = 3  # backward passes of one line
 ROWS = 4
-NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "NormBackward2", "SumBackward1")
+NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "NormBackward2")
 BEFORE = ("Expand", "ClampMin", "Clamp", "Maximum", "Add", "Sqrt", "Unsqueeze")  # a divisor
 TURNS = ("T", "Transpose", "Permute")
 PARTS = ("Cat", "Stack", "View", "Slice", "Split", "Chunk", "Index", "IndexSelect", "ToCopy",
@@ -84,9 +84,11 @@ def _divided(node):
 
 
 def _is_norm(node, shape):
-    """Of each column."""
+    """Of each column; a sum of squares has a root after it."""
+    rooted = False
     while node:
-        if node.name() in NORMS:
+        rooted |= node.name() == "SqrtBackward0"
+        if node.name() in NORMS or (rooted and node.name() == "SumBackward1"):
             dims, made = getattr(node, "_saved_dim", None), _shape(node)
             return made in ([1, shape[1]], [shape[1]]) and bool(dims) and dims[0] in FIRST_OF_TWO
         if node.name().removesuffix("Backward0").rstrip("1") not in BEFORE:

@@ -53,13 +53,14 @@ class Viewed(Events):
         """What the script has viewed outside of modules."""
         if self.recorder.steps not in LOOKS:
             return
+        calls = [c for c in self.recorder.of_this_step if c.name in QUIET and not c.writes]
         made = {result: t for t, result in self.recorder.known.items()}
-        for call in self.recorder.of_this_step:
-            if call.name not in QUIET or call.writes:
-                continue
+        for call in calls if any(call.name in NAMES for call in calls) else ():
             with suppress(Exception):
-                call.repeat(made)
-                t, out = made.get(call.args[0], call.args[0]), made[_result(call.number, made)]
+                result = ResultRef(call.number, 0, call.frames)
+                if result not in made:  # the script holds it no longer
+                    call.repeat(made)
+                t, out = made.get(call.args[0], call.args[0]), made[result]
                 if call.name in NAMES and isinstance(t, Tensor):
                     frames = script_frames(call.frames)
                     code = "".join([call_at(*frames[-1][:2]), frames[-1][2]])
@@ -81,10 +82,6 @@ class Views(Follower):
             frames = script_frames_now()
             code = "".join([call_at(*frames[0][:2]), frames[0][2]])
             self.note(line_now(), code, [*args[0].shape], [*out.shape])
-
-
-def _result(number, made):
-    return next(x for x in made if isinstance(x, ResultRef) and x.number == number)
 
 
 def _exchanged(before, after):

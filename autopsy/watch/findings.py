@@ -89,7 +89,8 @@ class Findings:
         self.knows = self.recorder.steps
         if name in ASKS and not loss:
             return
-        code = call_at(*script_frames_now()[0][:2]) if t.numel() > 1 else ""
+        frames = script_frames_now()
+        code = call_at(*frames[0][:2]) if frames and t.numel() > 1 else ""
         if SELECTS.search(code):  # what is missing is a NaN on purpose
             return
         read = Read(span.bad_end, line_now(), t.numel() > 1)
@@ -200,7 +201,8 @@ class Findings:
             names.append(f"it was made at step {report.step}")
         if report.verdict is Verdict.DATA:
             names += self.hooks.warnings_before()
-            for at, text in [*self.hooks.warned.items()][:1]:
+            if self.hooks.warned:
+                at, text = next(iter(self.hooks.warned.items()))
                 then = "at these samples" if report.samples else "where this number is made"
                 first = f"look first at {at}, where NumPy warned ({text}), then {then}"
                 report = replace(report, fix=advice_on(report)._replace(text=first))

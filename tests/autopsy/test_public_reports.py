@@ -61,7 +61,7 @@ def test_ranks_with_other_weights_and_the_same_gradients_are_named(tmp_path, fau
 def test_a_long_chain_of_sums_is_not_followed_to_its_end():
     """w = w + w, forty times: two to the power of forty ways lead back."""
     p = torch.ones(2)
-    calls = {n: Call(torch.add, n, args=(ResultRef(n - 1, 0),) * 2) for n in range(1, 41)}
-    calls[0] = Call(torch.add, 0, args=(p, p))
+    calls = [Call(torch.add, 0, args=(p, p))]
+    calls += [Call(torch.add, n, args=(ResultRef(n - 1, 0),) * 2) for n in range(1, 41)]
     assert _share(ResultRef(40, 0), storage_of(p), calls) is None
     assert _share(ResultRef(1, 0), storage_of(p), calls) == (4.0, 4)
