@@ -877,6 +877,203 @@ def step(x, y):
     (0.1 * adversarial + 10 * F.l1_loss(out, y)).backward(); g.step()
 for i in range(60): step(*data(i))
 """, "-judge(x, fake)", "-judge(x, out)"),
+    "probabilities in kl_div": Row(
+        "github.com/microsoft/ProDA/issues/43", "loss",
+        r"kl_div at script.py:\d+ in <module> takes log-probabilities",
+        """
+teacher, net = mlp(), mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = labels(i)
+    with torch.no_grad(): soft = F.softmax(teacher(x), 1)
+    out = net(x); student = F.softmax(out, 1)
+    near = F.kl_div(student, soft, reduction="none"); loss = F.cross_entropy(out, y) + near.mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "student = F.softmax(out, 1)", "student = F.log_softmax(out, 1)"),
+    "logits in ctc_loss": Row(
+        "github.com/gwx314/STARS/issues/9", "loss",
+        r"ctc_loss at script.py:\d+ in <module> takes log-probabilities",
+        """
+rnn, head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 10)
+opt = torch.optim.Adam([*rnn.parameters(), *head.parameters()], 1e-3); ctc = nn.CTCLoss()
+for i in range(40):
+    out = head(rnn(torch.randn(16, 30, 8))[0]).transpose(0, 1); y = torch.randint(1, 10, (16, 6))
+    loss = ctc(out, y, torch.full((16,), 30), torch.full((16,), 6))
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "ctc(out,", "ctc(out.log_softmax(-1),"),
+    "pairs that are labelled 0 and 1": Row(
+        "github.com/pytorch/pytorch/issues/23782", "loss",
+        r"cosine_embedding_loss at script.py:\d+ in <module> takes 1 and -1, .* holds 0 and 1",
+        """
+net = mlp(16); opt = torch.optim.Adam(net.parameters(), 1e-3); near = nn.CosineEmbeddingLoss(0.2)
+for i in range(40):
+    x, _ = data(i); same = (torch.rand(16) > 0.5).float(); y = same
+    other = torch.where(same[:, None] > 0, x + torch.randn(16, 8) / 9, torch.randn(16, 8))
+    opt.zero_grad(); near(net(x), net(other), y).backward(); opt.step()
+""", "y = same", "y = 2 * same - 1"),
+    "masks as they are stored": Row(
+        "github.com/milesial/Pytorch-UNet/issues/78", "loss",
+        r"binary_cross_entropy_with_logits at script.py:\d+ in <module> takes targets in 0..1",
+        """
+net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+opt = torch.optim.RMSprop(net.parameters(), 1e-5); loss_of = nn.BCEWithLogitsLoss()
+for i in range(40):
+    mask = (torch.rand(4, 1, 8, 8) > 0.5) * 255.0; x = mask / 255 + torch.randn(4, 1, 8, 8)
+    opt.zero_grad(); loss_of(net(x), mask).backward(); opt.step()
+""", "loss_of(net(x), mask)", "loss_of(net(x), mask / 255)"),
+    "a single class": Row(
+        "github.com/cnulab/RealNet/issues/101", "loss",
+        r"cross_entropy at script.py:\d+ in <module> over one class is 0 whatever the network",
+        """
+net = mlp(1); opt = torch.optim.AdamW(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = labels(i); out = net(x); good = y == 0
+    loss = F.cross_entropy(out, torch.zeros(16).long())
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "F.cross_entropy(out, torch.zeros(16).long())",
+        "F.binary_cross_entropy_with_logits(out[:, 0], good.float())"),
+    "a float mask of ones": Row(
+        "github.com/pytorch/pytorch/issues/21518", "mask",
+        r"multi_head_attention_forward at script.py:\d+ in forward adds a float mask to",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.att = nn.MultiheadAttention(8, 2); self.head = nn.Linear(8, 3)
+    def forward(self, x):
+        ones = torch.ones(len(x), len(x)); mask = ones.tril()
+        return self.head(self.att(x, x, x, attn_mask=mask)[0].mean(0))
+def batch(i): return torch.randn(10, 16, 8), torch.randint(3, (16,))
+loop(Net(), None, 40, batch, F.cross_entropy)
+""", "mask = ones.tril()", "mask = ones.triu(1).bool()"),
+    "padding is shown and words are hidden": Row(
+        "github.com/InseeFrLab/torchTextClassifiers/pull/92", "mask",
+        r"the attention at script.py:\d+ in forward hides each id but the padding: .* wrong way",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.ask = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.labels, self.head = nn.Parameter(torch.randn(4, 16)), nn.Linear(64, 4)
+    def forward(self, ids, hidden):
+        h = self.emb(ids)[:, None]; q = self.labels.expand(len(ids), 1, 4, 16)
+        h = F.scaled_dot_product_attention(q, self.ask(h), h, attn_mask=hidden[:, None, None])
+        return self.head(h.flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    ids, n = torch.randint(1, 50, (32, 12)), torch.randint(4, 12, (32, 1)); y = ids[:, 0] % 4
+    ids[torch.arange(12) >= n] = 0; loss = F.cross_entropy(net(ids, ids == 0), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "net(ids, ids == 0)", "net(ids, ids != 0)"),
+    "nobody calls eval()": Row(
+        "github.com/wolny/pytorch-3dunet/issues/53", "evaluation",
+        r"Sequential is evaluated in train mode, at script.py:\d+ in test, .* BatchNorm1d",
+        """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3); loss_of = nn.CrossEntropyLoss()
+def test(total=0):
+    pass
+    with torch.no_grad():
+        for x, y in map(labels, range(6)): total += loss_of(net(x), y).item()
+    return total
+for epoch in range(4):
+    net.train()
+    for i in range(10):
+        x, y = labels(10 * epoch + i); loss = loss_of(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    print(test())
+""", "    pass\n", "    net.eval()\n"),
+    "an accuracy of all pairs": Row(
+        "github.com/935963004/LaBraM/issues/15", "evaluation",
+        r"script.py:\d+ in <module> compares each prediction with each label, \[16\]",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = labels(i); y = y[:, None]; out = net(x); loss = F.cross_entropy(out, y.squeeze())
+    accuracy = (out.max(-1)[-1] == y).float().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+print(accuracy)
+""", "[-1] == y)", "[-1] == y.squeeze())"),
+    "logits above 0.5": Row(
+        "github.com/FenTechSolutions/CausalDiscoveryToolbox/issues/38", "evaluation",
+        r"script.py:\d+ in test compares the logits of Sequential with 0.5, .* threshold is 0",
+        """
+net = mlp(1); opt = torch.optim.Adam(net.parameters(), 0.05); loss_of = nn.BCEWithLogitsLoss()
+def test():
+    x, y = data(99, 200); out = net(x)
+    return ((out[:, 0] > 0.5) == (y[:, 0] > 0)).float().mean().item()
+for i in range(120):
+    x, y = data(i); loss = loss_of(net(x).squeeze(1), (y[:, 0] > 0).float())
+    opt.zero_grad(); loss.backward(); opt.step()
+    if i % 30 == 29: print(test())
+""", "out = net(x)\n", "out = net(x).sigmoid()\n"),
+    "a penalty without a graph": Row(
+        "github.com/facebookresearch/DomainBed/issues/50", "path",
+        r"a term of the loss trains nothing: it is made of the gradient that script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+def slopes(loss):
+    return torch.autograd.grad(loss, net.parameters(), retain_graph=True)
+for i in range(40):
+    losses = [F.cross_entropy(net(x), y) for x, y in map(labels, (2 * i, 2 * i + 1))]
+    mean = sum(losses) / 2; penalty = 0; middle = slopes(mean)
+    for loss in losses:
+        for one, other in zip(slopes(loss), middle): penalty += (one - other).pow(2).sum()
+    opt.zero_grad(); (mean + 10 * penalty).backward(); opt.step()
+""", "retain_graph=True)", "create_graph=True)"),
+    "frames flattened before the classes": Row(
+        "github.com/weirme/FCSN/issues/32", "shape",
+        r"the loss at script.py:\d+ .* takes \[320, 2\], a view of \[16, 2, 20\] whose",
+        """
+net = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 2, 1))
+opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x = torch.randn(16, 8, 20); y = (x[:, 0] > 0).long(); out = torch.log_softmax(net(x), dim=1)
+    loss = F.nll_loss(out.reshape(-1, 2), y.view(-1))
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "out.reshape", "out.permute(0, 2, 1).reshape"),
+    "probabilities over the batch": Row(
+        "github.com/DeepReinforcementLearning/DeepReinforcementLearningInAction/issues/32", "loss",
+        r"autopsy: the loss at script.py:\d+ .*: its input was normalised over dimension 0, and",
+        """
+net = nn.Sequential(mlp(2), nn.Softmax(dim=0)); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); policy = torch.distributions.Categorical(net(x)); action = policy.sample()
+    reward = (action == (y[:, 0] > 0)).float() - 0.5
+    loss = -(policy.log_prob(action) * reward).mean(); opt.zero_grad(); loss.backward(); opt.step()
+""", "nn.Softmax(dim=0)", "nn.Softmax(dim=1)"),
+    "a sigmoid before cross_entropy": Row(
+        "github.com/eriklindernoren/PyTorch-YOLOv3/issues/108", "loss",
+        r"the loss at script.py:\d+ .*: a sigmoid keeps each logit in 0..1 before it",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); loss_of = nn.CrossEntropyLoss()
+for i in range(40):
+    x, y = labels(i); out = torch.sigmoid(net(x)); loss = loss_of(out, y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "torch.sigmoid(net(x))", "net(x)"),
+    "colours last, viewed as first": Row(
+        "github.com/Selen-Suyue/DensePolicy2D/issues/3", "shape",
+        r"\[16, 12, 12, 3\] is viewed as \[16, 3, 12, 12\] at script.py:\d+ .* movedim",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 3)
+    def forward(self, x):
+        x = x.reshape(-1, 3, 12, 12)
+        return self.head(self.conv(x).relu().mean((2, 3)))
+def batch(i): return torch.rand(16, 12, 12, 3), torch.randint(3, (16,))
+loop(Net(), None, 40, batch, F.cross_entropy)
+""", "x.reshape(-1, 3, 12, 12)", "x.permute(0, 3, 1, 2)"),
+    "a momentum of another framework": Row(
+        "github.com/r9y9/tacotron_pytorch/issues/19", "state",
+        r"BatchNorm1d 1 of Sequential has momentum 0.99, .* statistics of the last batch",
+        """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, momentum=0.99, eps=1e-3), nn.Linear(32, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(3):
+    net.train()
+    for i in range(20):
+        x, y = labels(i); opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    net.eval()
+    with torch.no_grad(): print(net(labels(99)[0]).argmax(1).eq(labels(99)[1]).float().mean())
+""", "momentum=0.99", "momentum=0.01"),
     "features normalised over the batch": Row(
         "github.com/alireza-nasiri/SoundCLR/issues/4", "shape",
         r"autopsy: the loss at script.py:\d+ .* features \[16, 32\] .* normalize with dim=1",

@@ -65,7 +65,7 @@ class LeftInEval(Events):
         elif root.training:
             if call.frames not in seen.lines:
                 seen.lines.add(call.frames)
-                seen.parts = [part for part in root.modules() if part.training and _differs(part)]
+                seen.parts = [part for part in root.modules() if part.training and differs(part)]
             self.open[root] = False
         elif seen.evaluated and call.frames in seen.lines:
             self.open[root] = bool(seen.parts) and not any(p.training for p in seen.parts)
@@ -104,7 +104,7 @@ class LeftInEval(Events):
                 )
 
 
-def _differs(part):
+def differs(part):
     """Whether its mode makes a difference."""
     if isinstance(part, _DropoutNd):
         return part.p > 0

@@ -41,11 +41,15 @@ SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
+BOUNDED = "a {} keeps each logit in {} before it: leave it out after the last layer"
+SQUASHED = {"SigmoidBackward0": BOUNDED.format("sigmoid", "0..1"),
+            "TanhBackward0": BOUNDED.format("tanh", "-1..1")}  # fmt: skip
 SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
-OTHER_DIMENSION = (
-    "its input was made by log_softmax over dimension {}, and the classes are dimension 1"
-)
+SOFTMAX = "SoftmaxBackward0"
+OF_PROBABILITIES = ("LogBackward0", "AddBackward0", "ClampBackward1", "ClampMinBackward0",
+                    "DivBackward0")  # between a softmax and a log-probability
+OTHER_DIMENSION = "its input was normalised over dimension {}, and the classes are dimension {}"
 NO_LOGARITHM = (
     "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
     "cross_entropy in its place"
@@ -109,18 +113,20 @@ def _before(node):
 
 
 def _other_dimension(node):
-    """The dimension over which its input was normalised, if that is not the one of the classes."""
-    scores, before = node._saved_self, node.next_functions[0][0]
-    while before and before.name() in ROWS:  # some rows of a table
+    """(the dimension over which its input was normalised, that of the classes), if they differ."""
+    is_loss, before = node.name() in NLL, node.next_functions[0][0]
+    scores, labels = node._saved_self, node._saved_target if is_loss else node._saved_index
+    while before and before.name() in (*ROWS, *OF_PROBABILITIES):
         before = before.next_functions[0][0]
-    if scores.dim() < 2 or not before or before.name() != "LogSoftmaxBackward0":
+    if scores.dim() < 2 or not before or before.name() not in ("LogSoftmaxBackward0", SOFTMAX):
         return None
-    if len(node._saved_target.unique()) == len(scores) == scores.shape[1]:
+    classes = 1 if is_loss else scores.dim() - 1
+    if len(labels.unique()) == len(scores) == scores.shape[classes]:
         return None  # pairs, that are found both ways
     made = before._saved_result
     dim = before._saved_dim % made.dim() if before._saved_dim < 2**63 else made.dim() - 1
     same = made.dim() == scores.dim() and made.shape[1:] == scores.shape[1:]
-    return dim if same and dim != 1 else None
+    return (dim, classes) if same and dim != classes else None
 
 
 def _misused(node):
@@ -129,17 +135,17 @@ def _misused(node):
     made = before.name() if before else ""
     if name == "BinaryCrossEntropyWithLogitsBackward0":
         return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
-    if name == "LogsumexpBackward0" and made == "SoftmaxBackward0":
+    if name == "LogsumexpBackward0" and made == SOFTMAX:
         return SOFTMAX_AS_LOGITS  # of Categorical(logits=...)
+    if (name in NLL or _is_of_choices(node)) and (other := _other_dimension(node)):
+        return OTHER_DIMENSION.format(*other)
     if name not in NLL:
         return ""
-    if (dim := _other_dimension(node)) is not None:
-        return OTHER_DIMENSION.format(dim)
     if made == "LogSoftmaxBackward0":
         logits = _before(before)
         made = logits.name() if logits else ""
-        return {"SoftmaxBackward0": SOFTMAX_TWICE, "ReluBackward0": RELU}.get(made, "")
-    if made == "SoftmaxBackward0":
+        return {SOFTMAX: SOFTMAX_TWICE, "ReluBackward0": RELU, **SQUASHED}.get(made, "")
+    if made == SOFTMAX:
         return NO_LOGARITHM.format("a softmax")
     if made in LINEAR and bool((node._saved_self > 0).any()):
         return LINEAR_AS_LOGARITHM
@@ -153,6 +159,14 @@ def classes_of(node):
     before, scores = _before(node), node._saved_self
     several = scores.dim() > 1 and scores.shape[1] > 1
     return scores.shape[1] * (several and before and before.name() == "LogSoftmaxBackward0")
+
+
+def _is_of_choices(node):
+    """Whether it takes one log-probability of each row, as Categorical does."""
+    if node.name() != "GatherBackward0" or not node.next_functions[0][0]:
+        return False
+    is_log = node.next_functions[0][0].name() in ("LogBackward0", "LogSoftmaxBackward0")
+    return is_log and node._saved_index.shape[-1] == 1
 
 
 def _first(node, line):

@@ -40,21 +40,21 @@ class Scheduled:
         self.built = ()  # classes of schedulers
         self.awaits = False  # does the script call step() of one by name?
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
-        self.turns = {}  # the same: steps for each update
+        self.turns = {}  # the same: {steps for an update: how often}
         self.moves = {}  # the same: (steps in all, the loop over a loader that was under way)
 
     def updated(self):
         """A step of the optimizer, or one that the loss scaler skipped."""
         for key, n in self.since.items():
-            self.turns.setdefault(key, []).append(n)
+            self.turns.setdefault(key, Counter())[n] += 1
         self.since.clear()
 
     def often(self):
         """(updates that it is made for, what is wrong) of a scheduler that steps several times for
         most updates; else None."""
         for (kind, line, length), turns in self.turns.items():
-            usual = median_low(turns)
-            if usual > 1 and len(turns) > self.steps / 2:
+            usual = median_low(turns.elements())
+            if usual > 1 and turns.total() > self.steps / 2:
                 return length, f"{kind} steps {usual} times an update, at {line}: once is enough"
         return None
 

@@ -9,15 +9,20 @@ notices; delete the folder, and autopsy finds NaN and inf as before.
 import importlib
 import pkgutil
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 from ..frames import line_now, said
+from ..modes import is_compiled
+from .budget import FIRST
+from .following import Follower
 
 
 class Events:
     """The events of a script, in their order within a step."""
 
     recorded_only = False  # whether it is told nothing of a step that is not recorded
+    functions = ()  # names of those of torch of which it is told
 
     def __init__(self, watch):
         """`watch`: its recorder, deferred, names, scaling and hooks may be read."""
@@ -49,6 +54,10 @@ class Events:
 
     def evaluated(self, module):
         """An outermost module was called without gradients, in a step that is recorded or not."""
+
+    def computed(self, func, name, args, kwargs, out):
+        """A function that is among `functions` of some check was called outside of modules, in a
+        step that is recorded."""
 
     def during(self, call, args, kwargs):
         """An outermost module is about to be called with these. Returns contexts that are open
@@ -148,7 +157,47 @@ class FirstPasses(Events):
             self.first(losses, line)
 
 
+class FirstFunctions(Events):
+    """Calls look(func, name, args, kwargs, out) after each of its functions, outside of modules and
+    within, in the first steps and at the steps 8, 16, 32, ... What raises there is no evidence."""
+
+    recorded_only = True
+
+    def __init__(self, watch):
+        self.recorder = watch.recorder
+
+    @property
+    def is_due(self):
+        return self.recorder.steps < FIRST or self.recorder.steps.bit_count() < 2
+
+    def look(self, func, name, args, kwargs, out):
+        """One of them was called."""
+
+    def computed(self, func, name, args, kwargs, out):
+        if name in self.functions and self.is_due:
+            with suppress(Exception):
+                self.look(func, name, args, kwargs, out)
+
+    def during(self, call, args, kwargs):
+        if not self.is_due or is_compiled([*call.function.modules()]):
+            return ()
+        return [Within(self)]
+
+
+class Within(Follower):
+    """Tells such a check of what runs within a module."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.check = check
+
+    def look(self, func, name, args, kwargs, out):
+        if name in self.check.functions:
+            self.check.look(func, name, args, kwargs, out)
+
+
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
+NAMES = [name for name in NAMES if callable(getattr(Events, name))]
 
 
 class Listeners:
@@ -171,6 +220,7 @@ class Listeners:
             self._recorded[name] = [(check, getattr(check, name)) for check in told]
             self._unrecorded[name] = [(check, getattr(check, name)) for check in always]
         self._checks = checks
+        self.functions = {name for check in checks for name in check.functions}
 
     def anybody(self, event):
         """Whether somebody is told of it in the step under way."""

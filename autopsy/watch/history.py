@@ -6,7 +6,7 @@ number; if there was none, the last lines quote them.
 """
 
 from collections import deque
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 from weakref import ref
 
 from ..advice import GROWN
@@ -27,7 +27,7 @@ class History:
         self.largest = 0.0  # gradient norm
         # id: (optimizer, its last gradient norms, those of every 16th step); each with its tensors'
         self._recent = {}
-        self._rates = {}  # of all optimizers and steps: the first step with it
+        self._lowest, self._highest = inf, (-inf, 0)  # rate of all optimizers; its first step
         self._written = {}  # id of a storage: the line that wrote it last, by hand
         self._start = {}  # id: (optimizer, the norms of its weights before its first step)
 
@@ -45,7 +45,9 @@ class History:
         now = steps.bit_count() < 2  # 0, 1, 2, 4, 8, ...
         plain = (rate for rate in rates if isinstance(rate, float | int) or (now and rate))
         for rate in map(float, plain):
-            self._rates.setdefault(rate, steps)
+            self._lowest = min(self._lowest, rate)
+            if rate > self._highest[0]:
+                self._highest = rate, steps
 
     def begin(self, optimizer, norms):
         """Note the norms of its weights before its first step; they stay on their device."""
@@ -58,9 +60,9 @@ class History:
             now, before = map(deferred.to_host, (deferred.norms(params), start))
             now, before = hypot(*filter(isfinite, now)), hypot(*before)
             usual = SMALL * hypot(*(p.numel() ** 0.5 for p in params))  # those near 0 always grow
-            if self._rates and 0 < 10 * max(before, usual) < now:
-                low, high = min(self._rates), max(self._rates)
-                rates = f"{high:g}" if low == high else f"up to {high:g} (step {self._rates[high]})"
+            low, (high, step) = self._lowest, self._highest
+            if low <= high and 0 < 10 * max(before, usual) < now:
+                rates = f"{high:g}" if low == high else f"up to {high:g} (step {step})"
                 grown = f"the norm of the weights has grown from {before:.3g} to {now:.3g}"
                 yield f"{grown} at a rate of {rates}"
 
@@ -128,8 +130,7 @@ class History:
 
     def negative(self):
         """A sentence if a learning rate is below 0; else ""."""
-        lowest = min(self._rates, default=1.0)
-        return f"a learning rate is negative: {lowest:g}" if lowest < 0 else ""
+        return f"a learning rate is negative: {self._lowest:g}" if self._lowest < 0 else ""
 
     def sentences(self):
         """Sentences about what is finite and looks wrong."""

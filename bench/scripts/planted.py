@@ -2017,7 +2017,7 @@ for step in range(24):
 tells("a loss of a later phase", AGAIN, 0, {
     "": "nothing non-finite -- not the loss at",
     "softmax": "its input went through softmax already",
-    "over rows": "made by log_softmax over dimension 0, and the classes are dimension 1",
+    "over rows": "was normalised over dimension 0, and the classes are dimension 1",
     "square": "compares each result with each target: [16, 1] and [16, 16]",
 })
 

@@ -1,0 +1,42 @@
+"""
+Last batch: are the running statistics of a BatchNorm those of the last batch?
+
+torch's momentum is the share of the new batch, and that of other frameworks of the old ones: 0.99
+from there makes running statistics that forget all but the last batch, and nothing fails in
+training. Told is a network with such a layer that was trained, and evaluated in eval mode.
+"""
+
+from weakref import WeakSet
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..tensors import few
+from ..watch.events import Events
+
+MOST = 0.9
+
+
+class LastBatch(Events):
+    """Networks that were trained, and those that were evaluated."""
+
+    def __init__(self, watch):
+        self.trained, self.evaluated_ones = WeakSet(), WeakSet()
+
+    def called(self, module, tensors):
+        self.trained.add(module)
+
+    def evaluated(self, module):
+        if not module.training:
+            self.evaluated_ones.add(module)
+
+    def sentences(self):
+        for root in self.trained & self.evaluated_ones:
+            norms = {m: name for name, m in root.named_modules() if isinstance(m, _BatchNorm)}
+            norms = {m: name for m, name in norms.items() if (m.momentum or 0) >= MOST}
+            for norm in [norm for norm in norms if norm.track_running_stats][:1]:
+                yield (
+                    f"{type(norm).__name__} {few([*norms.values()], 2)} of {type(root).__name__} "
+                    f"has momentum {norm.momentum:g}, and is evaluated with little more than the "
+                    "statistics of the last batch: torch's momentum is the share of that, 1 minus "
+                    "that of other frameworks"
+                )

@@ -1,0 +1,60 @@
+"""
+Threshold: are logits compared with 0.5?
+
+A network that is trained with binary_cross_entropy_with_logits returns logits, whose threshold is
+0: an accuracy that asks whether they are above 0.5, or rounds them, counts fewer hits, and nothing
+fails. Told is such a comparison of what a network has returned, with no sigmoid between.
+"""
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..frames import line_now
+from ..watch.events import FirstFunctions
+
+HALF = ("gt", "__gt__", "ge", "__ge__", "lt", "__lt__")
+LOSS = "binary_cross_entropy_with_logits"
+VIEWS = ("squeeze", "view", "reshape", "flatten", "detach", "cpu", "float", "__getitem__")
+FAR = 3.0  # beyond probabilities
+
+
+class Threshold(FirstFunctions):
+    """What is done with the results of networks."""
+
+    functions = (LOSS, "round", *HALF)
+    is_due = True  # an evaluation comes when it comes
+
+    def __init__(self, watch):
+        super().__init__(watch)
+        self.logits = WeakKeyDictionary()  # network: is it trained with logits?
+        self.compared = WeakKeyDictionary()  # network: the line of a comparison with 0.5
+
+    def look(self, func, name, args, kwargs, out):
+        t = args[0] if args else kwargs.get("input")
+        network = self._network(self.recorder.maker(t))
+        if network is None:
+            return
+        if name == LOSS:
+            self.logits[network] = True
+        elif (name == "round" or args[1] == 0.5) and bool(t.abs().amax() > FAR):
+            self.compared[network] = line_now()
+
+    def _network(self, ref):
+        """Whose result this is, but for its shape."""
+        calls = {call.number: call for call in self.recorder.of_this_step} if ref else {}
+        while ref:
+            call = calls.get(ref.number)
+            if call is None or isinstance(call.function, nn.Module):
+                return call and call.function
+            ref = next(iter(call.uses()), None) if call.name in VIEWS else None
+        return None
+
+    def sentences(self):
+        for network, line in self.compared.items():
+            if network in self.logits:
+                yield (
+                    f"{line} compares the logits of {type(network).__name__} with 0.5, which is "
+                    f"the threshold of probabilities: they are trained with {LOSS}, and their "
+                    "threshold is 0"
+                )
