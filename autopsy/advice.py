@@ -278,6 +278,10 @@ ONLY_LATER = Advice(
     "a causal mask that is the wrong way round: each place sees only those after it, the last one "
     "none (is masked what should be seen, or == 0 for != 0?); to fill the last row hides it"
 )
+LOG_TARGET = Advice(
+    "the target of kl_div is negative, and its logarithm NaN: it takes probabilities as target, "
+    "or log_target=True with log-probabilities"
+)
 NOT_SEEN = "no operation was seen that made it: it was made in another thread or library"
 TOO_LARGE = (
     "the result is too large for float32, not for float64: "

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .advice import ONLY_LATER, UNDERFLOW, Advice, eps_for
+from .advice import LOG_TARGET, ONLY_LATER, UNDERFLOW, Advice, eps_for
 from .facts import Repeat
 from .frames import frames_in, line_of
 from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
@@ -200,6 +200,8 @@ def mistake_in(func, spans):
     """What to do about an operation of the forward, if its inputs themselves show it; or None."""
     if "softmax" in str(func) and spans and _sees_only_later(spans[0][0]):
         return ONLY_LATER
+    if "xlogy" in str(func) and spans and spans[0][1].low < 0 and spans[0][1].high <= 0:
+        return LOG_TARGET
     least = _underflown_divisor(func, spans)
     return Advice(UNDERFLOW.format(least)) if least else None
 

@@ -998,7 +998,7 @@ print(accuracy)
 net = mlp(1); opt = torch.optim.Adam(net.parameters(), 0.05); loss_of = nn.BCEWithLogitsLoss()
 def test():
     x, y = data(99, 200); out = net(x)
-    return ((out[:, 0] > 0.5) == (y[:, 0] > 0)).float().mean().item()
+    return ((out.squeeze(1) > 0.5) == (y[:, 0] > 0)).float().mean().item()
 for i in range(120):
     x, y = data(i); loss = loss_of(net(x).squeeze(1), (y[:, 0] > 0).float())
     opt.zero_grad(); loss.backward(); opt.step()
@@ -1074,6 +1074,169 @@ for epoch in range(3):
     net.eval()
     with torch.no_grad(): print(net(labels(99)[0]).argmax(1).eq(labels(99)[1]).float().mean())
 """, "momentum=0.99", "momentum=0.01"),
+    "train() undoes eval()": Row(
+        "github.com/pliang279/MultiBench/issues/26", "evaluation",
+        r"in train mode, at script.py:\d+ in test: train\(\) at script.py:\d+ in test undoes",
+        """
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+opt = torch.optim.RMSprop(net.parameters(), 1e-3); loss_of = nn.CrossEntropyLoss()
+def test(total=0):
+    net.eval()
+    with torch.no_grad():
+        for x, y in map(labels, range(6)):
+            net.train()
+            total += loss_of(net(x), y).item()
+    return total
+for epoch in range(4):
+    net.train()
+    for i in range(10):
+        x, y = labels(10 * epoch + i); loss = loss_of(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    print(test())
+net.eval(); print(net(labels(99)[0]).argmax(1))
+""", "            net.train()\n", ""),
+    "a sum that is not assigned": Row(
+        "github.com/Lightning-AI/pytorch-lightning/issues/19138", "path",
+        r"nothing uses what script.py:\d+ in forward computes, which is only `x \+ self.pe`",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(20, 16), nn.Linear(160, 3)
+        self.register_buffer("pe", torch.randn(10, 16))
+    def encode(self, x): return x.relu()
+    def forward(self, ids):
+        x = self.emb(ids)
+        x + self.pe
+        return self.head(self.encode(x).flatten(1))
+loop(Net(), None, 40, lambda i: (torch.randint(20, (16, 10)), torch.randint(3, (16,))),
+     F.cross_entropy)
+""", "        x + self.pe\n", "        x = x + self.pe\n"),
+    "a sigmoid in eval mode alone": Row(
+        "github.com/wolny/pytorch-3dunet/issues/45", "evaluation",
+        r"the loss at script.py:\d+ in test, in an evaluation: its input went through sigmoid",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = mlp(1)
+    def forward(self, x):
+        x = self.body(x)
+        return x if self.training else torch.sigmoid(x)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3); loss_of = nn.BCEWithLogitsLoss()
+def test(total=0):
+    net.eval()
+    with torch.no_grad():
+        for i in range(90, 96):
+            x, y = data(i); out = net(x)
+            total += loss_of(out, (y[:, :1] > 0).float()).item()
+    return total
+for epoch in range(3):
+    net.train()
+    for i in range(20):
+        x, y = data(i); loss = loss_of(net(x), (y[:, :1] > 0).float())
+        opt.zero_grad(); loss.backward(); opt.step()
+    print(test())
+""", "out = net(x)\n", "out = net.body(x)\n"),
+    "a cosine for batches that moves by epoch": Row(
+        "github.com/sthalles/SimCLR/issues/8", "schedule",
+        r"CosineAnnealingLR at script.py:\d+ in <module> has T_max=30, .* made 8 steps, one a",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2); epochs = 8
+loader = DataLoader(TensorDataset(*labels(0, 480)), 16, shuffle=True)
+rate = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=len(loader), eta_min=0)
+for epoch in range(epochs):
+    for x, y in loader:
+        loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+    rate.step()
+""", "T_max=len(loader)", "T_max=epochs"),
+    "weights that are initialised after the load": Row(
+        "github.com/ImCharlesY/AdaInt/issues/12", "state",
+        r"all 2 matrices that load_state_dict\(\) at script.py:\d+ in .* overwritten at script.py",
+        """
+saved = copy.deepcopy(mlp(16).state_dict())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.backbone, self.head = mlp(16), nn.Linear(16, 3)
+        self.backbone.load_state_dict(saved)
+        self.apply(self.begin)
+    def begin(self, m):
+        if isinstance(m, nn.Linear): nn.init.xavier_normal_(m.weight); nn.init.zeros_(m.bias)
+    def forward(self, x): return self.head(self.backbone(x))
+loop(Net(), None, 40)
+""", "        self.backbone.load_state_dict(saved)\n        self.apply(self.begin)\n",
+        "        self.apply(self.begin)\n        self.backbone.load_state_dict(saved)\n"),
+    "a mixture over the batch": Row(
+        "github.com/ctallec/world-models/issues/10", "shape",
+        r"log_softmax at script.py:\d+ in forward is over the 32 samples of the batch \(dim=1",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.rnn, self.out = nn.LSTM(4, 32), nn.Linear(32, 15)
+    def forward(self, x):
+        mean, size, pi = self.out(self.rnn(x)[0]).chunk(3, -1)
+        return mean, size.exp(), F.log_softmax(pi, dim=-2)
+def far(out, y):
+    mean, size, pi = out
+    return -(torch.distributions.Normal(mean, size).log_prob(y) + pi).logsumexp(-1).mean()
+def batch(i): x = torch.randn(17, 32, 4); return x[:-1], x[1:, :, :1]
+loop(Net(), None, 60, batch, far)
+""", "dim=-2", "dim=-1"),
+    "advantages that are a square": Row(
+        "github.com/PacktPublishing/Deep-Reinforcement-Learning-Hands-On/issues/74", "shape",
+        r"the product at script.py:\d+ .* all pairs: \[16\] and \[16, 1\] make a square",
+        """
+net = mlp(4); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); out = net(x); value = out[:, 3:]; goal = y[:, 0]
+    log_prob = F.log_softmax(out[:, :3], 1)[range(16), y.argmax(1)]
+    advantage = goal - value.detach()
+    policy = advantage * log_prob; loss = F.mse_loss(value.squeeze(-1), goal) - policy.mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "value.detach()", "value.detach().squeeze(-1)"),
+    "a test that overlaps the training": Row(
+        "github.com/sarpaykent/GotenNet/issues/10", "data",
+        r"of the 80 samples that are evaluated at script.py:\d+ .* are trained on at script.py",
+        """
+from torch.utils.data import DataLoader, Subset, TensorDataset
+both = TensorDataset(*labels(0, 400)); order = torch.randperm(400)
+train, test = order[:200], order[200:280]
+inner = torch.randperm(200)[:150]
+rows = inner
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(3):
+    net.train()
+    for x, y in DataLoader(Subset(both, rows.tolist()), 16):
+        loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+net.eval()
+for x, y in DataLoader(Subset(both, test.tolist()), 40):
+    with torch.no_grad(): print(net(x).argmax(1).eq(y).float().mean())
+""", "rows = inner\n", "rows = train[inner]\n"),
+    "an Adam for each step": Row(
+        "github.com/tensorflow/tensorflow/issues/29675", "state",
+        r"Adam \(made at script.py:\d+ in train\) is made anew for each step, 60 times",
+        """
+net = mlp(); kept = torch.optim.Adam(net.parameters(), 1e-3)
+def train(x, y):
+    opt = torch.optim.Adam(net.parameters(), 1e-3)
+    opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+for i in range(60): train(*data(i))
+""", "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n", "    opt = kept\n"),
+    "labels of one class": Row(
+        "github.com/liuruijin17/LSTR/issues/50", "loss",
+        r"every label with which head.weight was trained is 1, in \d+ losses, though it has 2",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body, self.head = mlp(16), nn.Linear(16, 2)
+        self.box = nn.Linear(16, 3)
+    def forward(self, x): h = self.body(x).relu(); return self.head(h), self.box(h)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3); lane = 1
+for i in range(300):
+    x, y = data(i); kind, box = net(x); found = y[:, 0] > 0
+    goal = torch.full((16,), 1); goal[found] = lane
+    loss = F.cross_entropy(kind, goal) + F.l1_loss(box[found], y[found])
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "lane = 1", "lane = 0"),
     "features normalised over the batch": Row(
         "github.com/alireza-nasiri/SoundCLR/issues/4", "shape",
         r"autopsy: the loss at script.py:\d+ .* features \[16, 32\] .* normalize with dim=1",
@@ -1277,6 +1440,107 @@ for i in range(90):
 }
 
 OTHERS = {
+    "an average that takes the place of the weights for a while": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2); backup = {}
+shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
+def keep_and_apply():
+    for name, p in net.named_parameters():
+        backup[name] = p.data.clone()
+        p.data.copy_(shadow[name])
+def restore():
+    for name, p in net.named_parameters(): p.data.copy_(backup[name])
+for i in range(60):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    for name, p in net.named_parameters(): shadow[name] = 0.9 * shadow[name] + 0.1 * p.detach()
+    if i % 10 == 9:
+        keep_and_apply(); net.eval()
+        with torch.no_grad(): print(F.mse_loss(net(x), y))
+        restore(); net.train()
+""",
+    "MC dropout and statistics that are made again": """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
+loop(net, torch.optim.SGD(net.parameters(), 0.05), 60, labels, F.cross_entropy)
+x, y = labels(99)
+with torch.no_grad():
+    for i in range(6): net(labels(i)[0])  # BatchNorm again, as swa_utils.update_bn() does
+    print(sum(F.cross_entropy(net(x), y) for _ in range(6)) / 6)  # Monte Carlo
+""",
+    "folds of one data set": """
+from torch.utils.data import DataLoader, Subset, TensorDataset
+both = TensorDataset(*labels(0, 200))
+for fold in range(3):
+    net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+    test = torch.randperm(200)[:50].tolist(); train = sorted({*range(200)} - {*test})
+    for epoch in range(3):
+        for x, y in DataLoader(Subset(both, train), 16, shuffle=True):
+            loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+        net.eval()
+        for x, y in DataLoader(Subset(both, test), 50):
+            with torch.no_grad(): print(net(x).argmax(1).eq(y).float().mean())
+        net.train()
+""",
+    "one step of Adam from a start, for each task": """
+start = mlp(); outer = torch.optim.SGD(start.parameters(), 0.1)
+for i in range(40):
+    x, y = data(i); net = copy.deepcopy(start); opt = torch.optim.Adam(net.parameters(), 1e-2)
+    opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    outer.zero_grad()
+    for p, q in zip(start.parameters(), net.parameters()): p.grad = (p - q).detach()
+    outer.step()
+""",
+    "a penalty on the weights' own gradient, and a first-order step": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+names = [name for name, _ in net.named_parameters()]
+for i in range(40):
+    x, y = data(i); x.requires_grad_(); first = F.mse_loss(net(x), y)
+    (slope,) = torch.autograd.grad(first, x, create_graph=True)
+    slopes = torch.autograd.grad(first, [*net.parameters()], retain_graph=True)
+    fast = {n: p - 0.1 * g for n, p, g in zip(names, net.parameters(), slopes)}
+    after = F.mse_loss(torch.func.functional_call(net, fast, (x,)), y)
+    loss = first + slope.square().sum() + after + slopes[0].norm() * first * 0
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "edges of a graph that are added to the scores, and a mask of padding": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.head = nn.Embedding(20, 16, 0), nn.Linear(16, 3)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    def forward(self, ids, edges):
+        h = self.emb(ids)[:, None]
+        h = h + F.scaled_dot_product_attention(h, h, h, attn_mask=edges[:, None])
+        return self.head(self.layer(h[:, 0], src_key_padding_mask=ids == 0).mean(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    ids, n = torch.randint(1, 20, (16, 12)), torch.randint(4, 12, (16, 1)); y = ids[:, 0] % 3
+    ids[torch.arange(12) >= n] = 0; edges = (torch.rand(16, 12, 12) > 0.5).float()
+    loss = F.cross_entropy(net(ids, edges), y); opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "losses that take what looks odd": """
+net = mlp(2); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); out = net(x); p = out.sigmoid(); q = (y[:, :2] > 0).float() * 0.8 + 0.1
+    loss = F.kl_div(p.log(), q) + F.kl_div((1 - p).log(), 1 - q)  # of two outcomes each
+    loss = loss + F.kl_div(out.log_softmax(1), y[:, :2].log_softmax(1), log_target=True)
+    loss = loss + F.margin_ranking_loss(out[:, 0], out[:, 1], (y[:, 0] > 0).float())
+    loss = loss + F.binary_cross_entropy_with_logits(out, 0.7 + 0.5 * torch.rand(16, 2))
+    real, fake = torch.zeros(16).long(), torch.ones(16).long()
+    loss = loss + F.cross_entropy(net(x), real) + F.cross_entropy(net(-x), fake)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "sums over several lines, and a head that begins anew": """
+saved = copy.deepcopy(mlp(16).state_dict())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body, self.head = mlp(16), nn.Linear(16, 3)
+        self.body.load_state_dict(saved); nn.init.normal_(self.head.weight, std=0.01)
+    def forward(self, x):
+        h = self.body(x)
+        h.sum()  # a number for nobody
+        return self.head(F.relu(
+            h + 0.1
+        ))
+net = Net(); loop(net, None, 60)
+""",
     "dropout in evaluation on purpose, on two lines": """
 class Net(nn.Module):
     def __init__(self):

@@ -31,7 +31,7 @@ FEW = 4  # steps in time
 RUNS = 0.8  # share of labels that are those of the sample before
 HIDDEN = -1e4  # scores that a mask has left
 LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-LOOKED_AT = ("softmax", "view", "reshape", "scaled_dot_product_attention")
+LOOKED_AT = ("softmax", "log_softmax", "view", "reshape", "scaled_dot_product_attention")
 
 
 class BatchFirst(Events):
@@ -83,6 +83,8 @@ class BatchFirst(Events):
 
         def note_hidden(layer, args, out):
             with suppress(Exception):
+                if args[0].dim() == 3 and not layer.batch_first:
+                    calls.sequences.add(args[0].shape[:2])
                 calls.hidden.update((storage_of(t), t.shape) for t in flat_tensors(out[1]))
 
         with ExitStack() as hooks:
@@ -136,13 +138,23 @@ class Calls(Follower):
         super().__init__()
         self.note, self.size = note, size
         self.hidden = {}  # storage: shape of the hidden state of a recurrent layer
+        self.sequences = set()  # (time, batch) of what such layers were given
 
     def look(self, func, name, args, kwargs, out):
         if name not in LOOKED_AT:
             return
         t, *more = args
         shape, samples = [*t.shape], len(t)
-        if name == "softmax":
+        if name == "log_softmax":
+            dim = (more or [kwargs.get("dim")])[0] % t.dim()
+            steps, size = t.shape[:2] if t.dim() == 3 else (0, 0)
+            if dim == 1 and steps != size > 1 and self.sequences == {(steps, size)}:
+                self.note(
+                    f"log_softmax at {line_now()} is over the {size} samples of the batch (dim=1 "
+                    f"of {shape}), as the recurrent layer before it counts them: they read each "
+                    "other"
+                )
+        elif name == "softmax":
             over = (more or [kwargs.get("dim")])[0] in (0, -t.dim())
             if over and t.dim() > 2 and self.size == samples > 1 and shape.count(samples) == 1:
                 text = f"softmax at {line_now()} is over the {samples} samples of the batch "

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..tensors import few
 from ..watch.events import Events
 
-MOST = 0.9
+MOST = 0.9  # and below 1, which takes the last batch on purpose
 
 
 class LastBatch(Events):
@@ -32,7 +32,7 @@ class LastBatch(Events):
     def sentences(self):
         for root in self.trained & self.evaluated_ones:
             norms = {m: name for name, m in root.named_modules() if isinstance(m, _BatchNorm)}
-            norms = {m: name for m, name in norms.items() if (m.momentum or 0) >= MOST}
+            norms = {m: name for m, name in norms.items() if MOST <= (m.momentum or 0) < 1}
             for norm in [norm for norm in norms if norm.track_running_stats][:1]:
                 yield (
                     f"{type(norm).__name__} {few([*norms.values()], 2)} of {type(root).__name__} "

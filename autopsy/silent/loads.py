@@ -9,9 +9,13 @@ copied the wrong way round. Told is a line that loads the same numbers of anothe
 again into weights of one optimizer, which makes steps in between with moments that it goes on with.
 Whoever begins anew on purpose (folds, tasks, adaptation to one sample) loads what was saved, resets
 the moments too, or moves the rate (back to the best weights with half of it).
+
+And what was loaded may be lost before it is used: told is a load all of whose matrices the script
+overwrites (init_weights() after it) before the module is called.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +27,17 @@ from ..watch.events import Events
 
 LOADS = 6  # that are read, and later ones; each but the first sets back
 LATER = (8, 16, 32, 64)
+FILLS = ("normal_", "uniform_", "fill_", "zero_", "kaiming_uniform_", "kaiming_normal_",
+         "trunc_normal_", "orthogonal_", "eye_")  # fmt: skip
+
+
+@dataclass(eq=False)
+class Unused:
+    """A load of a module that was not called yet."""
+
+    line: str
+    matrices: int
+    left: int  # of them, that nothing has overwritten
 
 
 class Loads(Events):
@@ -35,15 +50,34 @@ class Loads(Events):
         self.steps = WeakKeyDictionary()  # optimizer: how many
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
         self.counts = Counter()  # (line, class): loads
+        self.unused = {}  # id of a storage that was loaded and not called yet: (Unused, it)
+        self.lost = {}  # Unused of which something was overwritten: the line that did
 
     def stepped(self, optimizer):
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+
+    def wrote(self, line, weights, name, given):
+        """Into weights that were loaded, and not called yet?"""
+        for p in weights if name in FILLS else ():
+            load, storage = self.unused.pop(id(storage_of(p)), (None, None))
+            if storage is storage_of(p):
+                load.left -= 1
+                self.lost[load] = line
+
+    def called(self, module, tensors):
+        self.unused.clear()
+
+    def evaluated(self, module):
+        self.unused.clear()
 
     def restored(self, optimizer):
         self.loads.pop(optimizer, None)
 
     def loaded(self, module, state, answer):
         where = line_now(), type(module).__name__
+        matrices = {id(storage_of(p)): storage_of(p) for p in module.parameters() if p.dim() > 1}
+        load = Unused(where[0], len(matrices), len(matrices))
+        self.unused.update((key, (load, storage)) for key, storage in matrices.items())
         missing = getattr(answer, "missing_keys", ())
         others = getattr(answer, "unexpected_keys", ())
         if missing and len(others) >= len(state) > 0:
@@ -97,6 +131,12 @@ class Loads(Events):
     def sentences(self):
         for line, what in self.unloaded.items():
             yield f"load_state_dict() at {line} {what}"
+        for load, line in self.lost.items():
+            if load.matrices > 1 and not load.left:
+                yield (
+                    f"all {load.matrices} matrices that load_state_dict() at {load.line} has "
+                    f"brought were overwritten at {line} before any call: load after that"
+                )
         for optimizer, lines in self.loads.items():
             for (line, kind), seen in lines.items():
                 steps, rates, norms = zip(*seen, strict=True)

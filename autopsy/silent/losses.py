@@ -41,9 +41,7 @@ SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
-BOUNDED = "a {} keeps each logit in {} before it: leave it out after the last layer"
-SQUASHED = {"SigmoidBackward0": BOUNDED.format("sigmoid", "0..1"),
-            "TanhBackward0": BOUNDED.format("tanh", "-1..1")}  # fmt: skip
+SIGMOID = "a sigmoid keeps each logit in 0..1 before it: leave it out after the last layer"
 SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
 SOFTMAX = "SoftmaxBackward0"
@@ -144,7 +142,9 @@ def _misused(node):
     if made == "LogSoftmaxBackward0":
         logits = _before(before)
         made = logits.name() if logits else ""
-        return {SOFTMAX: SOFTMAX_TWICE, "ReluBackward0": RELU, **SQUASHED}.get(made, "")
+        return {SOFTMAX: SOFTMAX_TWICE, "ReluBackward0": RELU, "SigmoidBackward0": SIGMOID}.get(
+            made, ""
+        )
     if made == SOFTMAX:
         return NO_LOGARITHM.format("a softmax")
     if made in LINEAR and bool((node._saved_self > 0).any()):

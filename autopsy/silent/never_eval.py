@@ -4,9 +4,10 @@ Never eval: is a network evaluated as in training, because nobody called eval()?
 Dropout then drops in an evaluation, and BatchNorm takes each batch's own statistics and moves its
 running ones, and nothing fails. Told is a network that was trained and never called in eval mode,
 of which a loss, or a comparison with whole numbers, was computed without gradients after each of
-several calls that follow each other, with no backward pass between. No word where train() was
-called just before, of a script that speaks of drawing in an evaluation (MC dropout), nor of one
-whose modules work alike in both modes.
+several calls that follow each other, with no backward pass between; and one that is evaluated so
+because train() came right after eval(). No word where train() alone was called before, of a script
+that speaks of drawing in an evaluation (MC dropout), nor of one whose modules work alike in both
+modes.
 """
 
 from weakref import WeakKeyDictionary, WeakSet
@@ -30,7 +31,8 @@ class Evaluated:
     def __init__(self):
         self.in_eval = False  # ever
         self.judged = 0  # calls since the last backward pass
-        self.line, self.most = "", 0  # of the longest row of calls that were judged
+        self.undone = ""  # line of a train() right after eval(), before these
+        self.most, self.line, self.because = 0, "", ""  # of the longest row; its `undone`
 
 
 class NeverEval(Events):
@@ -39,28 +41,38 @@ class NeverEval(Events):
     functions = (*COMPARES, *LOSSES, "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss")
 
     def __init__(self, watch):
+        self.hooks = watch.hooks
         self.trained = WeakSet()
         self.networks = WeakKeyDictionary()
         self.last = None  # the network that was evaluated last
-        self.asked = WeakSet()  # modules of which train() was called since the last backward pass
-        self.hooks = watch.hooks
+        self.in_eval = WeakSet()  # modules that were not called since their eval()
+        # Since the last backward pass:
+        self.asked = WeakSet()  # modules of which train() was called
+        self.undone = WeakKeyDictionary()  # those where it came right after eval(): its line
 
     def called(self, module, tensors):
         self.trained.add(module)
 
     def switched(self, module, training):
+        parts = {*module.modules()} & {*self.trained}
         if training:
-            self.asked.update(module.modules())
+            line = line_now()
+            self.undone.update((part, line) for part in parts if part in self.in_eval)
+            self.asked.update(parts)
+            self.in_eval -= parts
+        else:
+            self.in_eval |= parts
 
     def evaluated(self, module):
+        self.in_eval.discard(module)
         if isinstance(module, _Loss):
             self._judge()
-        elif module in self.trained and module not in self.asked:
-            seen = self.networks.get(module)
-            if seen is None:
-                seen = self.networks[module] = Evaluated()
+        elif module in self.trained and (module not in self.asked or module in self.undone):
+            if module not in self.networks:
+                self.networks[module] = Evaluated()
+            self.last = seen = self.networks[module]
             seen.in_eval |= not module.training
-            self.last = seen
+            seen.undone = self.undone.get(module, "")
 
     def computed(self, func, name, args, kwargs, out):
         judges = name not in COMPARES or all(map(_is_labels, args[:2]))
@@ -69,26 +81,35 @@ class NeverEval(Events):
 
     def _judge(self):
         seen, self.last = self.last, None  # once a call
-        if seen and not seen.in_eval:
+        if seen and (seen.undone or not seen.in_eval):
             seen.judged += 1
             if seen.judged > seen.most:
-                seen.most = seen.judged
+                seen.most, seen.because = seen.judged, seen.undone
                 code = code_of(script_frames_now())
                 seen.line = "" if MEANT.search(code) else line_now()
 
     def backward(self, losses):
         self.asked.clear()
+        self.undone.clear()
         for seen in self.networks.values():
             seen.judged = 0
 
     def sentences(self):
         for module, seen in self.networks.items():
             parts = sorted({type(part).__name__ for part in module.modules() if differs(part)})
-            if seen.most >= OFTEN and seen.line and parts and not seen.in_eval:
+            name = type(module).__name__
+            if seen.most < OFTEN or not (seen.line and parts):
+                continue
+            if seen.because:
                 yield (
-                    f"{type(module).__name__} is evaluated in train mode, at {seen.line}, and "
-                    f"never in eval mode, so with {' and '.join(parts)} as in training: call "
-                    "eval() before an evaluation, and train() after it"
+                    f"{name} is evaluated in train mode, at {seen.line}: train() at {seen.because} "
+                    f"undoes the eval() before it, so with {' and '.join(parts)} as in training"
+                )
+            elif not seen.in_eval:
+                yield (
+                    f"{name} is evaluated in train mode, at {seen.line}, and never in eval mode, "
+                    f"so with {' and '.join(parts)} as in training: call eval() before an "
+                    "evaluation, and train() after it"
                 )
 
 

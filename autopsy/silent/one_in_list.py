@@ -84,7 +84,7 @@ def _learns(module):
 
 
 @cache
-def _tree(file):
+def tree_of(file):
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # a cell of a notebook with magic in it
@@ -93,10 +93,10 @@ def _tree(file):
 
 def _multiplied(file, number, kind):
     """The list of calls that this line multiplies to build a container; or ""."""
-    around = [node for node in ast.walk(_tree(file)) if _covers(node, number)]
+    around = [node for node in ast.walk(tree_of(file)) if covers(node, number)]
     names = {"__init__", *(base.__name__ for base in kind.__mro__)}
     calls = [node for node in around if isinstance(node, ast.Call) and _name(node) in names]
-    functions = [_tree(file), *(node for node in around if isinstance(node, FUNCTIONS))]
+    functions = [tree_of(file), *(node for node in around if isinstance(node, FUNCTIONS))]
     outermost = [node for node in around if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
     first, last = number - NEAR, number + NEAR
     if outermost:
@@ -117,7 +117,7 @@ def _multiplied(file, number, kind):
     return ""
 
 
-def _covers(node, number):
+def covers(node, number):
     return getattr(node, "lineno", number + 1) <= number <= node.end_lineno
 
 

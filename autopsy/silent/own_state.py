@@ -5,7 +5,8 @@ Own state: is a target network the trained network itself?
 gives a network its own tensors. Told is a load_state_dict() between two names of one network, or
 under one name that says target, average or the like, again and again with steps in between; and an
 average of weights and of these weights themselves. No word of a load that is made once, or where a
-wrapper is loaded from what it wraps; nor of a line that also mixes in other weights.
+wrapper is loaded from what it wraps; nor of a line that also mixes in other weights, or brings a
+copy back (of the weights before an average took their place).
 """
 
 import linecache
@@ -56,6 +57,7 @@ class OwnState(Events):
         self.recorder, self.names = watch.recorder, watch.names
         self.loads = {}  # line: Steps, of a load between two names of one network
         self.mixed = {}  # line: {id of a storage: Steps, of a weight that was mixed with itself}
+        self.copies = set()  # lines of these that copy
         self.others = set()  # lines that mix other weights in
         self.scaled = {}  # id of a storage: the number by which the weight was multiplied last
 
@@ -93,7 +95,8 @@ class OwnState(Events):
             if name == "mul_" and numbers and not tensors:
                 self.scaled[id(storage)] = numbers[0]
             elif name == "copy_" and share == (1.0, 1):
-                if _is_between_two():
+                if _is_between_two() and not _is_backup(tensors[0], calls):
+                    self.copies.add(line)
                     self._mixes(line, p, (1.0, 2))
             elif name == "copy_":
                 self._mixes(line, p, share)
@@ -129,8 +132,16 @@ class OwnState(Events):
         for line, weights in self.mixed.items():
             often = [seen.what for seen in weights.values() if seen.times >= MIXES]
             often = [p for p in often if self._trains(p)]
-            if often and line not in self.others:
-                names = few([*map(self.names.of, often[:4]), *often[4:]], 4)
+            if not often or line in self.others:
+                continue
+            names = few([*map(self.names.of, often[:4]), *often[4:]], 4)
+            if line in self.copies:
+                yield (
+                    f"{line} copies {names} into these weights themselves, which changes nothing: "
+                    "what is copied there is no copy of them: make one with clone(), or of a "
+                    "network with copy.deepcopy()"
+                )
+            else:
                 yield (
                     f"{line} updates {names} by these weights themselves: the target is the "
                     "trained network, not a copy of it, and moves with every step: make it with "
@@ -150,6 +161,16 @@ def _is_between_two():
     found = COPY.search(code)
     code = "".join(linecache.getlines(file)[max(0, number - 4) : number])
     return found and len({*found.groups()}) > 1 and OTHER.search(code) and not WRAPS.search(code)
+
+
+def _is_backup(x, calls):
+    """Whether it is a clone: what the weight was, before something else was written there."""
+    while isinstance(x, ResultRef):
+        call = next((call for call in reversed(calls) if call.number == x.number), None)
+        if call is None or call.name in ("clone", "to"):
+            return True
+        x = next(iter(call.args), None) if call.name in SAME else None
+    return False
 
 
 def _share(x, storage, calls, deep=0):

@@ -6,6 +6,7 @@ loader and validate with another, and each task of a sequence has data of its ow
 may be built again for each pass.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -20,6 +21,7 @@ class Loop:
     data: ref  # to the data set, or to the loader of what takes no reference (a list)
     begun: int = 0
     sizes: set = field(default_factory=set)  # of batches
+    batches: int = 0  # of the last pass
 
     @property
     def line(self):
@@ -46,6 +48,8 @@ class Loops:
         self._of[frames] = loops if same else [*loops, self.last]
         self.last.begun += 1
         self.last.sizes.add(getattr(loader, "batch_size", None))
+        with suppress(Exception):  # an IterableDataset has no length
+            self.last.batches = len(loader)
         return self.last
 
 

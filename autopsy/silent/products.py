@@ -2,10 +2,11 @@
 Products: is each result multiplied with the numbers of all samples?
 
 Of a ratio [n] and advantages [n, 1] broadcasting makes [n, n], and its mean has lost which action
-had which advantage. In the graphs of some losses it looks for such a product, of a part with a
-graph and a tensor without, and after it nothing but signs, bounds and a mean or sum of all. It is
-told if the tensor without a graph is another one each time (a grid is not), and as long as the
-batch, or of several lengths. A line that says None or unsqueeze means it.
+had which advantage; so has a product with a difference of both. In the graphs of some losses it
+looks for such a product, of a part with a graph and a tensor without, and after it nothing but
+signs, bounds and a mean or sum of all. It is told if the tensor without a graph is another one each
+time (a grid is not), and as long as the batch, or of several lengths. A line that says None or
+unsqueeze means it.
 """
 
 from contextlib import suppress
@@ -82,8 +83,32 @@ class Products(Events):
         if any(word in text for word in ON_PURPOSE):
             return
         shapes = str(_shape(part)), str([*other.shape])
+        if other.numel() > len(other):
+            shapes = self._of_difference(other)
+            if not shapes:
+                return
         square = self.found.setdefault(line_of(frames), Square(other, shapes))
         square.note(other, shapes, is_batch)
+
+    def _of_difference(self, t):
+        """The shapes of [n] and [n, 1] whose difference it is; or None."""
+        made = self.recorder.memory.get(storage_of(t))
+        calls = {call.number: call for call in self.recorder.of_this_step}
+        call = calls.get(made.number) if made else None
+        if call is None or call.name.strip("_") not in ("sub", "rsub", "add", "radd"):
+            return None
+        alive = {ref: [*t.shape] for t, ref in self.recorder.known.items()}
+        given = [alive.get(x) or self._before(x, calls, alive) for x in call.uses()]
+        given += [[*x.shape] for x in flat_tensors(call.args)]
+        n = len(t)
+        return tuple(map(str, given)) if given in ([[n], [n, 1]], [[n, 1], [n]]) else None
+
+    def _before(self, ref, calls, alive):
+        """The shape of what was detached."""
+        call = calls.get(ref.number)
+        quiet = call is not None and call.name in ("detach", "to", "float")
+        given = [x for x in call.uses() if quiet] if call is not None else []
+        return alive.get(given[0]) if given else None
 
     def sentences(self):
         for line, square in self.found.items():
@@ -146,11 +171,11 @@ def _other(node, parts):
 
 
 def _is_square(given, other):
-    """Of [n] and [n, 1]."""
-    if len(given) != 1 or type(other) not in PLAIN or not 2 < other.numel() == len(other):
+    """Of [n] and [n, 1], or of one of them and a square."""
+    if len(given) != 1 or type(other) not in PLAIN or not other.dim() or len(other) < 3:
         return False
     shapes, n = ([*other.shape], _shape(given[0])), len(other)
-    return shapes in (([n], [n, 1]), ([n, 1], [n]))
+    return shapes in (([n], [n, 1]), ([n, 1], [n]), ([n, n], [n]), ([n, n], [n, 1]))
 
 
 def _shape(node):

@@ -4,7 +4,8 @@ Schedules: does a learning rate scheduler move with the updates, and why is a ra
 A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
 never steps leaves a warm-up at its start (not one whose step() stands in the script, for a longer
 run). A cosine for as many steps as there are epochs, which moves with each batch, falls and rises
-all the time, and a rate that falls by a factor each time dies early.
+all the time; one for as many as there are batches, which moves once an epoch, hardly falls. And a
+rate that falls by a factor each time dies early.
 """
 
 import re
@@ -25,6 +26,7 @@ MOST = 8  # optimizers: some scripts build one for each task
 LONG = 50  # steps in which a scheduler should step once
 PERIODS = 4  # of a cosine, each half of a wave
 FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
+BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\(")
 DEAD = 1e-6  # of the highest rate
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
@@ -74,6 +76,7 @@ class Schedules(Events):
     def __init__(self, watch):
         self.names, self.optimizers = watch.names, {}
         self.loops = Loops()
+        self.counts_batches = False  # does the script give a cosine the length of something?
 
     def iterated(self, loader):
         self.loops.begin(loader)
@@ -89,6 +92,9 @@ class Schedules(Events):
         length = known.get("T_max") or known.get("total_iters") or 0
         seen, key = self._of(scheduler.optimizer), (type(scheduler).__name__, line_now(), length)
         seen.since[key] += 1
+        if key not in seen.moves:
+            code = code_of(script_frames_now())
+            self.counts_batches |= bool(BATCHES.search(code))
         seen.moves[key] = seen.moves.get(key, (0,))[0] + 1, self.loops.last
 
     def skipped(self, optimizer):
@@ -147,6 +153,14 @@ class Schedules(Events):
                     f"{kind} at {line} has T_max={length}, as many as there were passes over the "
                     f"loader at {loop.line}, and made {n} steps: the lr of {seen.name} falls and "
                     f"rises in turn, {length} steps each: call it once a pass, or give it T_max={n}"
+                )
+            of_batches = loop and kind == "CosineAnnealingLR" and length == loop.batches
+            if of_batches and self.counts_batches and n <= loop.begun and 4 * n < 3 * length:
+                yield (
+                    f"{kind} at {line} has T_max={length}, as many as the batches of the loader at "
+                    f"{loop.line}, and made {n} steps, one a pass: the lr of {seen.name} ends at "
+                    f"{seen.rate:.3g} of {seen.highest:.3g}: give it the number of passes, or call "
+                    "it with each batch"
                 )
         moved = seen.turns or seen.since or seen.zero
         if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:

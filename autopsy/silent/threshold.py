@@ -9,13 +9,14 @@ fails. Told is such a comparison of what a network has returned, with no sigmoid
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from ..frames import line_now
 from ..watch.events import FirstFunctions
 
 HALF = ("gt", "__gt__", "ge", "__ge__", "lt", "__lt__")
 LOSS = "binary_cross_entropy_with_logits"
-VIEWS = ("squeeze", "view", "reshape", "flatten", "detach", "cpu", "float", "__getitem__")
+VIEWS = ("squeeze", "view", "reshape", "flatten", "detach", "cpu", "float")
 FAR = 3.0  # beyond probabilities
 
 
@@ -27,32 +28,37 @@ class Threshold(FirstFunctions):
 
     def __init__(self, watch):
         super().__init__(watch)
-        self.logits = WeakKeyDictionary()  # network: is it trained with logits?
-        self.compared = WeakKeyDictionary()  # network: the line of a comparison with 0.5
+        self.logits = WeakKeyDictionary()  # network: which of its results are trained as logits
+        self.compared = WeakKeyDictionary()  # network: {result: line of a comparison with 0.5}
+
+    def during(self, call, args, kwargs):
+        """Only losses: within a network nothing is its result."""
+        return super().during(call, args, kwargs) if isinstance(call.function, _Loss) else ()
 
     def look(self, func, name, args, kwargs, out):
         t = args[0] if args else kwargs.get("input")
-        network = self._network(self.recorder.maker(t))
+        network, k = self._network(self.recorder.maker(t))
         if network is None:
             return
         if name == LOSS:
-            self.logits[network] = True
+            self.logits.setdefault(network, set()).add(k)
         elif (name == "round" or args[1] == 0.5) and bool(t.abs().amax() > FAR):
-            self.compared[network] = line_now()
+            self.compared.setdefault(network, {})[k] = line_now()
 
     def _network(self, ref):
-        """Whose result this is, but for its shape."""
+        """Whose result this is, but for its shape, and which of them."""
         calls = {call.number: call for call in self.recorder.of_this_step} if ref else {}
         while ref:
             call = calls.get(ref.number)
             if call is None or isinstance(call.function, nn.Module):
-                return call and call.function
+                return call and call.function, ref.k
             ref = next(iter(call.uses()), None) if call.name in VIEWS else None
-        return None
+        return None, 0
 
     def sentences(self):
-        for network, line in self.compared.items():
-            if network in self.logits:
+        for network, lines in self.compared.items():
+            for k in lines.keys() & self.logits.get(network, ()):
+                line = lines[k]
                 yield (
                     f"{line} compares the logits of {type(network).__name__} with 0.5, which is "
                     f"the threshold of probabilities: they are trained with {LOSS}, and their "

@@ -159,16 +159,20 @@ class FirstPasses(Events):
 
 class FirstFunctions(Events):
     """Calls look(func, name, args, kwargs, out) after each of its functions, outside of modules and
-    within, in the first steps and at the steps 8, 16, 32, ... What raises there is no evidence."""
+    within, in the first steps, at the steps 8, 16, 32, ..., and in the first evaluations. What
+    raises there is no evidence."""
 
     recorded_only = True
 
     def __init__(self, watch):
-        self.recorder = watch.recorder
+        self.recorder, self.hooks = watch.recorder, watch.hooks
+        self.evaluations = 0  # calls of modules without gradients
 
     @property
     def is_due(self):
-        return self.recorder.steps < FIRST or self.recorder.steps.bit_count() < 2
+        steps = self.recorder.steps
+        evaluates = self.evaluations <= FIRST and not self.hooks.script_grad()
+        return steps < FIRST or steps.bit_count() < 2 or evaluates
 
     def look(self, func, name, args, kwargs, out):
         """One of them was called."""
@@ -179,6 +183,7 @@ class FirstFunctions(Events):
                 self.look(func, name, args, kwargs, out)
 
     def during(self, call, args, kwargs):
+        self.evaluations += not call.grad
         if not self.is_due or is_compiled([*call.function.modules()]):
             return ()
         return [Within(self)]

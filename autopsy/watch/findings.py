@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..advice import RISES, Advice, Topic, Verdict, advice_on, in_its_words
 from ..facts import STATE, Kind
-from ..frames import Line, call_at, line_now, said, script_frames_now
+from ..frames import Line, call_at, line_now, line_of, said, script_frames_now
 from ..report import with_rank
-from ..tensors import LARGE, extent, few
+from ..tensors import LARGE, extent, few, storage_of
 from .calls import buffers_back
 from .events import Events
 from .recorder import ASKS
@@ -206,6 +206,10 @@ class Findings:
                 then = "at these samples" if report.samples else "where this number is made"
                 first = f"look first at {at}, where NumPy warned ({text}), then {then}"
                 report = replace(report, fix=advice_on(report)._replace(text=first))
+        source = report.source
+        if source and source.kind is Kind.PARAMETER and (line := self._birthplace(source.name)):
+            first = f"look at {line}, which made it: no step has moved it yet"
+            report = replace(report, fix=Advice(first))
         if report.verdict is Verdict.WEIGHTS and (grown := self.history.by_hand()):
             lower = Advice(f"a lower learning rate, or clip_grad_norm_: {grown}", Topic.RATE)
             report = replace(report, verdict=Verdict.DIVERGENCE, fix=lower)
@@ -220,7 +224,7 @@ class Findings:
             ran_away = self.history.ran_away()
             if ran_away and not report.fix:
                 report = replace(report, fix=Advice(f"{ran_away} (an average has factors of 0..1)"))
-            grown = next(self.history.grown(self.deferred), "")
+            grown = next(self.history.grown(self.deferred), "") or next(self.history.leaps(), "")
             if grown and not (report.source or report.fix):
                 first = f"a lower learning rate: {grown}; else {report.suggestion}"
                 report = replace(report, fix=Advice(first, Topic.RATE))
@@ -237,6 +241,18 @@ class Findings:
             about = {"symptom": symptom, "step": self.step, "rank": self.hooks.rank}
             grew = report.verdict is Verdict.DIVERGENCE and self.history.grew()
             self.reports[key] = replace(report, names=tuple(names), grew=grew, **about)
+
+    def _birthplace(self, name):
+        """The line that computed the numbers with which this parameter began, if no step was made
+        since; or ""."""
+        if self.recorder.steps:
+            return ""
+        for root in list(self.history.names.roots):
+            p = dict(root.named_parameters()).get(name)
+            made = p is not None and self.recorder.memory.get(storage_of(p))
+            if made:
+                return line_of(made.frames)
+        return ""
 
     def _agree(self, report):
         """Let one rank alone report: that of the origin. This is no collective: wait WAIT seconds

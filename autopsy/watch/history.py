@@ -66,6 +66,21 @@ class History:
                 grown = f"the norm of the weights has grown from {before:.3g} to {now:.3g}"
                 yield f"{grown} at a rate of {rates}"
 
+    def leaps(self):
+        """A sentence for each Adam that moves weights in a step by more than they began with."""
+        rate, _ = self._highest
+        for alive, start in self._start.values():
+            optimizer = alive()
+            adam = optimizer and any("exp_avg" in state for state in optimizer.state.values())
+            params = params_of(optimizer) if adam else []
+            numbers = sum(p.numel() for p in params)
+            size = hypot(*map(float, start)) / max(1, numbers) ** 0.5
+            if len(params) == len(start) and 0 < size < rate:
+                yield (
+                    f"{type(optimizer).__name__} moves each weight by up to its rate, {rate:g}, in "
+                    f"a step, and they began with a size of {size:.2g}"
+                )
+
     def grew(self):
         """Whether the gradients of an optimizer have grown tenfold in its last steps."""
         return any(_tenfold(last, last) for _, last, _ in self._recent.values())

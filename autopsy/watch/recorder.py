@@ -107,7 +107,7 @@ class CallRecorder(TorchFunctionMode):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
         if name == "__set__requires_grad" and self.maker(args[0]):
             self.done(self.write(Tensor.requires_grad_, args, {}), args[0])
-        if name == "__set__data":
+        if name == "__set__data" and not self._is_moved(*args):
             self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
         if FOREACH.fullmatch(name):
             self.hooks.safely(self._wrote_together, name, *args)
@@ -230,6 +230,13 @@ class CallRecorder(TorchFunctionMode):
 
     def _is_weight(self, t):
         return t.is_floating_point() and (self._holds_a_weight(t) or t.requires_grad)
+
+    def _is_moved(self, t, new):
+        """Whether t.data = new brings its own numbers, as to(device) of a module does."""
+        made = self.maker(new)
+        call = next((c for c in reversed(self.calls) if made and c.number == made.number), None)
+        copied = call is not None and COPIES.fullmatch(call.name) and call.args[0] is t
+        return copied or storage_of(new) is storage_of(t)
 
     def _wrote_together(self, name, tensors, *values):
         """A foreach function: into each weight among `tensors`, from the k-th of each list."""
