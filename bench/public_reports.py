@@ -1195,7 +1195,7 @@ for i in range(60):
 """, "value.detach()", "value.detach().squeeze(-1)"),
     "a test that overlaps the training": Row(
         "github.com/sarpaykent/GotenNet/issues/10", "data",
-        r"of the 80 samples that are evaluated at script.py:\d+ .* are trained on at script.py",
+        r"of the 80 samples that are evaluated at script.py:\d+ .* are trained on before, at",
         """
 from torch.utils.data import DataLoader, Subset, TensorDataset
 both = TensorDataset(*labels(0, 400)); order = torch.randperm(400)
@@ -1223,7 +1223,7 @@ for i in range(60): train(*data(i))
 """, "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n", "    opt = kept\n"),
     "labels of one class": Row(
         "github.com/liuruijin17/LSTR/issues/50", "loss",
-        r"every label with which head.weight was trained is 1, in \d+ losses, though it has 2",
+        r"each label seen with which head.weight was trained is 1, in \d+ losses, though it has 2",
         """
 class Net(nn.Module):
     def __init__(self):
@@ -1478,6 +1478,13 @@ for fold in range(3):
         for x, y in DataLoader(Subset(both, test), 50):
             with torch.no_grad(): print(net(x).argmax(1).eq(y).float().mean())
         net.train()
+""",
+    "two optimizers that take turns with one encoder": """
+enc, heads = mlp(16), [nn.Linear(16, 3), nn.Linear(16, 3)]
+opts = [torch.optim.Adam([*enc.parameters(), *head.parameters()], 1e-3) for head in heads]
+for i in range(60):
+    x, y = data(i); opt = opts[i % 2]; opt.zero_grad()
+    F.mse_loss(heads[i % 2](enc(x)), y).backward(); opt.step()
 """,
     "one step of Adam from a start, for each task": """
 start = mlp(); outer = torch.optim.SGD(start.parameters(), 0.1)

@@ -148,7 +148,7 @@ class Calls(Follower):
         if name == "log_softmax":
             dim = (more or [kwargs.get("dim")])[0] % t.dim()
             steps, size = t.shape[:2] if t.dim() == 3 else (0, 0)
-            if dim == 1 and steps != size > 1 and self.sequences == {(steps, size)}:
+            if dim == 1 and steps != size > 1 < shape[-1] and self.sequences == {(steps, size)}:
                 self.note(
                     f"log_softmax at {line_now()} is over the {size} samples of the batch (dim=1 "
                     f"of {shape}), as the recurrent layer before it counts them: they read each "

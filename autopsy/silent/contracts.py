@@ -18,14 +18,16 @@ from ..tensors import extent
 from ..watch.events import FirstFunctions
 
 OFTEN = 3  # calls at one line
-MOST = 8  # of them that are looked at
+MOST = 64  # of them that are looked at
 MANY = 0.1  # share of numbers, or distance of a sum from 1
 ATTENTION = ("query", "key", "value", "attn_mask")  # a function in C tells no names
 
 
-def _above_0(input, target, log_target=False, **_):
-    given = (input, target) if log_target else (input,)
-    return any(bool((t > 0).float().mean() > MANY) for t in given)
+def _are_probabilities(input, target, log_target=False, **_):
+    """A log-density may be above 0."""
+    t = input.detach()
+    sums = [(t.sum(d) - 1).abs().amax() < MANY for d in range(t.dim())]
+    return bool(t.amin() >= 0) and any(map(bool, sums)) and not log_target
 
 
 def _sums_to_no_1(log_probs, **_):
@@ -37,26 +39,30 @@ def _is_one_class(input, target, **_):
     return input.shape[min(1, input.dim() - 1)] == 1 and not target.is_floating_point()
 
 
-def _is_far_from_0_to_1(target, **_):
-    """A GAN may have labels of 1.2."""
+def _is_far_from_0_to_1(target, weight=None, reduction="mean", **_):
+    """A GAN may have labels of 1.2, and a weight or the script may leave some out."""
     span = extent(target)
-    return span.low < -0.5 or span.high > 1.5
+    far = span.low < -0.5 or span.high > 1.5
+    return far if weight is None and reduction == "mean" else None
 
 
-def _is_0_and_1(target, **_):
+def _is_0_and_1(target, reduction="mean", **_):
     values = {*target.detach().unique().tolist()}
-    return None if values == {1} else values == {0, 1}
+    return None if values == {1} or reduction != "mean" else values == {0, 1}
 
 
-def _is_0_and_1_in_ranking(target, margin=0.0, **_):
-    return _is_0_and_1(target) if margin else None  # without one 0 may leave a pair out
+def _is_0_and_1_in_ranking(target, margin=0.0, reduction="mean", **_):
+    # without a margin 0 may leave a pair out
+    return _is_0_and_1(target, reduction) if margin else None
 
 
 def _is_float_mask(attn_mask=None, key_padding_mask=None, **_):
-    """0 and 1 in runs, as of padding, or of what comes later. (Edges of a graph may be added.)"""
+    """0 and 1 in runs of several lengths, as of padding, or of what comes later. (Edges of a graph
+    may be added, or something for the first places.)"""
     masks = [t for t in (attn_mask, key_padding_mask) if isinstance(t, Tensor)]
     masks = [t for t in masks if t.is_floating_point() and not t.requires_grad]
-    moves = [t.diff(dim=-1) for t in masks if t.unique().tolist() == [0, 1]]
+    masks = [t for t in masks if t.unique().tolist() == [0, 1] and len(t.sum(-1).unique()) > 1]
+    moves = [t.diff(dim=-1) for t in masks]
     return any(bool((x <= 0).all() or (x >= 0).all()) for x in moves) if masks else None
 
 
@@ -64,8 +70,8 @@ SIDES = "takes 1 and -1, and its target holds 0 and 1: where that is 0 a pair co
 ADDED = "adds a float mask to the scores, so 0 and 1 hide nothing: give it as bool, or 0 and -inf"
 CONTRACTS = {  # function: (what looks at its arguments, what to say)
     "kl_div": (
-        _above_0,
-        "takes log-probabilities as its input, and is given numbers above 0: take log_softmax",
+        _are_probabilities,
+        "takes log-probabilities as its input, and is given probabilities: take log_softmax",
     ),
     "ctc_loss": (
         _sums_to_no_1,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frames import call_at, line_now, script_frames_now
-from ..tensors import storage_of
+from ..tensors import flat_tensors, storage_of
 from ..watch.events import FirstFunctions
 from .products import ON_PURPOSE
 
@@ -20,16 +20,19 @@ OFTEN = 2  # sums
 MOST = 8  # that are looked at
 CASTS = ("float", "long", "int", "to", "type", "cpu", "double")
 TOTALS = ("sum", "mean")
+CHOICES = ("argmax", "max", "topk", "round", "sort")
+VIEWS = ("view", "reshape", "squeeze", "t", "view_as", "detach", "__getitem__")
 
 
 class CountedPairs(FirstFunctions):
     """Comparisons that make a square, and their sums."""
 
-    functions = ("eq", "__eq__", *CASTS, *TOTALS)
+    functions = ("eq", "__eq__", *CASTS, *TOTALS, *CHOICES, *VIEWS)
     is_due = True  # an evaluation comes when it comes
 
     def __init__(self, watch):
         super().__init__(watch)
+        self.predictions = WeakIdKeyDictionary()
         self.squares = WeakIdKeyDictionary()  # comparison: (line, shapes)
         self.found = Counter()  # (line, shapes): sums
         self.looks = 0
@@ -39,8 +42,13 @@ class CountedPairs(FirstFunctions):
 
     def look(self, func, name, args, kwargs, out):
         t = args[0]
+        if name in CHOICES:
+            self.predictions.update((x, True) for x in flat_tensors(out) if x.dim())
+        elif t in self.predictions and name in (*VIEWS, *CASTS):
+            self.predictions[out] = True
         if name in ("eq", "__eq__"):
-            shapes = _is_square(t, args[1], out)
+            is_chosen = t in self.predictions or args[1] in self.predictions
+            shapes = is_chosen and _is_square(t, args[1], out)
             frame = script_frames_now()[0]
             if shapes and not any(word in call_at(*frame[:2]) for word in ON_PURPOSE):
                 self.squares[out] = line_now(), shapes

@@ -39,13 +39,15 @@ class EvaluatedLoss(FirstFunctions):
         if out.requires_grad or self.hooks.script_grad():
             return
         if name in ("softmax", "sigmoid"):
-            self.made[out] = name
+            self.made[out] = name, out._version
         elif name in VIEWS and t in self.made:
             self.made[out] = self.made[t]
         elif name not in VIEWS:
             line = line_now()
             self.looks[line] += 1
-            self.found[line, TWICE.get((name, self.made.get(t)))] += 1
+            made, version = self.made.get(t, ("", 0))
+            same = version == t._version  # nothing has written into it since
+            self.found[line, TWICE.get((name, made)) if same else None] += 1
 
     def sentences(self):
         for (line, text), n in self.found.items():

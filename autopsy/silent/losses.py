@@ -119,7 +119,8 @@ def _other_dimension(node):
     if scores.dim() < 2 or not before or before.name() not in ("LogSoftmaxBackward0", SOFTMAX):
         return None
     classes = 1 if is_loss else scores.dim() - 1
-    if len(labels.unique()) == len(scores) == scores.shape[classes]:
+    kinds = len(labels.unique())
+    if kinds == len(scores) == scores.shape[classes] or (not is_loss and kinds == labels.numel()):
         return None  # pairs, that are found both ways
     made = before._saved_result
     dim = before._saved_dim % made.dim() if before._saved_dim < 2**63 else made.dim() - 1
@@ -133,7 +134,7 @@ def _misused(node):
     made = before.name() if before else ""
     if name == "BinaryCrossEntropyWithLogitsBackward0":
         return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
-    if name == "LogsumexpBackward0" and made == SOFTMAX:
+    if name == "LogsumexpBackward0" and made == SOFTMAX and node._saved_keepdim:
         return SOFTMAX_AS_LOGITS  # of Categorical(logits=...)
     if (name in NLL or _is_of_choices(node)) and (other := _other_dimension(node)):
         return OTHER_DIMENSION.format(*other)

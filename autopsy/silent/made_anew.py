@@ -8,7 +8,7 @@ word where weights were loaded in between: one step from a start is how some ada
 """
 
 from collections import Counter
-from weakref import ref
+from weakref import WeakSet, ref
 
 from ..watch.events import Events
 
@@ -18,11 +18,17 @@ OFTEN = 8  # optimizers, one after the other
 class MadeAnew(Events):
     """The optimizers that step, in their order."""
 
+    recorded_only = True  # else weights may be brought back unseen
+
     def __init__(self, watch):
         self.names = watch.names
         self.last = None  # references to the optimizer of the last step and its first weight; made
         self.steps = 0  # in a row, of the same optimizer
+        self.known = WeakSet()  # those that have made a step
         self.found = Counter()  # line: optimizers of one step
+
+    def resumed(self):
+        self.last = None
 
     def loaded(self, module, state, answer):
         self.last = None
@@ -32,7 +38,7 @@ class MadeAnew(Events):
 
     def stepped(self, optimizer):
         params = optimizer.param_groups[0]["params"]
-        if not params or not optimizer.state:
+        if not any("exp_avg" in state for state in optimizer.state.values()):
             self.last = None
             return
         before, weight, made = self.last or (lambda: None, lambda: None, "")
@@ -40,9 +46,10 @@ class MadeAnew(Events):
         if before() is optimizer:
             self.steps += 1
         else:
-            follows = made == now and weight() is params[0]
+            follows = made == now and weight() is params[0] and optimizer not in self.known
             self.found[now] += follows and self.steps == 1
             self.steps = 1
+            self.known.add(optimizer)
         self.last = ref(optimizer), ref(params[0]), now
 
     def sentences(self):

@@ -5,11 +5,13 @@ Dropout then drops in an evaluation, and BatchNorm takes each batch's own statis
 running ones, and nothing fails. Told is a network that was trained and never called in eval mode,
 of which a loss, or a comparison with whole numbers, was computed without gradients after each of
 several calls that follow each other, with no backward pass between; and one that is evaluated so
-because train() came right after eval(). No word where train() alone was called before, of a script
-that speaks of drawing in an evaluation (MC dropout), nor of one whose modules work alike in both
-modes.
+because train() came right after eval(). No word where train() alone was called before, where a copy
+is evaluated in eval mode, or such calls come before each step (to choose samples, or how far it
+goes), of a script that speaks of drawing in an evaluation (MC dropout), nor of one whose modules
+work alike in both modes.
 """
 
+import re
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
@@ -22,7 +24,10 @@ from .evaluation import MEANT
 from .left_in_eval import differs
 
 OFTEN = 3  # calls that follow each other
+PASSES = 6  # backward passes for one such row, at least
 COMPARES = ("eq", "__eq__")
+ALSO_MEANT = re.compile("transductiv|batch stat|test[- _]?time|ensembl|thompson|pix2pix|armijo|"
+                        "line[- _]?search", re.I)  # fmt: skip
 
 
 class Evaluated:
@@ -31,6 +36,7 @@ class Evaluated:
     def __init__(self):
         self.in_eval = False  # ever
         self.judged = 0  # calls since the last backward pass
+        self.rows = 0  # of such calls
         self.undone = ""  # line of a train() right after eval(), before these
         self.most, self.line, self.because = 0, "", ""  # of the longest row; its `undone`
 
@@ -41,10 +47,11 @@ class NeverEval(Events):
     functions = (*COMPARES, *LOSSES, "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss")
 
     def __init__(self, watch):
-        self.hooks = watch.hooks
+        self.hooks, self.passes = watch.hooks, 0
         self.trained = WeakSet()
         self.networks = WeakKeyDictionary()
         self.last = None  # the network that was evaluated last
+        self.copies = set()  # shapes of those that do not train, and are evaluated in eval mode
         self.in_eval = WeakSet()  # modules that were not called since their eval()
         # Since the last backward pass:
         self.asked = WeakSet()  # modules of which train() was called
@@ -67,6 +74,8 @@ class NeverEval(Events):
         self.in_eval.discard(module)
         if isinstance(module, _Loss):
             self._judge()
+        elif not module.training and module not in self.trained:
+            self.copies.add(_shapes(module))
         elif module in self.trained and (module not in self.asked or module in self.undone):
             if module not in self.networks:
                 self.networks[module] = Evaluated()
@@ -86,11 +95,19 @@ class NeverEval(Events):
             if seen.judged > seen.most:
                 seen.most, seen.because = seen.judged, seen.undone
                 code = code_of(script_frames_now())
-                seen.line = "" if MEANT.search(code) else line_now()
+                meant = MEANT.search(code) or ALSO_MEANT.search(code)
+                seen.line = "" if meant else line_now()
 
     def backward(self, losses):
         self.asked.clear()
         self.undone.clear()
+        self.passes += 1
+        for seen in self.networks.values():
+            seen.rows += seen.judged > 0
+            seen.judged = 0
+
+    def wrote(self, line, weights, name, given):
+        """A search along a line tries weights."""
         for seen in self.networks.values():
             seen.judged = 0
 
@@ -98,19 +115,23 @@ class NeverEval(Events):
         for module, seen in self.networks.items():
             parts = sorted({type(part).__name__ for part in module.modules() if differs(part)})
             name = type(module).__name__
-            if seen.most < OFTEN or not (seen.line and parts):
+            if seen.most < OFTEN or not (seen.line and parts) or PASSES * seen.rows > self.passes:
                 continue
             if seen.because:
                 yield (
                     f"{name} is evaluated in train mode, at {seen.line}: train() at {seen.because} "
                     f"undoes the eval() before it, so with {' and '.join(parts)} as in training"
                 )
-            elif not seen.in_eval:
+            elif not (seen.in_eval or _shapes(module) in self.copies):
                 yield (
                     f"{name} is evaluated in train mode, at {seen.line}, and never in eval mode, "
                     f"so with {' and '.join(parts)} as in training: call eval() before an "
                     "evaluation, and train() after it"
                 )
+
+
+def _shapes(module):
+    return tuple(p.shape for p in module.parameters())
 
 
 def _is_labels(x):

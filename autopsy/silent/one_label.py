@@ -17,7 +17,7 @@ from .losses import NEAR, NLL
 
 OFTEN = 18  # losses of a layer
 NODES = 12  # between a loss and the layer
-FIRST = 16  # backward passes; then those whose number is a power of 2
+FIRST = 16  # backward passes; then those whose number is a sum of at most two powers of 2
 
 
 class OneLabel(Events):
@@ -29,7 +29,7 @@ class OneLabel(Events):
 
     def backward(self, losses):
         self.passes += 1
-        if self.passes > FIRST and self.passes.bit_count() > 1:
+        if self.passes > FIRST and self.passes.bit_count() > 2:
             return
         for node in nodes_of(losses, NEAR):
             if node.name() in NLL:
@@ -39,7 +39,9 @@ class OneLabel(Events):
         labels, scores = node._saved_target, node._saved_self
         weights = (getattr(other, "variable", None) for other in graph_of([node], NODES))
         weight = next((p for p in weights if isinstance(p, nn.Parameter) and p.dim() > 1), None)
-        if weight is None or scores.dim() != 2 or not labels.numel():
+        if weight is None or scores.dim() != 2 or len(weight) != scores.shape[1]:
+            return  # what stands for classes is another dimension
+        if not labels.numel():
             return
         with torch.no_grad():
             low, high = labels.aminmax()
@@ -52,6 +54,6 @@ class OneLabel(Events):
             kinds = {int(label) for label in seen}
             if classes > 1 and len(seen) >= OFTEN and len(kinds) == 1 and -1 not in kinds:
                 yield (
-                    f"every label with which {self.names.of(weight)} was trained is {kinds.pop()}, "
-                    f"in {len(seen)} losses, though it has {classes} classes"
+                    f"each label seen with which {self.names.of(weight)} was trained is "
+                    f"{kinds.pop()}, in {len(seen)} losses, though it has {classes} classes"
                 )

@@ -16,6 +16,7 @@ from ..frames import line_now
 from ..watch.events import FirstFunctions
 
 OFTEN = 3  # calls at one line
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 VIEWS = ("view", "reshape", "flatten")
 SAME = ("log_softmax", "softmax", "sigmoid", "float", "long", "to", "contiguous", "cpu", "type",
         "linear", "relu", "dropout", "squeeze", "clone")  # fmt: skip
@@ -27,11 +28,12 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
 class OtherOrder(FirstFunctions):
     """What losses compare, and what that was flattened from."""
 
-    functions = (*VIEWS, *SAME, *LOSSES)
+    functions = (*CONVOLUTIONS, *VIEWS, *SAME, *LOSSES)
 
     def __init__(self, watch):
         super().__init__(watch)
         self.flat = WeakIdKeyDictionary()  # tensor: the shape of what was viewed as it
+        self.channels_first = WeakIdKeyDictionary()  # what a convolution made, and views of it
         self.looks, self.found = Counter(), {}  # line: calls; a sentence
 
     def look(self, func, name, args, kwargs, out):
@@ -40,10 +42,15 @@ class OtherOrder(FirstFunctions):
             text = self._compared(results, labels)
             self.looks[line_now()] += 1
             self.found.setdefault(text, Counter())[line_now()] += 1
-        elif name in VIEWS:
-            self.flat[out] = [*args[0].shape]
-        elif args[0] in self.flat and out.shape[:1] == args[0].shape[:1]:
-            self.flat[out] = self.flat[args[0]]
+        elif name in CONVOLUTIONS:
+            self.channels_first[out] = True
+        else:
+            if args[0] in self.channels_first:
+                self.channels_first[out] = True
+            if name in VIEWS:
+                self.flat[out] = [*args[0].shape]
+            elif args[0] in self.flat and out.shape[:1] == args[0].shape[:1]:
+                self.flat[out] = self.flat[args[0]]
 
     def _compared(self, results, labels):
         """A sentence, or ""."""
@@ -59,6 +66,7 @@ class OtherOrder(FirstFunctions):
             )
         exchanged = [n, *rest, m] == shape and theirs == [n, m]  # [n, classes, places]
         flat = len(rest) == 1 and shape == [n * rest[0], m] and places == n * rest[0]
+        flat &= results in self.channels_first
         if len(rest) == 1 and m != rest[0] and (exchanged or flat):
             return (
                 f"takes {shape}, a view of {ours} whose numbers stay in their order: "

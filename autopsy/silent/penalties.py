@@ -11,6 +11,7 @@ meta-gradient), is meant so.
 from collections import Counter
 
 import torch
+from torch import nn
 
 from ..frames import line_of
 from ..tensors import flat_tensors
@@ -64,6 +65,9 @@ def _sums(calls):
         lines = [terms[number] for number in refs if number in terms]
         others = [number for number in refs if number not in terms]
         weights = any(t.requires_grad for t in flat_tensors((call.args, call.kwargs)))
+        weights |= isinstance(call.function, nn.Module) and any(
+            p.requires_grad for p in call.function.parameters()
+        )
         if lines and not (others or weights):
             terms[call.number] = set().union(*lines)
         elif name in ADDS and lines and not weights:

@@ -26,7 +26,7 @@ MOST = 8  # optimizers: some scripts build one for each task
 LONG = 50  # steps in which a scheduler should step once
 PERIODS = 4  # of a cosine, each half of a wave
 FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
-BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\(")
+BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|data|iter|_dl)")
 DEAD = 1e-6  # of the highest rate
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
@@ -148,6 +148,7 @@ class Schedules(Events):
                     f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
                 )
             of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
+            of_epochs = of_epochs and length != loop.batches
             if of_epochs and n >= PERIODS * length and not often:
                 yield (
                     f"{kind} at {line} has T_max={length}, as many as there were passes over the "

@@ -5,10 +5,12 @@ SGD with the learning rate of Adam, or a loop that divides its rate at each step
 gradient and has moved by less than a thousandth, and the cross-entropy of C classes stays at ln(C),
 that of equal guesses. It is read at the steps 0, 64, 128, 256, ... of an optimizer. Nothing is told
 of a rate that rises, nor where an ordinary rate would not have moved the weights either: there it
-is not the cause.
+is not the cause. Another cause is a weight decay that is larger than the gradient: told where most
+matrices have shrunk to a third.
 """
 
 from math import log
+from statistics import median
 from weakref import WeakKeyDictionary
 
 from ..tensors import is_sharded, numbers_of
@@ -20,6 +22,7 @@ from .losses import NEAR, classes_of
 FIRST = 12  # backward passes
 AS_GUESSES = 0.1  # of ln(C)
 STILL, MOVING = 1e-3, 1e-2  # of the norm of a matrix
+SHRUNK = 1 / 3  # to so much of the norm
 ORDINARY = 1e-2  # learning rate
 EARLY = 64  # steps
 RISING = 1.2  # times the mean of the rates
@@ -84,6 +87,16 @@ class TooSlow(Events):
         sizes = self.deferred.to_host(self.deferred.norms([*apart, *seen.start]))
         pairs = zip(sizes[: len(apart)], sizes[len(apart) :], strict=True)
         moved = max((a / b for a, b in pairs if b), default=1.0)
+        decay = max(group.get("weight_decay", 0) for group in optimizer.param_groups)
+        kept = sizes[len(apart) :], self.deferred.to_host(self.deferred.norms(now))
+        shrunk = median([b / a for a, b in zip(*kept, strict=True) if a] or [1.0])
+        if decay and shrunk < SHRUNK and _are_guesses(loss, seen.classes):
+            return (
+                f"in {seen.steps} updates of {seen.name} most matrices have shrunk to less than "
+                f"{SHRUNK:.2g} of their norm, and the cross-entropy is {loss:.3g}, that of equal "
+                f"guesses among {seen.classes} classes: its weight_decay, {decay:g}, is larger "
+                "than the gradient"
+            )
         slow = 0 < moved < STILL and moved * ORDINARY * seen.steps > MOVING * seen.rates
         if not (slow and _are_guesses(loss, seen.classes)):
             return ""

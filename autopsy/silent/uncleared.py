@@ -24,6 +24,7 @@ class Gradients:
     """The gradients that an optimizer has used."""
 
     def __init__(self, optimizer):
+        self.owner = ref(optimizer)
         self.name, self.line, self.steps = type(optimizer).__name__, "", 0
         self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
         self.added = False  # which a backward pass has changed
@@ -43,6 +44,8 @@ class Uncleared(Events):
     def _open(self):
         """(what was seen of an optimizer, its parameters) after some steps of each."""
         for seen in self.all if self.inside is None else ():
+            if seen.owner() is None:
+                continue
             params = [p() for p in seen.params]
             if params and all(p is not None for p in params):
                 yield seen, params
@@ -83,6 +86,7 @@ class Uncleared(Events):
         self.inside = None
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Gradients(optimizer)
+            self.all = [seen for seen in self.all if seen.owner() is not None or seen.windows]
             self.all.append(self.optimizers[optimizer])
         seen = self.optimizers[optimizer]
         step, seen.steps = seen.steps, seen.steps + 1

@@ -20,7 +20,7 @@ ARITHMETIC = {
     "truediv": ast.Div, "div": ast.Div, "matmul": ast.MatMult,
 }  # fmt: skip
 METHODS = (
-    "add", "sub", "mul", "div", "relu", "sigmoid", "tanh", "softmax", "log_softmax", "dropout",
+    "relu", "sigmoid", "tanh", "softmax", "log_softmax", "dropout",
     "masked_fill", "where", "clamp", "view", "reshape", "transpose", "permute", "squeeze",
     "unsqueeze", "flatten", "normalize", "layer_norm",
 )  # fmt: skip
@@ -35,12 +35,15 @@ class Unused(FirstFunctions):
         super().__init__(watch)
         self.found = Counter()  # (line, its source): calls
 
+    def computed(self, func, name, args, kwargs, out):
+        """Outside of networks somebody may only warm up."""
+
     def look(self, func, name, args, kwargs, out):
-        if not out.requires_grad:
+        if not out.requires_grad or out is args[0]:
             return
         frames = script_frames_now()
         file, number, _ = frames[0]
-        if text := _alone(file, number, name.strip("_")):
+        if text := _alone(file, number, name):
             self.found[line_of(frames), text] += 1
 
     def sentences(self):
@@ -56,7 +59,14 @@ def _alone(file, number, name):
     around = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.stmt) and covers(n, number)]
     innermost = max(around, key=lambda node: node.lineno, default=None)
     value = innermost.value if isinstance(innermost, ast.Expr) else None
-    called = getattr(value, "func", None)
-    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ARITHMETIC.get(name, ()))
-    is_call = name in (getattr(called, "attr", ""), getattr(called, "id", ""))
-    return ast.unparse(value) if is_sum or is_call else ""
+    plain = name.strip("_")
+    if isinstance(value, ast.BinOp) or plain in ARITHMETIC:  # add() may be a method of its own
+        is_sum = isinstance(getattr(value, "op", None), ARITHMETIC.get(plain, ()))
+        return ast.unparse(value) if is_sum else ""
+    calls = [node for node in ast.walk(value or ast.Pass()) if isinstance(node, ast.Call)]
+    named = [node for node in calls if _name(node.func) == name]
+    return ast.unparse(value) if named == [value] else ""
+
+
+def _name(func):
+    return getattr(func, "attr", getattr(func, "id", ""))

@@ -5,8 +5,8 @@ Of [128, 28, 9] view(28, 128, 9) takes the numbers in the order in which they li
 row mixes samples, or heads and places, and nothing fails. In the first steps it looks at what the
 script and its networks view or reshape: told is a shape with two dimensions beside each other
 exchanged, of different sizes, not the last one, and images [n, h, w, 3] that become [n, 3, h, w].
-Two of one size show nothing. The shift of relative positions is made like this on purpose; it pads
-before, and says so.
+Two of one size show nothing. No word where labels [n, t] are viewed so, too, nor of the shift of
+relative positions, which is made like this on purpose; it pads before, and says so.
 """
 
 import re
@@ -26,10 +26,13 @@ class Viewed(FirstFunctions):
 
     def __init__(self, watch):
         super().__init__(watch)
-        self.found = {}  # sentence: steps
+        self.found = {}  # (sentence, the first two dimensions before): steps
+        self.rows = set()  # first two dimensions, of two in all, that are exchanged, too: labels
 
     def look(self, func, name, args, kwargs, out):
         before, after = [*args[0].shape], [*out.shape]
+        if len(before) == 2 and after == before[::-1]:
+            self.rows.add(tuple(before))
         how = _mended(before, after)
         file, number, function = script_frames_now()[0]
         code = "".join([call_at(file, number), function]) if how else ""
@@ -38,10 +41,12 @@ class Viewed(FirstFunctions):
                 f"{before} is viewed as {after} at {line_now()}: the numbers stay in their order, "
                 f"so each row mixes several: {how}"
             )
-            self.found.setdefault(text, set()).add(self.recorder.steps)
+            self.found.setdefault((text, tuple(before[:2])), set()).add(self.recorder.steps)
 
     def sentences(self):
-        yield from [text for text, steps in self.found.items() if len(steps) >= OFTEN]
+        for (text, rows), steps in self.found.items():
+            if len(steps) >= OFTEN and rows not in self.rows:
+                yield text
 
 
 def _mended(before, after):

@@ -37,7 +37,9 @@ class WrongSide(FirstFunctions):
     def look(self, func, name, args, kwargs, out):
         if name == "embedding":
             ids = args[0] if args else kwargs["input"]
-            if padding := padding_of(ids):
+            index = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+            padding = padding_of(ids)
+            if padding and padding.value in (0, index):
                 self.padded[ids.shape] = padding.at
             return
         for hidden in _hidden(name, args, kwargs) if self.padded else ():

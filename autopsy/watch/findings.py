@@ -247,10 +247,10 @@ class Findings:
         since; or ""."""
         if self.recorder.steps:
             return ""
-        for root in list(self.history.names.roots):
-            p = dict(root.named_parameters()).get(name)
-            made = p is not None and self.recorder.memory.get(storage_of(p))
-            if made:
+        names = self.history.names
+        for p in (p for root in list(names.roots) for p in root.parameters()):
+            made = self.recorder.memory.get(storage_of(p))
+            if made and names.of(p) == name:
                 return line_of(made.frames)
         return ""
 
