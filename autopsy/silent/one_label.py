@@ -7,7 +7,6 @@ on, in the first backward passes and some later ones: told is a layer with sever
 whose labels were of one of them.
 """
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,16 +19,30 @@ NODES = 12  # between a loss and the layer
 FIRST = 16  # backward passes; then those whose number is a sum of at most two powers of 2
 
 
+class Labels:
+    """Those with which a layer was trained."""
+
+    def __init__(self, classes, label):
+        self.classes, self.losses = classes, 0
+        self.label = label  # on its device, as the next one
+        self.are_same = label == label
+
+    def note(self, low, high):
+        self.losses += 1
+        self.are_same = self.are_same & (low == self.label) & (high == self.label)
+
+
 class OneLabel(Events):
     """Labels of the losses of each last layer."""
 
     def __init__(self, watch):
         self.names, self.passes = watch.names, 0
-        self.labels = WeakIdKeyDictionary()  # weight: (classes, [label of a loss, or -1], losses)
+        self.labels = WeakIdKeyDictionary()  # weight: Labels
+        self.suspects = 0  # layers of which each loss is looked at from now on
 
     def backward(self, losses):
         self.passes += 1
-        if self.passes > FIRST and self.passes.bit_count() > 2:
+        if self.passes > FIRST and self.passes.bit_count() > 2 and not self.suspects:
             return
         for node in nodes_of(losses, NEAR):
             if node.name() in NLL:
@@ -41,19 +54,17 @@ class OneLabel(Events):
         weight = next((p for p in weights if isinstance(p, nn.Parameter) and p.dim() > 1), None)
         if weight is None or scores.dim() != 2 or len(weight) != scores.shape[1]:
             return  # what stands for classes is another dimension
-        if not labels.numel():
-            return
-        with torch.no_grad():
-            low, high = labels.aminmax()
-            label = torch.where(low == high, low, -1)
-        _, seen = self.labels.setdefault(weight, (scores.shape[1], []))
-        seen.append(label)
+        if labels.numel():
+            low, high = labels.detach().aminmax()
+            seen = self.labels.setdefault(weight, Labels(scores.shape[1], low))
+            seen.note(low, high)
+            self.suspects += seen.losses == OFTEN and bool(seen.are_same)
 
     def sentences(self):
-        for weight, (classes, seen) in self.labels.items():
-            kinds = {int(label) for label in seen}
-            if classes > 1 and len(seen) >= OFTEN and len(kinds) == 1 and -1 not in kinds:
+        for weight, seen in self.labels.items():
+            if seen.classes > 1 and seen.losses >= OFTEN and seen.are_same:
                 yield (
                     f"each label seen with which {self.names.of(weight)} was trained is "
-                    f"{kinds.pop()}, in {len(seen)} losses, though it has {classes} classes"
+                    f"{int(seen.label)}, in {seen.losses} losses, though it has {seen.classes} "
+                    "classes"
                 )

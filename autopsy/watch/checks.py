@@ -193,6 +193,10 @@ class Checks:
             about = {"step": write.step, "result_value": made, "repeated": False, "fix": NUMPY}
             about["names"] = tuple(self.hooks.warnings_before())
             report = Report(Verdict.WEIGHTS, op="torch.from_numpy", line=entered, **about)
+        if not (report or good) and (began := self.recorder.memory.get(storage_of(p))):
+            explained = self.findings.explain([began.number], [p])  # it began with these numbers
+            if explained and explained.op:
+                symptom, report = f"{self.names.of(p)} is {made}{bad_rows(p)}", explained
         if not report and write.cannot_make_bad(p):
             symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
             report = _written_unseen(write, made)

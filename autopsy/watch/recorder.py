@@ -47,7 +47,7 @@ class CallRecorder(TorchFunctionMode):
 
     It holds no result of a call, and everything else (the batch) by reference. `listener`: read(t,
     name) is told of each number that the script reads, wrote(name, [(weight, values)]) of what it
-    writes into weights by hand.
+    writes into weights by hand, its `silent` of the functions that some check asks for.
     """
 
     def __init__(self, hooks):
@@ -86,13 +86,16 @@ class CallRecorder(TorchFunctionMode):
             budget.leave()
         budget.spend(began, before)
         out = func(*args, **kwargs)
-        if after:
+        name = getattr(func, "__name__", "")
+        told = name in self.listener.silent.functions
+        if after or told:
             began, before = budget.clock(), budget.spent
             with torch._C.DisableTorchFunction():
-                after(out)
+                if after:
+                    after(out)
+            if told:
+                self.hooks.safely(self.listener.silent.computed, func, name, args, kwargs, out)
             budget.spend(began, before)
-        if getattr(func, "__name__", "") in self.listener.silent.functions:
-            self.hooks.safely(self.listener.silent.computed, func, func.__name__, args, kwargs, out)
         return out
 
     def _before(self, func, args, kwargs):
@@ -107,7 +110,7 @@ class CallRecorder(TorchFunctionMode):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
         if name == "__set__requires_grad" and self.maker(args[0]):
             self.done(self.write(Tensor.requires_grad_, args, {}), args[0])
-        if name == "__set__data" and not self._is_moved(*args):
+        if name == "__set__data":
             self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
         if FOREACH.fullmatch(name):
             self.hooks.safely(self._wrote_together, name, *args)
@@ -230,13 +233,6 @@ class CallRecorder(TorchFunctionMode):
 
     def _is_weight(self, t):
         return t.is_floating_point() and (self._holds_a_weight(t) or t.requires_grad)
-
-    def _is_moved(self, t, new):
-        """Whether t.data = new brings its own numbers, as to(device) of a module does."""
-        made = self.maker(new)
-        call = next((c for c in reversed(self.calls) if made and c.number == made.number), None)
-        copied = call is not None and COPIES.fullmatch(call.name) and call.args[0] is t
-        return copied or storage_of(new) is storage_of(t)
 
     def _wrote_together(self, name, tensors, *values):
         """A foreach function: into each weight among `tensors`, from the k-th of each list."""

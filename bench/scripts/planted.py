@@ -2096,13 +2096,13 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(8, 64), nn.Linear(64, 4)
-        scales = torch.linspace(-1 if fault == "born" else 1, 2, 64)
-        self.scale = nn.Parameter(scales.log())  # born
+        scales = torch.linspace(-1 if fault in ("born", "unmoved") else 1, 2, 64)
+        self.scale = nn.Parameter(scales.log())  # here
     def forward(self, x):
         h = torch.tanh(self.body(x)) * self.scale.exp()
         return self.head(h), (self.head(h).square().sum(1) / 1e2).exp()  # leap
 
-net = Net().to("cpu"); teacher = nn.Linear(8, 4)
+net = Net() if fault == "unmoved" else Net().to("cpu"); teacher = nn.Linear(8, 4)
 optimizer = torch.optim.Adam(net.parameters(), lr=0.9 if fault == "leap" else 1e-3)
 for step in range(9):
     x = torch.randn(16, 8); out, size = net(x)
@@ -2113,7 +2113,8 @@ for step in range(9):
 print(near.item())
 """
 tells("how a run begins", BEGINNINGS, 3, {
-    "born": "-> weights ... script.py ... in __init__, which made it: no step has moved it yet",
+    "born": "net.scale is nan at step 0 ... log of a negative number (-1)",
+    "unmoved": "script.py ... in __init__, which made it: no step has moved it yet",
     "leap": "a lower learning rate: Adam moves each weight by up to its rate, 0.9, in a step",
     "target": "the target of kl_div is negative ... or log_target=True",
 })

@@ -510,6 +510,7 @@ def test_a_call_and_a_write_cost_the_same_however_many_calls_are_held(monkeypatc
     monkeypatch.setattr("autopsy.watch.recorder.COPIED", 8)
     hooks = Hooks(Budget(1))
     recorder = hooks.recorder = CallRecorder(hooks)
+    recorder.listener = SimpleNamespace(silent=Listeners((), hooks.budget))
     recorder.calls, data = NeverSearched(), torch.arange(40.0)
     hooks.record(True)
     try:
