@@ -38,7 +38,7 @@ class Evaluated:
         self.judged = 0  # calls since the last backward pass
         self.rows = 0  # of such calls
         self.undone = ""  # line of a train() right after eval(), before these
-        self.most, self.line, self.because = 0, "", ""  # of the longest row; its `undone`
+        self.line, self.because = "", ""  # of the first row that is long enough; its `undone`
 
 
 class NeverEval(Events):
@@ -92,11 +92,10 @@ class NeverEval(Events):
         seen, self.last = self.last, None  # once a call
         if seen and (seen.undone or not seen.in_eval):
             seen.judged += 1
-            if seen.judged > seen.most:
-                seen.most, seen.because = seen.judged, seen.undone
+            if seen.judged == OFTEN and not seen.line:
                 code = code_of(script_frames_now())
                 meant = MEANT.search(code) or ALSO_MEANT.search(code)
-                seen.line = "" if meant else line_now()
+                seen.line, seen.because = "" if meant else line_now(), seen.undone
 
     def backward(self, losses):
         self.asked.clear()
@@ -115,7 +114,7 @@ class NeverEval(Events):
         for module, seen in self.networks.items():
             parts = sorted({type(part).__name__ for part in module.modules() if differs(part)})
             name = type(module).__name__
-            if seen.most < OFTEN or not (seen.line and parts) or PASSES * seen.rows > self.passes:
+            if not (seen.line and parts) or PASSES * seen.rows > self.passes:
                 continue
             if seen.because:
                 yield (

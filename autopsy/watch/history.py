@@ -68,13 +68,14 @@ class History:
 
     def leaps(self):
         """A sentence for each Adam that moves weights in a step by more than they began with."""
-        rate, _ = self._highest
         for alive, start in self._start.values():
             optimizer = alive()
             adam = optimizer and any("exp_avg" in state for state in optimizer.state.values())
             params = params_of(optimizer) if adam else []
             numbers = sum(p.numel() for p in params)
             size = hypot(*map(float, start)) / max(1, numbers) ** 0.5
+            groups = optimizer.param_groups if params else ()
+            rate = max((float(g.get("initial_lr", g["lr"])) for g in groups), default=0.0)
             if len(params) == len(start) and 0 < size < rate:
                 yield (
                     f"{type(optimizer).__name__} moves each weight by up to its rate, {rate:g}, in "
