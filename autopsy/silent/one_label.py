@@ -38,7 +38,7 @@ class OneLabel(Events):
     def __init__(self, watch):
         self.names, self.passes = watch.names, 0
         self.labels = WeakIdKeyDictionary()  # weight: Labels
-        self.suspects = 0  # layers of which each loss is looked at from now on
+        self.suspects = set()  # Labels: while there are any, each backward pass is looked at
 
     def backward(self, losses):
         self.passes += 1
@@ -58,7 +58,8 @@ class OneLabel(Events):
             low, high = labels.detach().aminmax()
             seen = self.labels.setdefault(weight, Labels(scores.shape[1], low))
             seen.note(low, high)
-            self.suspects += seen.losses == OFTEN and bool(seen.are_same)
+            if seen.losses == OFTEN or (seen in self.suspects and seen.losses.bit_count() == 1):
+                (self.suspects.add if seen.are_same else self.suspects.discard)(seen)
 
     def sentences(self):
         for weight, seen in self.labels.items():

@@ -24,7 +24,6 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
           "binary_cross_entropy", "binary_cross_entropy_with_logits")  # fmt: skip
 
 
-
 class OtherOrder(FirstFunctions):
     """What losses compare, and what that was flattened from."""
 

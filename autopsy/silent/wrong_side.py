@@ -14,10 +14,10 @@ import torch
 
 from ..frames import line_now
 from ..watch.events import FirstFunctions
+from .batch_first import HIDDEN
 from .open_masks import padding_of
 
 OFTEN = 3  # calls at one line
-HIDDEN = -1e4  # scores
 
 
 class WrongSide(FirstFunctions):
