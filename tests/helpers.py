@@ -4,11 +4,13 @@ import functools
 import itertools
 import json
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -155,11 +157,19 @@ def script(folder, text):
     return path
 
 
+def free_port():
+    """Below the ports that the system gives to whoever asks for any: there another process could
+    take it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def run_ranks(argv, folder, count=2):
     """`argv` on several ranks, without torchrun, which takes four seconds to start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [{**meeting, "WORLD_SIZE": str(count), "RANK": str(rank),
                      "LOCAL_RANK": str(rank)} for rank in range(count)]
     return run_together([(argv, folder, environment) for environment in environments], folder)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, run_ranks, same, script
+from helpers import ROOT, free_port, run_ranks, same, script
 from torch.nn.parallel import DistributedDataParallel
 
 import train
@@ -50,9 +49,7 @@ class Node:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torchrun's workers in /proc")
 def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_folder, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    meeting = f"--rdzv-endpoint=localhost:{free_port()}"
     launch = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1", meeting,
               "--local-addr=localhost")
     nodes = [Node(tmp_path / name, image_folder, tmp_path / "shared", *launch) for name in "ab"]

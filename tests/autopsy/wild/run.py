@@ -193,9 +193,12 @@ def page(results):
 
 def keep(row, misses):
     """In the raw file, and the page anew."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"missed": {}}
-    results["versions"] = {name: importlib.metadata.version(name) for name in FRAMEWORKS
-                           if importlib.util.find_spec(name.replace("-", "_"))}  # fmt: skip
+    results = {"missed": {}, "versions": {}}
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text())
+    for name in FRAMEWORKS:  # of what is not installed here, what was measured elsewhere stays
+        if importlib.util.find_spec(name.replace("-", "_")):
+            results["versions"][name] = importlib.metadata.version(name)
     results["missed"][str(row)] = misses
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     _, public, by_hand = PAGE.read_text().partition(PUBLIC)

@@ -1,8 +1,7 @@
 """torch's page "Getting Started with DDP": mp.spawn starts the ranks. Arguments: a fault."""
 
-import os
-import socket
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 asked = set(sys.argv[1:])
 
 
-def train(rank, world_size, port):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def train(rank, world_size, meeting):
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     torch.manual_seed(rank)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -32,7 +30,5 @@ def train(rank, world_size, port):
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:  # the page's is fixed: two runs at once would meet
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(train, args=(2, port), nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:  # the page's port is fixed: two runs would meet
+        multiprocessing.spawn(train, args=(2, f"file://{folder}/meeting"), nprocs=2)
