@@ -1,9 +1,9 @@
 """
 Events: what the watch tells whoever looks for faults that make no NaN.
 
-`Events` names each event once, and does nothing. A check in the folder silent/ is a file with one
-subclass of it, which overrides the events that it needs. Delete that file, and nothing else
-notices; delete the folder, and autopsy finds NaN and inf as before.
+`Events` names each event once, and does nothing. A check in the folder silent/ (or in a folder of
+it) is a file with one subclass of it, which overrides the events that it needs. Delete that file,
+and nothing else notices; delete the folder, and autopsy finds NaN and inf as before.
 """
 
 import importlib
@@ -246,15 +246,15 @@ class Listeners:
 
 
 def silent_faults(watch, more=()):
-    """All checks of the folder silent/, if it is there, and these."""
+    """All checks of the folder silent/ and of its folders, if it is there, and these."""
     try:
         from .. import silent
     except ImportError:
         return Listeners(more, watch.budget)
     found = [*more]
-    for entry in pkgutil.iter_modules(silent.__path__):
+    for entry in pkgutil.walk_packages(silent.__path__, f"{silent.__name__}."):
         try:
-            module = importlib.import_module(f"{silent.__name__}.{entry.name}")
+            module = importlib.import_module(entry.name)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(silent.__name__):
                 raise

@@ -57,7 +57,7 @@ WINGS = {  # of autopsy/: which other folders each may import; "" is the examina
 
 def test_the_examination_never_imports_the_watch_and_wings_only_what_they_may():
     for path in AUTOPSY:
-        home = path.parent.relative_to(ROOT / "autopsy").name
+        home, *_ = *path.parent.relative_to(ROOT / "autopsy").parts, ""
         for name in imported(path):
             first, folder, *_ = *name.split("."), ""
             folder = folder if folder in WINGS else ""
@@ -92,6 +92,7 @@ def test_what_python_runs_runs_under_the_installed_command_too(tmp_path):
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
                "--target", site, source]  # fmt: skip
     subprocess.run(install, check=True)
+    assert all((site / path.relative_to(ROOT)).is_file() for path in AUTOPSY)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "raises.py").write_text("import torch\nraise ValueError('mine')\n")
     (tmp_path / "folder").mkdir()
@@ -214,7 +215,7 @@ def test_each_wing_and_each_check_can_be_deleted(tmp_path):
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     whole = report_of(tmp_path, script)
     assert whole[0] == 3 and "aten.log" in whole[1]
-    checks = [p for p in (tmp_path / "autopsy/silent").glob("*.py") if p.stem != "__init__"]
+    checks = [p for p in (tmp_path / "autopsy/silent").rglob("*.py") if p.stem != "__init__"]
     assert len(checks) > 3
     for path in checks:
         report = path.read_text()

@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers import ROOT, run_ranks, run_script
 
-from autopsy.silent.own_state import _share
+from autopsy.silent.state.own_state import _share
 from autopsy.tensors import storage_of
 from autopsy.watch.calls import Call, ResultRef
 from bench import public_reports

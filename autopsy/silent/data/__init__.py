@@ -1,0 +1,1 @@
+"""Data: what a loader brings, and in which order."""

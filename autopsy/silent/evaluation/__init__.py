@@ -1,0 +1,1 @@
+"""Evaluation: what an evaluation does otherwise than training."""

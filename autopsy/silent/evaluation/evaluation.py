@@ -1,0 +1,116 @@
+"""
+Evaluation: does eval() reach all of the network?
+
+F.dropout(x) drops in evaluation, too, and so does a Dropout that forward() makes: nobody tells them
+of eval(). torch's spectral_norm divides by a number that only a forward pass in training computes.
+The first two evaluations of each network are looked at while they run; nothing is run again. A call
+that says when it drops means it, and so does a Dropout within that was set to train(), and whoever
+evaluates one batch twice in a row (to average over what drops). So does a source that says so
+beside it.
+"""
+
+import ast
+import linecache
+import re
+import textwrap
+from contextlib import suppress
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from ...frames import call_at, line_of, script_frames_now
+from ...modes import is_compiled
+from ...tensors import few, flat_tensors
+from ...watch.events import Events
+from ...watch.following import Follower, drops
+
+LOOKS = 2
+NEAR = 4  # lines
+MEANT = re.compile(r"prenet|mc[ _-]?drop|monte|bayes|uncertain|always|stays on|at inference", re.I)
+
+
+class Evaluation(Events):
+    """What drops, and what is not ready, in modules that are called in eval mode without a
+    graph."""
+
+    def __init__(self, watch):
+        self.names, self.recorder = watch.names, watch.recorder
+        self.looks = WeakKeyDictionary()  # module: how often it was looked at
+        self.last = WeakKeyDictionary()  # module: (step, the batch) of the last look
+        self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
+        self.trained = WeakSet()  # modules that were called in training, or loaded
+        self.drops = WeakKeyDictionary()  # module: its lines, in their order
+        self.unready = []  # (module, its weight)
+
+    def loaded(self, module, state, answer):
+        self.trained.update(module.modules())
+
+    def during(self, call, args, kwargs):
+        module = call.function
+        if module.training:
+            if module not in self.trained:
+                self.trained.update(module.modules())
+            return ()
+        looks = self.looks[module] = self.looks.get(module, 0) + 1
+        if call.grad or looks > LOOKS:
+            return ()
+        parts = [*module.modules()]
+        if any(part.training for part in parts) or is_compiled(parts):
+            return ()
+        if looks == 1 and not self.recorder.gap:  # else it may have been trained unseen
+            self.unready += [
+                (part, part._parameters[f"{hook.name}_orig"])
+                for part in parts if part not in self.trained
+                for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
+            ]  # fmt: skip
+        batch = next(iter(flat_tensors((args, kwargs))), None)
+        step, last = self.last.get(module, (-1, lambda: None))
+        if batch is not None and step == self.recorder.steps and last() is batch:
+            self.sampled.add(module)
+        elif batch is not None:
+            self.last[module] = self.recorder.steps, ref(batch)
+        return [Drops(self.drops.setdefault(module, {}))]
+
+    def sentences(self):
+        told = [lines for module, lines in self.drops.items() if module not in self.sampled]
+        for line in dict.fromkeys(line for lines in told for line in lines):
+            yield (
+                f"dropout at {line} drops in eval mode, too: give it training=self.training, or "
+                "make the Dropout in __init__()"
+            )
+        unready = [self.names.of(p) for part, p in self.unready if part in self.trained]
+        if unready:
+            yield (
+                f"{few(unready, 4)} of spectral_norm were evaluated before the first forward pass "
+                "in training: until then they are divided by the norm of a random direction"
+            )
+
+
+class Drops(Follower):
+    """Notes the lines of the script that drop."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.lines = lines
+
+    def look(self, func, name, args, kwargs, out):
+        if not drops(func, kwargs):
+            return
+        frames = script_frames_now()
+        file, number, function = frames[0]
+        code = call_at(file, number)
+        above = linecache.getlines(file)[max(0, number - NEAR - 1) : number]
+        source_now = "".join([*above, function])
+        if code and not (_says_when(code) or MEANT.search(source_now)):
+            self.lines[line_of(frames)] = True
+
+
+def _says_when(code):
+    """Whether a call of dropout is told when to drop."""
+    with suppress(SyntaxError):
+        for call in ast.walk(ast.parse(textwrap.dedent(code))):
+            name = getattr(call, "func", None)
+            name = getattr(name, "attr", getattr(name, "id", ""))
+            if "dropout" in name:
+                return len(call.args) > 2 or any(k.arg == "training" for k in call.keywords)
+    return "training" in code or "True" in code

@@ -1,0 +1,137 @@
+"""
+Never eval: is a network evaluated as in training, because nobody called eval()?
+
+Dropout then drops in an evaluation, and BatchNorm takes each batch's own statistics and moves its
+running ones, and nothing fails. Told is a network that was trained and never called in eval mode,
+of which a loss, or a comparison with whole numbers, was computed without gradients after each of
+several calls that follow each other, with no backward pass between; and one that is evaluated so
+because train() came right after eval(). No word where train() alone was called before, where a copy
+is evaluated in eval mode, or such calls come before each step (to choose samples, or how far it
+goes), of a script that speaks of drawing in an evaluation (MC dropout), nor of one whose modules
+work alike in both modes.
+"""
+
+import re
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+from torch.nn.modules.loss import _Loss
+
+from ...frames import code_of, line_now, script_frames_now
+from ...watch.events import Events
+from ...watch.following import LOSSES
+from .evaluation import MEANT
+from .left_in_eval import differs
+
+OFTEN = 3  # calls that follow each other
+PASSES = 6  # backward passes for one such row, at least
+COMPARES = ("eq", "__eq__")
+ALSO_MEANT = re.compile("transductiv|batch stat|test[- _]?time|ensembl|thompson|pix2pix|armijo|"
+                        "line[- _]?search", re.I)  # fmt: skip
+
+
+class Evaluated:
+    """A network, in calls without gradients."""
+
+    def __init__(self):
+        self.in_eval = False  # ever
+        self.judged = 0  # calls since the last backward pass
+        self.rows = 0  # of such calls
+        self.undone = ""  # line of a train() right after eval(), before these
+        self.line, self.because = "", ""  # of the first row that is long enough; its `undone`
+
+
+class NeverEval(Events):
+    """Evaluations in train mode."""
+
+    functions = (*COMPARES, *LOSSES, "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss")
+
+    def __init__(self, watch):
+        self.hooks, self.passes = watch.hooks, 0
+        self.trained = WeakSet()
+        self.networks = WeakKeyDictionary()
+        self.last = None  # the network that was evaluated last
+        self.copies = set()  # shapes of those that do not train, and are evaluated in eval mode
+        self.in_eval = WeakSet()  # modules that were not called since their eval()
+        # Since the last backward pass:
+        self.asked = WeakSet()  # modules of which train() was called
+        self.undone = WeakKeyDictionary()  # those where it came right after eval(): its line
+
+    def called(self, module, tensors):
+        self.trained.add(module)
+
+    def switched(self, module, training):
+        parts = {*module.modules()} & {*self.trained}
+        if training:
+            line = line_now()
+            self.undone.update((part, line) for part in parts if part in self.in_eval)
+            self.asked.update(parts)
+            self.in_eval -= parts
+        else:
+            self.in_eval |= parts
+
+    def evaluated(self, module):
+        self.in_eval.discard(module)
+        if isinstance(module, _Loss):
+            self._judge()
+        elif not module.training and module not in self.trained:
+            self.copies.add(_shapes(module))
+        elif module in self.trained and (module not in self.asked or module in self.undone):
+            if module not in self.networks:
+                self.networks[module] = Evaluated()
+            self.last = seen = self.networks[module]
+            seen.in_eval |= not module.training
+            seen.undone = self.undone.get(module, "")
+
+    def computed(self, func, name, args, kwargs, out):
+        judges = name not in COMPARES or all(map(_is_labels, args[:2]))
+        if judges and not self.hooks.script_grad():
+            self._judge()
+
+    def _judge(self):
+        seen, self.last = self.last, None  # once a call
+        if seen and (seen.undone or not seen.in_eval):
+            seen.judged += 1
+            if seen.judged == OFTEN and not seen.line:
+                code = code_of(script_frames_now())
+                meant = MEANT.search(code) or ALSO_MEANT.search(code)
+                seen.line, seen.because = "" if meant else line_now(), seen.undone
+
+    def backward(self, losses):
+        self.asked.clear()
+        self.undone.clear()
+        self.passes += 1
+        for seen in self.networks.values():
+            seen.rows += seen.judged > 0
+            seen.judged = 0
+
+    def wrote(self, line, weights, name, given):
+        """A search along a line tries weights."""
+        for seen in self.networks.values():
+            seen.judged = 0
+
+    def sentences(self):
+        for module, seen in self.networks.items():
+            parts = sorted({type(part).__name__ for part in module.modules() if differs(part)})
+            name = type(module).__name__
+            if not (seen.line and parts) or PASSES * seen.rows > self.passes:
+                continue
+            if seen.because:
+                yield (
+                    f"{name} is evaluated in train mode, at {seen.line}: train() at {seen.because} "
+                    f"undoes the eval() before it, so with {' and '.join(parts)} as in training"
+                )
+            elif not (seen.in_eval or _shapes(module) in self.copies):
+                yield (
+                    f"{name} is evaluated in train mode, at {seen.line}, and never in eval mode, "
+                    f"so with {' and '.join(parts)} as in training: call eval() before an "
+                    "evaluation, and train() after it"
+                )
+
+
+def _shapes(module):
+    return tuple(p.shape for p in module.parameters())
+
+
+def _is_labels(x):
+    return isinstance(x, Tensor) and x.dim() > 0 and not x.is_floating_point()

@@ -1,0 +1,1 @@
+"""Loop: what a loop does, and in which order: clear, backward, clip, step, schedule."""

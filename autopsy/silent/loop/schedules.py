@@ -1,0 +1,168 @@
+"""
+Schedules: does a learning rate scheduler move with the updates, and why is a rate 0?
+
+A schedule for so many updates whose step() runs once a micro-batch ends too early, and one that
+never steps leaves a warm-up at its start (not one whose step() stands in the script, for a longer
+run). A cosine for as many steps as there are epochs, which moves with each batch, falls and rises
+all the time; one for as many as there are batches, which moves once an epoch, hardly falls. And a
+rate that falls by a factor each time dies early.
+"""
+
+import re
+from collections import Counter
+from statistics import median_low
+from weakref import ref
+
+import torch
+
+from ...frames import code_of, line_now, script_frames_now
+from ...tensors import few
+from ...watch.events import Events
+from ...watch.names import living
+from .passes import Loops
+
+FIRST = 3  # steps; then the schedulers are built
+MOST = 8  # optimizers: some scripts build one for each task
+LONG = 50  # steps in which a scheduler should step once
+PERIODS = 4  # of a cosine, each half of a wave
+FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
+BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|data|iter|_dl)")
+DEAD = 1e-6  # of the highest rate
+LATE = 10  # steps, and a tenth of all, with a rate of 0
+
+
+class Scheduled:
+    """What moves the rates of one optimizer."""
+
+    def __init__(self, optimizer):
+        self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
+        self.groups = 0
+        self.zero = {}  # group: the step since which its rate is 0
+        self.rate = self.highest = 0.0
+        self.built = ()  # classes of schedulers
+        self.awaits = False  # does the script call step() of one by name?
+        self.since = Counter()  # (class, line, updates it is made for): steps since an update
+        self.turns = {}  # the same: {steps for an update: how often}
+        self.moves = {}  # the same: (steps in all, the loop over a loader that was under way)
+
+    def updated(self):
+        """A step of the optimizer, or one that the loss scaler skipped."""
+        for key, n in self.since.items():
+            self.turns.setdefault(key, Counter())[n] += 1
+        self.since.clear()
+
+    def often(self):
+        """(updates that it is made for, what is wrong) of a scheduler that steps several times for
+        most updates; else None."""
+        for (kind, line, length), turns in self.turns.items():
+            usual = median_low(turns.elements())
+            if usual > 1 and turns.total() > self.steps / 2:
+                return length, f"{kind} steps {usual} times an update, at {line}: once is enough"
+        return None
+
+    def why_zero(self):
+        """Why a rate is 0."""
+        if often := self.often():
+            return often[1]
+        for kind, line, _ in (*self.turns, *self.since):
+            return f"so {kind} sets it, at {line}: is its schedule shorter than the run?"
+        never = f"{self.built[0]} never steps" if self.built else ""
+        return never or "the script sets it, and no scheduler of torch moves it"
+
+
+class Schedules(Events):
+    """The rates of all optimizers."""
+
+    def __init__(self, watch):
+        self.names, self.optimizers = watch.names, {}
+        self.loops = Loops()
+        self.counts_batches = False  # does the script give a cosine the length of something?
+
+    def iterated(self, loader):
+        self.loops.begin(loader)
+
+    def _of(self, optimizer):
+        found = self.optimizers.get(id(optimizer))
+        if not found or found.alive() is not optimizer:
+            found = self.optimizers[id(optimizer)] = Scheduled(optimizer)
+        return found
+
+    def scheduled(self, scheduler):
+        known = vars(scheduler)
+        length = known.get("T_max") or known.get("total_iters") or 0
+        seen, key = self._of(scheduler.optimizer), (type(scheduler).__name__, line_now(), length)
+        seen.since[key] += 1
+        if key not in seen.moves:
+            code = code_of(script_frames_now())
+            self.counts_batches |= bool(BATCHES.search(code))
+        seen.moves[key] = seen.moves.get(key, (0,))[0] + 1, self.loops.last
+
+    def skipped(self, optimizer):
+        self._of(optimizer).updated()
+
+    def stepped(self, optimizer):
+        seen = self._of(optimizer)
+        seen.updated()
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        seen.groups = len(rates)
+        seen.rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
+        seen.highest = max(seen.highest, seen.rate)
+        for k, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            known = isinstance(rate, float | int)  # not on a device
+            if known and rate == 0 and any(p.grad is not None for p in group["params"]):
+                seen.zero.setdefault(k, seen.steps)
+            elif not known or rate:
+                seen.zero.pop(k, None)
+        seen.steps += 1
+        if seen.steps == FIRST and len(self.optimizers) <= MOST:
+            every = living(torch.optim.lr_scheduler.LRScheduler)
+            built = [type(x).__name__ for x in every if x.optimizer is optimizer]
+            code = code_of(script_frames_now())
+            names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in built]
+            written = any(re.search(rf"\b{x[1]}\.step\(", code) for x in names if x)
+            seen.built, seen.awaits = built, written
+
+    def sentences(self):
+        return dict.fromkeys(text for s in self.optimizers.values() for text in self._about(s))
+
+    def _about(self, seen):
+        for k, since in seen.zero.items():
+            late = seen.steps - since
+            some = since > 0 and len(seen.zero) < seen.groups  # frozen one by one
+            enough = since == 0 or (late >= LATE and not some)
+            if late >= max(FIRST, seen.steps / 10) and enough:
+                when = f"since step {since} of {seen.steps}" if since else "at every step"
+                params = seen.alive().param_groups[k]["params"] if seen.alive() else ()
+                names = few([*map(self.names.of, params[:4]), *params[4:]], 4) or f"group {k}"
+                yield f"the lr of {names} was 0 {when}: they do not move ({seen.why_zero()})"
+        often = seen.often()
+        if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
+            yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
+        for (kind, line, length), (n, loop) in seen.moves.items():
+            of_batches = kind in FACTORS and loop and loop.begun > 1 and n > 0.9 * seen.steps
+            if of_batches and not often and 0 < seen.rate < DEAD * seen.highest:
+                yield (
+                    f"{kind} at {line} has let the lr of {seen.name} fall from {seen.highest:.3g} "
+                    f"to {seen.rate:.3g}: it made a step with each update, {n} in all: is once a "
+                    f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
+                )
+            of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
+            of_epochs = of_epochs and length != loop.batches
+            if of_epochs and n >= PERIODS * length and not often:
+                yield (
+                    f"{kind} at {line} has T_max={length}, as many as there were passes over the "
+                    f"loader at {loop.line}, and made {n} steps: the lr of {seen.name} falls and "
+                    f"rises in turn, {length} steps each: call it once a pass, or give it T_max={n}"
+                )
+            of_batches = loop and kind == "CosineAnnealingLR" and length == loop.batches
+            if of_batches and self.counts_batches and n <= loop.begun and 4 * n < 3 * length:
+                yield (
+                    f"{kind} at {line} has T_max={length}, as many as the batches of the loader at "
+                    f"{loop.line}, and made {n} steps, one a pass: the lr of {seen.name} ends at "
+                    f"{seen.rate:.3g} of {seen.highest:.3g}: give it the number of passes, or call "
+                    "it with each batch"
+                )
+        moved = seen.turns or seen.since or seen.zero
+        if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
+            yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"

@@ -1,0 +1,1 @@
+"""Loss: what a loss is given, and what of it trains."""

@@ -1,0 +1,189 @@
+"""
+Losses: does a loss get the numbers that it is defined for, and how large is the first one?
+
+The graph of a loss shows what made its input. cross_entropy applies a softmax itself, and
+binary_cross_entropy_with_logits a sigmoid: after another one the network trains badly, and never
+fails. A ReLU before them cuts every negative logit off. nll_loss takes logarithms of probabilities,
+and not logits. An untrained classifier of C classes has a cross-entropy near ln(C). Far above that
+it begins sure of wrong answers. The graphs of the first backward passes are looked at; a weight of
+the loss, a sum in place of a mean, weights that were loaded, or a scale of the logits (a margin, a
+temperature) say nothing about the first loss.
+"""
+
+from collections import Counter
+from math import log
+
+import torch
+from torch.nn import functional as F
+
+from ...frames import line_of
+from ...tensors import few
+from ...watch.events import FirstPasses
+from ...watch.graph import maker_of, nodes_of
+
+OFTEN = 3  # of one line
+NEAR = 64  # operations between a loss and what it is a sum of
+MOST = 1024  # of a whole episode, say
+SURE = 3.0  # times ln(C)
+MEAN = 1  # of nll_loss's reduction
+NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+SAME_NUMBERS = [
+    f"{view}Backward0"
+    for view in ("View", "ReshapeAlias", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze",
+                 "ToCopy", "Slice", "Select", "Clone", "Alias", "UnsafeView")
+]  # fmt: skip
+LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
+SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
+SIGMOID_TWICE = (
+    "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
+)
+SOFTMAX_AS_LOGITS = (
+    "its logits went through softmax already: Categorical(probs=...) takes probabilities"
+)
+RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
+SIGMOID = "a sigmoid keeps each logit in 0..1 before it: leave it out after the last layer"
+SCALED = ("MulBackward0", "DivBackward0")
+ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
+SOFTMAX = "SoftmaxBackward0"
+OF_PROBABILITIES = ("LogBackward0", "AddBackward0", "ClampBackward1", "ClampMinBackward0",
+                    "DivBackward0")  # between a softmax and a log-probability
+OTHER_DIMENSION = "its input was normalised over dimension {}, and the classes are dimension {}"
+NO_LOGARITHM = (
+    "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "
+    "cross_entropy in its place"
+)
+
+
+LINEAR_AS_LOGARITHM = NO_LOGARITHM.format("what a linear layer makes")
+
+
+class Losses(FirstPasses):
+    """What stands before the loss, in the graphs of the first backward passes."""
+
+    def __init__(self, watch):
+        super().__init__(watch)
+        self.has_loaded = False
+        self.found = {}  # what is wrong: {(line, is it the loss's, or that of backward()?): passes}
+        self.untrained = ""  # of the first cross-entropy
+
+    def loaded(self, module, state, answer):
+        self.has_loaded = True
+
+    def first(self, losses, here):
+        for loss in losses:
+            made = self.recorder.maker(loss)
+            line = line_of(made.frames) if made else here
+            nodes = nodes_of([loss], MOST)
+            misused = {}
+            for node in nodes:
+                what = _misused(node)
+                if what and not (what == LINEAR_AS_LOGARITHM and _has_other_half(nodes)):
+                    own = maker_of(node, self.recorder.known)
+                    misused[what, line_of(own.frames) if own else line] = True
+            for what, at in misused:
+                self.found.setdefault(what, Counter())[at, bool(made)] += 1
+            for node in nodes[:NEAR]:
+                if self.passes.total() == 1 and node.name() in NLL and not self.has_loaded:
+                    self.untrained = self.untrained or _first(node, line)
+
+    def sentences(self):
+        for what, lines in self.found.items():
+            often = [at for at, passes in lines.items() if passes >= OFTEN]
+            often = [line for line, is_known in often if is_known] or [line for line, _ in often]
+            if often:
+                yield f"the loss at {few(often, 4)}: {what}"
+        if self.untrained:
+            yield self.untrained
+
+
+def _has_other_half(nodes):
+    """Whether the logarithm of the sum is subtracted by hand."""
+    return any(node.name() == "LogsumexpBackward0" for node in nodes)
+
+
+def _before(node):
+    """The node that made its input, apart from views and casts."""
+    while node and node.next_functions:
+        node = node.next_functions[0][0]
+        if not node or node.name() not in SAME_NUMBERS:
+            return node
+    return None
+
+
+def _other_dimension(node):
+    """(the dimension over which its input was normalised, that of the classes), if they differ."""
+    is_loss, before = node.name() in NLL, node.next_functions[0][0]
+    scores, labels = node._saved_self, node._saved_target if is_loss else node._saved_index
+    while before and before.name() in (*ROWS, *OF_PROBABILITIES):
+        before = before.next_functions[0][0]
+    if scores.dim() < 2 or not before or before.name() not in ("LogSoftmaxBackward0", SOFTMAX):
+        return None
+    classes = 1 if is_loss else scores.dim() - 1
+    kinds = len(labels.unique())
+    if kinds == len(scores) == scores.shape[classes] or (not is_loss and kinds == labels.numel()):
+        return None  # pairs, that are found both ways
+    made = before._saved_result
+    dim = before._saved_dim % made.dim() if before._saved_dim < 2**63 else made.dim() - 1
+    same = made.dim() == scores.dim() and made.shape[1:] == scores.shape[1:]
+    return (dim, classes) if same and dim != classes else None
+
+
+def _misused(node):
+    """A sentence, or ""."""
+    name, before = node.name(), _before(node)
+    made = before.name() if before else ""
+    if name == "BinaryCrossEntropyWithLogitsBackward0":
+        return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
+    if name == "LogsumexpBackward0" and made == SOFTMAX and node._saved_keepdim:
+        return SOFTMAX_AS_LOGITS  # of Categorical(logits=...)
+    if (name in NLL or _is_of_choices(node)) and (other := _other_dimension(node)):
+        return OTHER_DIMENSION.format(*other)
+    if name not in NLL:
+        return ""
+    if made == "LogSoftmaxBackward0":
+        logits = _before(before)
+        made = logits.name() if logits else ""
+        return {SOFTMAX: SOFTMAX_TWICE, "ReluBackward0": RELU, "SigmoidBackward0": SIGMOID}.get(
+            made, ""
+        )
+    if made == SOFTMAX:
+        return NO_LOGARITHM.format("a softmax")
+    if made in LINEAR and bool((node._saved_self > 0).any()):
+        return LINEAR_AS_LOGARITHM
+    return ""
+
+
+def classes_of(node):
+    """Of a mean cross-entropy; 0 for any other node."""
+    if node.name() not in NLL or node._saved_reduction != MEAN or node._saved_weight is not None:
+        return 0
+    before, scores = _before(node), node._saved_self
+    several = scores.dim() > 1 and scores.shape[1] > 1
+    return scores.shape[1] * (several and before and before.name() == "LogSoftmaxBackward0")
+
+
+def _is_of_choices(node):
+    """Whether it takes one log-probability of each row, as Categorical does."""
+    if node.name() != "GatherBackward0" or not node.next_functions[0][0]:
+        return False
+    is_log = node.next_functions[0][0].name() in ("LogBackward0", "LogSoftmaxBackward0")
+    return is_log and node._saved_index.shape[-1] == 1
+
+
+def _first(node, line):
+    """A sentence if the mean is far above that of equal guesses."""
+    scores, target, classes = node._saved_self, node._saved_target, classes_of(node)
+    logits = _before(_before(node)) if classes else None
+    if not classes or (logits and logits.name() in SCALED):
+        return ""
+    ignored = node._saved_ignore_index
+    ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign
+    with torch.no_grad():
+        loss = float(F.nll_loss(scores, target, ignore_index=ignored))
+    if not SURE * log(classes) < loss < float("inf"):
+        return ""
+    return (
+        f"the first cross-entropy was {loss:.3g}, at {line}: equal guesses among {classes} classes "
+        f"have ln({classes}) = {log(classes):.3g}, so the network begins sure of wrong answers (a "
+        "last layer that starts too large, or inputs that are not normalised)"
+    )

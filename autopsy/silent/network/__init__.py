@@ -1,0 +1,1 @@
+"""Network: what a network takes its dimensions and masks for."""

@@ -1,0 +1,1 @@
+"""Spikes: a loss or a gradient norm that jumps."""

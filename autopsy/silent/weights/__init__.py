@@ -1,0 +1,1 @@
+"""Weights: weights that do not move."""

@@ -1,0 +1,177 @@
+"""
+Gradient path: where does the gradient end on its way from the loss to some weights?
+
+It repeats the forward pass of a step, and finds the operation whose result has no graph though it
+was made of these weights, or the one whose backward makes 0 of a gradient. It also finds weights
+that a forward makes anew at each step.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import inf
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...frames import frames_in, frames_now, line_now, line_of
+from ...tensors import flat_tensors
+from ...watch.graph import nodes_of
+from ...watch.recorder import READS
+from .weight_history import READ
+
+PADDING = ", where only its padding_idx is reached: does a mask hide all but the padding?"
+
+class End(NamedTuple):
+    """An operation whose result has no graph, though it was made of weights."""
+
+    name: str
+    line: str
+    no_grad: bool
+
+    def __str__(self):
+        what = "runs under torch.no_grad()" if self.no_grad else "gives no gradient"
+        return f"{self.name} at {self.line} {what}"
+
+    @property
+    def is_cut(self):
+        """Whether it had one if the script had not said that it shall have none."""
+        return self.no_grad or self.name in ("detach", "data")
+
+
+class DetachFinder(TorchFunctionMode):
+    """Follow what is computed from these weights; of(t) is where t lost its graph to them."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.live = WeakIdKeyDictionary(dict.fromkeys(params, True))  # what has a graph to them
+        self.ends = WeakIdKeyDictionary()  # what was made of them without: {End: True}
+        self.read = {}  # where Python read a number that was made of them
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = flat_tensors((args, kwargs))
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        live = any(t in self.live for t in given)
+        ends = {end: True for t in given for end in self.ends.get(t, ())}
+        made = flat_tensors(out)
+        lost = {}
+        if live and not (made and all(t.requires_grad for t in made)):
+            if name == "__get__":
+                name = func.__self__.__name__
+            end = End(name.strip("_"), line_now(), not torch.is_grad_enabled())
+            lost[end] = True
+            if not made and name in READS:
+                self.read[end] = True
+        elif name in READS:
+            self.read |= ends
+        for t in made:
+            if live and t.requires_grad:
+                self.live[t] = True
+            if mine := ends if t.requires_grad else ends | lost:
+                self.ends[t] = mine
+        return out
+
+    def of(self, losses):
+        """Say which operations give no gradient, or which one reads a number in Python; or ""."""
+        if any(t in self.live for t in losses):
+            return ""
+        ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
+        ends.sort(key=lambda end: not end.is_cut)  # a draw has no gradient by its nature
+        if not ends and len(self.read) == 1:
+            ends = [*self.read]
+        return str(ends[0]) if ends else ""
+
+
+@contextmanager
+def without_graph(modules):
+    """Yields in what each module is called without a graph: "checkpoint", "no_grad", else ""."""
+    found = {}
+
+    def begins(module, args):
+        found[module] = ""
+        if not torch.is_grad_enabled():
+            saves = any(file == checkpoint.__file__ for file, *_ in frames_now())
+            found[module] = "checkpoint" if saves else "no_grad"
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(begins))
+        yield found
+
+
+def leaves(tensors, most=inf):
+    """What these tensors were made of, in at most so many operations."""
+    return [node.variable for node in nodes_of(tensors, most) if hasattr(node, "variable")]
+
+
+class RecreatedParameters:
+    """Finds weights that a forward makes anew at each step: no optimizer can hold them."""
+
+    def __init__(self, recorder, names):
+        self.recorder, self.names = recorder, names
+        self.found = {}  # step, READ or the next one: {weight: shape}
+
+    def look(self, losses, held):
+        """Before a backward pass of these losses. It returns those that are the same as before."""
+        step = self.recorder.steps
+        if step not in (READ, READ + 1) or step in self.found or not self.names.roots:
+            return []
+        if not self.recorder.whole:
+            return []  # what calls were given is not known
+        known = {p for root in self.names.roots for p in root.parameters()} | {*held}
+        if any(hasattr(p, "full_tensor") for p in known):
+            return []  # fully_shard() computes with parameters of its own, and frees them
+        known |= {t for call in self.recorder.calls for _, t in call.given()}
+        new = [p for p in leaves(losses) if isinstance(p, nn.Parameter) and p not in known]
+        self.found[step] = {ref(p): list(p.shape) for p in new}
+        return [p for p in new if ref(p) in self.found.get(step - 1, ())]
+
+    @property
+    def shapes(self):
+        first, second = (self.found.get(READ + k, {}) for k in (0, 1))
+        same = [*first.values()] == [*second.values()]
+        return [*first.values()] if same and first.keys().isdisjoint(second) else []
+
+
+def where_zero(losses, params):
+    """Say in whose backward the gradient on the way to these weights becomes 0; or "", or None if a
+    term has the factor 0. The forward must have run in anomaly mode, which keeps the lines."""
+    found = []
+
+    def after(node, to_inputs, to_outputs):
+        on = [g for g in to_inputs if g is not None]
+        came = any(g is not None and g.any() for g in to_outputs)
+        if came and on and not any(g.any() for g in on):
+            line = line_of(frames_in(node.metadata.get("traceback_", ())))
+            why = PADDING if _is_of_padding(node, to_outputs[0]) else ""
+            text = f"in {node.name()}{f' of {line}' if line else ''}{why}"
+            found.append(None if _is_off(node, to_outputs[0]) else text)
+
+    with ExitStack() as stack:
+        for node in nodes_of(losses):
+            stack.enter_context(node.register_hook(partial(after, node)))
+        ones = [torch.ones_like(t) for t in losses]
+        torch.autograd.grad(losses, params, ones, allow_unused=True)
+    return found[-1] if found else ""  # before it the gradient may go on by another way
+
+
+def _is_off(node, gradient):
+    """Whether it multiplies one number, a term of the loss, by the number 0."""
+    if node.name() != "MulBackward0" or gradient.dim():
+        return False
+    factors = [x for x in (node._saved_self, node._saved_other) if x is not None]
+    return any(not getattr(x, "requires_grad", False) and float(x) == 0 for x in factors)
+
+
+def _is_of_padding(node, gradient):
+    """Whether each row of a table that is given a gradient is the one of its padding_idx."""
+    if node.name() != "EmbeddingBackward0":
+        return False
+    rows = node._saved_indices[gradient.any(-1)]
+    return bool((rows == node._saved_padding_idx).all())

@@ -1,0 +1,297 @@
+"""
+Reasons: which weights do not move, though they should, and why?
+
+At the end of the script it looks once at what stalled.py read. It ignores what you may have
+intended (a frozen part, an optimizer for the head alone).
+"""
+
+from collections import Counter
+from math import floor, log2
+from statistics import median
+
+import torch
+from torch import nn
+
+from ...tensors import HALF, few
+from ...watch.names import is_target
+from .weight_history import READ
+
+CUTS = {
+    "": "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()",
+    "no_grad": "they run under torch.no_grad()",
+    "checkpoint": "they run in a checkpoint whose inputs need no gradient: use_reentrant=False",
+}
+TINY = 1e-6  # of the highest rate
+FALLEN = 0.1  # of the same
+DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
+
+
+class Reasons:
+    """Sentences about the weights of all optimizers and modules."""
+
+    def __init__(self, still):
+        self.still, self.names = still, still.names
+        self.living = []  # weights
+
+    def sentences(self):
+        """All sentences. Here the host waits for the device for the first time."""
+        weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
+        for w in weights:
+            w.norms = self.still.deferred.to_host(w.norms)
+            w.begun = self.still.deferred.to_host(w.begun)
+            numbers = iter(self.still.deferred.to_host(g for g in w.grads if g is not None))
+            w.grads = [None if g is None else next(numbers) for g in w.grads]
+        if shapes := self.still.anew.shapes:
+            yield (
+                f"a forward makes weights of the shapes {few(shapes, 4)} anew at each step, and no "
+                "optimizer holds them: make them once, in __init__()"
+            )
+        for seen in self.still.optimizers.values():
+            if seen.steps >= READ:
+                yield from self._of(seen, [w for w in weights if w.optimizer is seen])
+        for without, why in CUTS.items():
+            cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
+            # what is in eval() is not to be trained
+            cut = [w for w in cut if not without or (w.trains and not w.frozen)]
+            cut = [w for w in cut if not is_target(self.names.of(w.p))]
+            if cut:
+                yield (
+                    f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
+                    f"and the loss depends on them: {(not without and cut[0].end) or why}"
+                )
+        yield from self._idle()
+        yield from self._in_no_optimizer()
+        yield from self._frozen_between()
+
+    def _names(self, weights):
+        names = [w.name if w.unlisted else self.names.of(w.p) for w in weights[:4]]
+        return few([*names, *weights[4:]], 4)
+
+    def _of(self, seen, mine):
+        """Sentences about one optimizer."""
+        if not seen.fed and not all(w.shared for w in mine):
+            why = "no backward pass has reached them"
+            if self.names.roots:
+                why = "it holds other tensors than the modules that were called (was it built "
+                why += "before the model was copied, moved or replaced?)"
+            if not any(w.p.requires_grad for w in mine):
+                why = "requires_grad is False for each"
+            elif end := self.still.leads_nowhere or seen.end:
+                why = end
+            elif any(w.module for w in mine):
+                why = "is zero_grad() called between backward() and step()?"
+            yield (
+                f"{seen.made} has made {seen.steps} steps, and none of its {len(mine)} parameters "
+                f"had a gradient in any: {why}"
+            )
+        fed = [w for w in mine if w.fed and not w.masters and float(w.rate)]
+        still = [w for w in fed if w.stands]
+        for dtype in dict.fromkeys(w.p.dtype for w in still):
+            some = [w for w in still if w.p.dtype == dtype]
+            # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
+            if dtype in HALF or len(still) == len(fed):
+                rates = few(sorted({f"{float(w.rate):g}" for w in some}), 4)
+                tensors = "tensor" if len(some) == 1 else "tensors"
+                yield (
+                    f"{len(some)} {str(dtype).removeprefix('torch.')} {tensors} had gradients at "
+                    f"every step read and never changed: {self._names(some)} (lr {rates})"
+                    + _rounding(some, dtype)
+                )
+        partly = [w for w in fed if w.p.dtype in HALF and w not in still and w.lost() > 0.5]
+        if partly:
+            share = few([f"{w.lost():.0%}" for w in partly], 4)
+            yield (
+                f"most numbers of {self._names(partly)} have not moved since the first step "
+                f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
+            )
+        yield from self._slow(seen, fed, still)
+        dead, since, end = seen.dead or ((), 0, "")
+        if any(w.learnt for w in dead) and not any(w.grads[-1] for w in dead):
+            becomes = f": it becomes 0 {end}" if end else ""
+            whole = len(dead) == len([w for w in mine if w.fed_zero])
+            if whole and seen.live < since:
+                yield (
+                    f"each gradient of {seen.name} is exactly 0 since step {seen.live + 1} of "
+                    f"{seen.steps}, though the loss is not{becomes}"
+                )
+            elif seen.zeros > seen.steps / 2:
+                yield (
+                    f"each gradient of {seen.name} is exactly 0 in {seen.zeros} of {seen.steps} "
+                    f"steps, though the loss is not{becomes}"
+                )
+            elif not whole:
+                yield (
+                    f"the gradient of {self._names(dead)} is exactly 0 at each step read since "
+                    f"step {since} of {seen.steps}, though the loss is not{becomes}"
+                )
+        yield from self._dead(mine)
+
+    def _slow(self, seen, fed, still):
+        """Whether all weights have stopped, because the rate is too small."""
+        late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
+        late = [w for w in late if float(w.rate) < FALLEN * seen.highest]  # else it has converged
+        since = max((w.steps[-READ] for w in late), default=0)
+        often = ""
+        if not late and all(float(w.rate) < TINY * seen.highest for w in fed):
+            late = [w for w in fed if abs(w.norms[-1] - w.norms[-2]) < TINY * w.norms[-1]]
+            since = max((w.steps[-2] for w in late), default=0)
+            often = " (is the scheduler called once a batch, and not once an epoch?)"
+        if fed and len(late) == len(fed) and not still:
+            yield (
+                f"no weight of {seen.name} has moved since step {since} of {seen.steps} at the "
+                f"latest: its lr has fallen from {seen.highest:.2g} to {float(fed[0].rate):.2g}"
+                + often
+            )
+
+    def _dead(self, mine):
+        """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
+        an expert that no token chose is no fault. In a module of the script's own, one such tensor
+        may be unused on purpose."""
+        alive = {w.p.shape for w in mine if w.learnt}
+        read = [w for w in mine if w.module and len(w.grads) > READ]
+        dead = [w for w in read if not w.learnt and not w.starved]
+        whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
+        if alive:
+            owners = Counter(w.module() for w in whole)
+            whole = [w for w in whole if isinstance(w.module(), DENSE) or owners[w.module()] > 1]
+            dead = [w for w in dead if w.module() in {w.module() for w in whole}]
+        off = alive and whole and whole[0].end is None
+        if whole and not off and not any(w.p.shape in alive for w in whole):
+            why = "a ReLU that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss "
+            why += "scaling)?"
+            if whole[0].end:
+                why = f"it becomes 0 {whole[0].end}"
+            if len(zeros := [w for w in whole if not any(w.norms)]) > 1:
+                why += f"; {self._names(zeros)} hold nothing but 0: begin with other numbers in one"
+            yield f"the gradient of {self._names(dead)} was exactly 0 at every step read: {why}"
+
+    def _idle(self):
+        """Optimizers that make no step, though their weights get gradients."""
+        idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
+        none = not self.still.optimizers and not any(w.idle for w in self.living)
+        if idle and none and all(w.trains for w in idle):
+            yield (
+                f"{self._names(idle)} got gradients in {self.still.passes} backward passes and "
+                "never changed: an update without an optimizer has to be in place (p -= ...)"
+            )
+        for name in dict.fromkeys(w.idle for w in idle if w.idle):
+            some = [w for w in idle if w.idle == name]
+            yield (
+                f"{name} has made no step, though {self._names(some)}, which it holds, got "
+                "gradients at every step read and never changed: does the script reach step()?"
+            )
+
+    def _in_no_optimizer(self):
+        """Weights that get gradients and never change. It ignores what is done on purpose: an
+        optimizer for the last modules alone, a network in eval(), an image trained through a
+        network."""
+        held = [w for w in self.living if w.optimizer and w.learnt]
+        trained = [w for w in held if w.module]
+        if not trained:
+            return
+        largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
+        left = [
+            w
+            for w in self.living
+            if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
+            if w.p.numel() > largest
+            if w.trains
+        ]
+        before = self.living[: self.living.index(trained[0])]
+        early = [w for w in before if w in left and w.fed and not w.unlisted]
+        followed = [seen for seen in self.still.optimizers.values() if seen.steps > READ]
+        lost = [seen for seen in followed if seen.strays]
+        empty = [seen for seen in followed if seen.empty]
+        shared = [w for w in self.living if w.shared]
+        kinds = {w.p.shape for w in early}
+        off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
+        off = [w for w in off if w.p.shape in kinds and w.p.dim() > 1]
+        inner = {w.p for w in trained}
+        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
+        on_purpose = any(w.module() not in parents for w in early)  # the first modules
+        if on_purpose and not (lost or shared or off or empty):
+            left = [w for w in left if w not in early]
+        for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
+            some = [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]
+            why = "add them, or requires_grad_(False) if they are not meant to train"
+            if late:
+                why = "were they unfrozen after it was built? add_param_group()"
+            elif unlisted:
+                why = unlisted
+            elif lost:
+                why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
+                why += "build it after the model is complete"
+            elif shared:
+                why = f"two optimizers hold {self._names(shared)} instead, the "
+                why += f"second is {shared[0].optimizer.made}"
+            elif empty:
+                why = f"a parameter group of {empty[0].name} is empty (a generator like "
+                why += "parameters() is used up after one pass: list() it)"
+            elif twin := self._trained_twin(some, trained):
+                why = f"another {twin} is trained: if these are its target, copy its weights now "
+                why += "and then (load_state_dict), and compute it under no_grad"
+            elif off:
+                why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
+                why += "whose requires_grad is False"
+            yield (
+                f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
+                f"no optimizer and never changed: {why}"
+            )
+
+    def _trained_twin(self, weights, trained):
+        """The class of two networks: these weights are one, and the other trains. Or ""."""
+        mine, others = {w.p for w in weights}, {w.p for w in trained}
+        roots = [(root, {*root.parameters()}) for root in list(self.names.roots)]
+        idle = {type(root) for root, held in roots if held and held <= mine}
+        twins = idle & {type(root) for root, held in roots if held & others and not held & mine}
+        return next((kind.__name__ for kind in twins), "")
+
+    def _frozen_between(self):
+        """A layer that alone among several like it has requires_grad=False, while those before and
+        after it train. (On purpose one freezes the first ones, or all of a kind.)"""
+        kinds = {}
+        roots = {part: id(root) for root in list(self.names.roots) for part in root.modules()}
+        for w in self.living:
+            if module := w.module and w.module():
+                kind = roots.get(module), type(module), w.name.rpartition(".")[2], w.p.shape
+                kinds.setdefault(kind, []).append(w)
+        frozen = []
+        for several in kinds.values():
+            trained = [w for w in several if w.p.requires_grad and w.learnt]
+            off = [w for w in several if w not in trained]
+            alone = len(off) == 1 and not off[0].p.requires_grad
+            if alone and several[0] in trained and several[-1] in trained:
+                off = [w for w in off if not is_target(self.names.of(w.p))]
+                off = [w for w in off if not self._in_frozen_part(w)]
+                frozen += [w for w in off if w.starved and w.stands]
+        if frozen:
+            yield (
+                f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
+                "and after, are trained"
+            )
+
+
+    def _in_frozen_part(self, w):
+        """Whether a part of several layers, which holds it, is frozen as a whole: on purpose."""
+        parts = [part for root in list(self.names.roots) for part in root.modules()]
+        return any(
+            w.module() in {*part.children()} and not any(p.requires_grad for p in part.parameters())
+            and sum(any(True for _ in child.parameters()) for child in part.children()) > 1
+            for part in parts
+        )  # fmt: skip
+
+
+def _rounding(weights, dtype):
+    """Say in numbers why they stand still, if a sample shows it."""
+    if not (shown := [w for w in weights if w.lost() > 0.5]):
+        return ""
+    size = median(shown[0].now.abs().double().tolist())
+    update = float(shown[0].update.abs().max())
+    half = torch.finfo(dtype).eps * 2.0 ** floor(log2(size)) / 2 if size else 0.0
+    cure = "is the lr too low, or the gradient clipped to almost nothing?"
+    if dtype in HALF:
+        cure = "keep the weights in fp32 (torch.autocast computes in half), or fp32 masters"
+    return (
+        f". An update of at most {update:.2g} is below half the last bit of {size:.2g}, which is "
+        f"{half:.2g}: {cure}"
+    )

@@ -1,0 +1,262 @@
+"""
+Stalled: what do weights and their gradients do while a script trains?
+
+It reads weights and gradients after the steps 0, 1, 2, 4, 8, ... of each optimizer: norms, and a
+few numbers of each tensor, which stay on the device until the script ends. Once, after the third
+step of the first few optimizers, it repeats the forward pass to see whether the loss depends on
+weights that get no gradient; to do so it moves them, and restores them bit by bit.
+Then, and while no optimizer has made a step, it looks for idle optimizers. reasons.py
+says what all this means.
+"""
+
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...frames import line_now
+from ...tensors import numbers_of, type_of
+from ...watch.deferred import moved_by, params_of
+from ...watch.events import Events
+from ...watch.forward import Forward
+from ...watch.names import living
+from .gradient_path import DetachFinder, RecreatedParameters, leaves, where_zero, without_graph
+from .reasons import Reasons
+from .weight_history import READ, Followed
+from .weight_list import WeightList
+
+LATELY = 8  # steps
+FIRST = 8  # optimizers that are looked at closely: some scripts build one for each task
+LOSSES = 8  # whose graphs are followed to their ends
+
+
+class Still(Events):
+    """The weights of all optimizers and modules."""
+
+    def __init__(self, watch):
+        self.names = watch.names
+        self.deferred = watch.deferred
+        self.recorder = watch.recorder
+        self.weights = WeightList()
+        self.begun = WeakIdKeyDictionary()  # weight: its norm before the first step
+        self.optimizers = {}  # id: Followed
+        # optimizer: at how many steps each gradient was 0, and the last one at which not
+        self.zeros = WeakKeyDictionary()
+        # modules and optimizers of the last steps: they live until the end of the script
+        self.called = {}
+        self.cut = []  # weights without a gradient, on which the loss depends
+        self.leaf = ""  # where backward() was called of a tensor without a graph
+        self.elsewhere = []  # for each of the first backward passes: where it ends if at no weight
+        self.seen = 0  # optimizers
+        self.anew = RecreatedParameters(self.recorder, self.names)
+        self.passes = 0  # backward, before the first step of any optimizer
+
+    def before_step(self, optimizer, losses, norm, moved):
+        zeros, live = self.zeros.get(optimizer, (0, -1))
+        seen = self.optimizers.get(id(optimizer))
+        step = seen.steps if seen else 0
+        self.zeros[optimizer] = (zeros + 1, live) if moved and norm == 0 else (zeros, step)
+        if not seen and self.seen < FIRST:
+            for p in params_of(optimizer):  # one step of LBFGS may be all that they take
+                if p not in self.begun:
+                    self.begun[p] = self._norms(p)
+
+    def stepped(self, optimizer):
+        """After a step, before the recorder forgets it."""
+        seen = self.optimizers.get(id(optimizer))
+        if not seen or seen.alive() is not optimizer:
+            seen = self.optimizers[id(optimizer)] = Followed(optimizer, self.names)
+            self.seen += 1
+            seen.closely = self.seen <= FIRST
+        seen.zeros, seen.live = self.zeros.get(optimizer, (0, -1))
+
+        step = seen.steps
+        seen.steps += 1
+        now = self.recorder.steps
+        self.called[optimizer] = now
+        for call in self.recorder.calls:
+            if call.grad and isinstance(call.function, nn.Module):
+                self.called[call.function] = now
+        if now % LATELY == 0:
+            self.called = {m: at for m, at in self.called.items() if at > now - LATELY}
+
+        seen.fed = seen.fed or bool(moved_by(optimizer))
+        self._note_groups(seen, optimizer)
+        if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
+            self._read(optimizer, seen)
+        if seen.closely:
+            self._look_closely(seen, step)
+
+    def _note_groups(self, seen, optimizer):
+        """Note what a reading at a few steps would miss."""
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 1.0)
+            known = isinstance(rate, float | int)  # not on a device
+            seen.highest = max(seen.highest, rate if known else 0.0)
+            seen.empty |= not group["params"]
+
+    def _look_closely(self, seen, step):
+        """At a few steps, repeat the forward pass: in one process only."""
+        if step == READ - 1:
+            self._find_idle()
+        if self.recorder.hooks.world > 1:
+            return
+        if step >= READ - 1 and not seen.looked and self.recorder.whole:
+            seen.looked = True
+            self._cut_off(seen)
+        if step == READ + 1:
+            self._zero(seen)
+        elif step > READ and step.bit_count() < 2 and not seen.dead:
+            self._zero(seen, lately=True)
+
+    def backward(self, losses):
+        """Before a backward pass."""
+        if all(t.is_leaf for t in losses):
+            self.leaf = f"at {line_now()} backward() begins at a new tensor, which has no graph"
+        elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < LOSSES:
+            self.elsewhere.append(self._no_weight(leaves(losses)))
+        for p in self.anew.look(losses, self.weights):
+            why = "no module lists them (an object that is no nn.Module holds them?)"
+            self.weights.add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
+
+    @property
+    def leads_nowhere(self):
+        """Where the backward passes begin or end, if that leads to no weight; or ""."""
+        return self.leaf or (all(self.elsewhere) and "".join(self.elsewhere[:1])) or ""
+
+    def _no_weight(self, ends):
+        """Say where the graph of a loss ends, which is at these, if that is at no weight."""
+        if not ends or any(t in self.weights or isinstance(t, nn.Parameter) for t in ends):
+            return ""
+        return (
+            f"the graph of the loss at {line_now()} ends at a {type_of(ends[0])} that is no "
+            "weight: is there a detach() or torch.tensor(), and then requires_grad, between?"
+        )
+
+    def passed(self):
+        """After a backward pass: those before the first step of any optimizer count."""
+        if self.recorder.steps_of:
+            return
+        self.passes += 1
+        if self.passes > READ and self.passes.bit_count() < 2:
+            self._find_idle()
+            self._read()
+
+    def sentences(self):
+        return Reasons(self).sentences()
+
+    def _find_idle(self):
+        """Find optimizers that have made no step."""
+        for optimizer in living(torch.optim.Optimizer):
+            for p in params_of(optimizer) if id(optimizer) not in self.optimizers else ():
+                self.weights.of(p).idle = type(optimizer).__name__
+
+    def _read(self, optimizer=None, seen=None):
+        """Read the weights of this optimizer, and those of none."""
+        functions = [call.function for call in self.recorder.calls]
+        called = [getattr(function, "_orig_mod", function) for function in functions]
+        for root in dict.fromkeys([*called, *self.names.roots]):
+            if root in self.names.roots:
+                self.weights.add_all(root)
+                self.weights.add_hidden(root)
+        for group in optimizer.param_groups if optimizer else ():
+            for p in group["params"]:
+                w = self.weights.of(p)
+                w.shared |= w.optimizer not in (None, seen)
+                w.optimizer, w.rate = seen, group.get("lr", 1.0)
+                w.begun = self.begun.get(p, [])
+                if p.grad is not None and p.is_floating_point():
+                    w.sample(optimizer, group)
+
+        if seen:
+            mine = [w for w in self.weights.values() if w.optimizer is seen]
+            seen.strays = sum(not w.module and w.starved for w in mine)
+        for p, w in self.weights.items():
+            if w.optimizer in (None, seen) and p.is_floating_point():
+                w.norms += self._norms(p)
+                if p.grad is None:
+                    w.grads.append(None)
+                else:
+                    w.grads += self.deferred.norms([p.grad])
+                w.steps.append(self.recorder.steps)
+                w.trains |= bool(w.module and w.module() and w.module().training)
+
+    def _norms(self, p):
+        data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
+        return self.deferred.norms([numbers_of(data).double()])
+
+    def _cut_off(self, seen):
+        """Find out whether the loss depends on weights that get no gradient."""
+        mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
+        cut = [w for w in mine if w.starved or not seen.fed]  # another backward may have fed them
+        cut = [w for w in cut if w.p.requires_grad and w.p.is_floating_point()]
+        if not cut:
+            return
+
+        params = [w.p for w in cut]
+        modules = self.names.modules()
+        whole = [m for m in modules if (held := {*m.parameters()}) and held <= {*params}]
+        # Some modules are not called: attention reads the weights of its own.
+        look = without_graph({*whole, *(w.module() for w in cut)})
+        copies = [p.detach().clone() for p in params]
+
+        versions = torch.autograd._unsafe_preserve_version_counter(tuple(params))
+        found, end = {}, ""
+        with suppress(Exception), versions:  # what cannot be made again proves nothing
+            try:
+                with Forward(self.recorder) as again, DetachFinder(params) as cuts, look as found:
+                    loss = again()
+                    end = cuts.of([*again.results.values()])
+                    if again.losses and again() == loss:
+                        for p in params:
+                            p.copy_(_others(p))
+                        self.cut += [w for w in cut if again() != loss]
+            finally:
+                for p, copied in zip(params, copies, strict=True):
+                    p.copy_(copied)
+        self._explain(found, whole, end)
+        if len(cut) == len(mine):
+            seen.end, self.cut = end, []
+
+    def _explain(self, found, whole, end):
+        """`found`: in what each module was called. `whole`: modules that hold such weights only."""
+        others = next(filter(None, found.values()), "")
+        for w in self.cut:
+            w.without = found.get(w.module(), others)
+            w.end = end
+            around = [found[m] for m in whole if m in found and w.module() in {*m.modules()}]
+            # It is on purpose if the script calls a module that holds nothing else like this
+            w.frozen = around[:1] == ["no_grad"]
+
+    def _is_first(self, dead, mine):
+        """Whether these are the first weights of a network: a later one may not be in use now."""
+        whole = any(w.p.dim() > 1 for w in dead)
+        return dead[0] is mine[0] and whole and all(w.p.requires_grad for w in dead)
+
+    def _zero(self, seen, lately=False):
+        """Find out where a gradient becomes 0 that was so at each read; or lately, if those of the
+        first layers are."""
+        mine = [w for w in self.weights.values() if w.optimizer is seen and w.module and w.fed_zero]
+        reads = -READ if lately else 0
+        total = self.deferred.to_host(sum(w.grads[reads:]) for w in mine)
+        dead = [w for w, norm in zip(mine, total, strict=True) if norm == 0]
+        if not dead or (lately and not self._is_first(dead, mine)):
+            return
+
+        end, loss = "", 0.0
+        anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        with suppress(Exception), anomaly, Forward(self.recorder) as again:
+            loss = again()
+            end = where_zero([*again.results.values()], [w.p for w in dead])
+        if lately and loss:
+            seen.dead = dead, min(w.steps[-READ] for w in dead), end
+        for w in dead if not lately else ():
+            w.end = end
+
+
+def _others(p):
+    """Other numbers, in another order: that may be all that a choice among them depends on."""
+    added = torch.linspace(0.1, 0.5, p.numel(), device=p.device, dtype=p.dtype)
+    return (1.5 * p.flatten().flip(0) + added).view(p.shape)
