@@ -25,6 +25,7 @@ class Budget:
         self.share, self.begin, self.clock = share, inf if begin is None else begin, clock
         self.recording = True
         self.steps = self.recorded = 0
+        self.is_close = True  # do the checks of silent/ look closely at the step under way?
         self.spent, self._since = 0.0, clock()
         self._must = self._is_asked_for(0)
 
@@ -42,7 +43,8 @@ class Budget:
         self.steps += 1
         self.recorded += self.recording
         self._must = by_hand or self._is_asked_for(step)
-        if self._must or step < FIRST or step.bit_count() < 2:
+        self.is_close = step < FIRST or step.bit_count() < 2
+        if self._must or self.is_close:
             self.recording = True
         elif step % TOGETHER == 0:
             self.recording = self._is_cheap()

@@ -22,7 +22,6 @@ class Events:
     """The events of a script, in their order within a step."""
 
     recorded_only = False  # whether it is told nothing of a step that is not recorded
-    functions = ()  # names of those of torch of which it is told
 
     def __init__(self, watch):
         """`watch`: its recorder, deferred, names, scaling and hooks may be read."""
@@ -54,10 +53,6 @@ class Events:
 
     def evaluated(self, module):
         """An outermost module was called without gradients, in a step that is recorded or not."""
-
-    def computed(self, func, name, args, kwargs, out):
-        """A function that is among `functions` of some check was called outside of modules, in a
-        step that is recorded."""
 
     def during(self, call, args, kwargs):
         """An outermost module is about to be called with these. Returns contexts that are open
@@ -163,42 +158,33 @@ class FirstFunctions(Events):
     raises there is no evidence."""
 
     recorded_only = True
+    functions = ()  # their names
+    outside = True  # of modules, too
+    always = False  # there in any step that is recorded
 
     def __init__(self, watch):
         self.recorder, self.hooks = watch.recorder, watch.hooks
-        self.evaluations = 0  # calls of modules without gradients
-
-    @property
-    def is_due(self):
-        steps = self.recorder.steps
-        evaluates = self.evaluations <= FIRST and not self.hooks.script_grad()
-        return steps < FIRST or steps.bit_count() < 2 or evaluates
 
     def look(self, func, name, args, kwargs, out):
         """One of them was called."""
 
-    def computed(self, func, name, args, kwargs, out):
-        if name in self.functions and self.is_due:
-            with suppress(Exception):
-                self.look(func, name, args, kwargs, out)
-
-    def during(self, call, args, kwargs):
-        self.evaluations += not call.grad
-        if not self.is_due or is_compiled([*call.function.modules()]):
-            return ()
-        return [Within(self)]
+    def looks_into(self, module):
+        """Whether it looks at what runs within an outermost module."""
+        return True
 
 
 class Within(Follower):
-    """Tells such a check of what runs within a module."""
+    """Tells such checks of what runs within a module."""
 
-    def __init__(self, check):
+    def __init__(self, checks):
         super().__init__()
-        self.check = check
+        self.checks = checks
 
     def look(self, func, name, args, kwargs, out):
-        if name in self.check.functions:
-            self.check.look(func, name, args, kwargs, out)
+        for check in self.checks:
+            if name in check.functions:
+                with suppress(Exception):
+                    check.look(func, name, args, kwargs, out)
 
 
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
@@ -209,12 +195,14 @@ class Listeners:
     """Passes each event to those of `checks` that override it. A check that raises ends, and it
     alone: the others and the watch go on, and `failures` says so at the end."""
 
-    def __init__(self, checks, budget):
+    def __init__(self, checks, hooks):
         self.failures = []  # sentences
-        self.budget = budget
+        self.hooks, self.budget = hooks, hooks.budget
+        self._evaluations = 0  # calls of modules without gradients
         self._listen(checks)
         for name in NAMES:
-            setattr(self, name, partial(self._tell, name))
+            if name not in vars(Listeners):
+                setattr(self, name, partial(self._tell, name))
 
     def _listen(self, checks):
         """Who is told of an event in a step that is recorded, and in any other?"""
@@ -225,7 +213,11 @@ class Listeners:
             self._recorded[name] = [(check, getattr(check, name)) for check in told]
             self._unrecorded[name] = [(check, getattr(check, name)) for check in always]
         self._checks = checks
-        self.functions = {name for check in checks for name in check.functions}
+        self._first = [check for check in checks if isinstance(check, FirstFunctions)]
+        self.functions = {}  # name: the checks that are told of this function
+        for check in self._first:
+            for name in check.functions if check.outside else ():
+                self.functions.setdefault(name, []).append(check)
 
     def anybody(self, event):
         """Whether somebody is told of it in the step under way."""
@@ -244,13 +236,34 @@ class Listeners:
                 self._listen([other for other in self._checks if other is not check])
         return answers
 
+    def _is_first(self, grad):
+        """Whether the step under way is looked at closely, or an evaluation."""
+        return self.budget.is_close or (self._evaluations <= FIRST and not grad)
+
+    def computed(self, func, name, args, kwargs, out):
+        """One of `functions` was called outside of modules, in a step that is recorded."""
+        is_first = self._is_first(self.hooks.script_grad())
+        for check in self.functions[name]:
+            if is_first or check.always:
+                with suppress(Exception):
+                    check.look(func, name, args, kwargs, out)
+
+    def during(self, call, args, kwargs):
+        contexts = self._tell("during", call, args, kwargs)
+        self._evaluations += not call.grad
+        module = call.function
+        looking = [check for check in self._first if check.looks_into(module)]
+        if looking and self._is_first(call.grad) and not is_compiled([*module.modules()]):
+            contexts.append(Within(looking))
+        return contexts
+
 
 def silent_faults(watch, more=()):
     """All checks of the folder silent/ and of its folders, if it is there, and these."""
     try:
         from .. import silent
     except ImportError:
-        return Listeners(more, watch.budget)
+        return Listeners(more, watch.hooks)
     found = [*more]
     for entry in pkgutil.walk_packages(silent.__path__, f"{silent.__name__}."):
         try:
@@ -263,4 +276,4 @@ def silent_faults(watch, more=()):
             is_check = isinstance(value, type) and issubclass(value, Events)
             if is_check and value.__module__ == module.__name__:
                 found.append(value(watch))
-    return Listeners(found, watch.budget)
+    return Listeners(found, watch.hooks)

@@ -352,7 +352,7 @@ class Counts(Events):
 
 def test_a_check_that_raises_ends_alone():
     good = Counts(None)
-    listeners = Listeners([Broken(None), good], Budget(1.0))
+    listeners = Listeners([Broken(None), good], Hooks(Budget(1.0)))
     listeners.over()
     listeners.over()
     assert good.n == 2 and len(listeners.failures) == 1
@@ -510,7 +510,7 @@ def test_a_call_and_a_write_cost_the_same_however_many_calls_are_held(monkeypatc
     monkeypatch.setattr("autopsy.watch.recorder.COPIED", 8)
     hooks = Hooks(Budget(1))
     recorder = hooks.recorder = CallRecorder(hooks)
-    recorder.listener = SimpleNamespace(silent=Listeners((), hooks.budget))
+    recorder.listener = SimpleNamespace(silent=Listeners((), hooks))
     recorder.calls, data = NeverSearched(), torch.arange(40.0)
     hooks.record(True)
     try:

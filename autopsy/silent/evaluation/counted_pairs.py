@@ -28,7 +28,7 @@ class CountedPairs(FirstFunctions):
     """Comparisons that make a square, and their sums."""
 
     functions = ("eq", "__eq__", *CASTS, *TOTALS, *CHOICES, *VIEWS)
-    is_due = True  # an evaluation comes when it comes
+    always = True  # an evaluation comes when it comes
 
     def __init__(self, watch):
         super().__init__(watch)
@@ -37,8 +37,8 @@ class CountedPairs(FirstFunctions):
         self.found = Counter()  # (line, shapes): sums
         self.looks = 0
 
-    def during(self, call, args, kwargs):
-        return ()
+    def looks_into(self, module):
+        return False
 
     def look(self, func, name, args, kwargs, out):
         t = args[0]

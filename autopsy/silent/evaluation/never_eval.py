@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ...frames import code_of, line_now, script_frames_now
-from ...watch.events import Events
+from ...watch.events import FirstFunctions
 from ...watch.following import LOSSES
 from .evaluation import MEANT
 from .left_in_eval import differs
@@ -41,13 +41,15 @@ class Evaluated:
         self.line, self.because = "", ""  # of the first row that is long enough; its `undone`
 
 
-class NeverEval(Events):
+class NeverEval(FirstFunctions):
     """Evaluations in train mode."""
 
     functions = (*COMPARES, *LOSSES, "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss")
+    recorded_only, always = False, True
 
     def __init__(self, watch):
-        self.hooks, self.passes = watch.hooks, 0
+        super().__init__(watch)
+        self.passes = 0
         self.trained = WeakSet()
         self.networks = WeakKeyDictionary()
         self.last = None  # the network that was evaluated last
@@ -83,7 +85,10 @@ class NeverEval(Events):
             seen.in_eval |= not module.training
             seen.undone = self.undone.get(module, "")
 
-    def computed(self, func, name, args, kwargs, out):
+    def looks_into(self, module):
+        return False
+
+    def look(self, func, name, args, kwargs, out):
         judges = name not in COMPARES or all(map(_is_labels, args[:2]))
         if judges and not self.hooks.script_grad():
             self._judge()

@@ -26,7 +26,7 @@ class Threshold(FirstFunctions):
     """What is done with the results of networks."""
 
     functions = (LOSS, "round", *HALF, *OTHER_LOSSES)
-    is_due = True  # an evaluation comes when it comes
+    always = True  # an evaluation comes when it comes
 
     def __init__(self, watch):
         super().__init__(watch)
@@ -34,9 +34,9 @@ class Threshold(FirstFunctions):
         self.compared = WeakKeyDictionary()  # network: {result: line of a comparison with 0.5}
         self.meant = WeakKeyDictionary()  # network: results that are compared with other numbers
 
-    def during(self, call, args, kwargs):
+    def looks_into(self, module):
         """Only losses: within a network nothing is its result."""
-        return super().during(call, args, kwargs) if isinstance(call.function, _Loss) else ()
+        return isinstance(module, _Loss)
 
     def look(self, func, name, args, kwargs, out):
         t = args[0] if args else kwargs.get("input")

@@ -158,7 +158,7 @@ class CallOrder(OutermostSteps):
                 if n >= OFTEN:
                     yield (
                         f"{seen.name} makes two steps with the gradients of one backward pass, at "
-                        f"{first} and at {second}, {n} times: remove one of them"
+                        f"{first} and at {second}, at least {n} times: remove one of them"
                     )
             for line, times in seen.wasted.items():
                 if len(times) >= max(OFTEN, SHARE * seen.windows):

@@ -29,14 +29,12 @@ METHODS = (
 class Unused(FirstFunctions):
     """Statements that are an expression."""
 
+    outside = False  # there somebody may only warm up
     functions = (*METHODS, *ARITHMETIC, *(f"__{name}__" for name in ARITHMETIC))
 
     def __init__(self, watch):
         super().__init__(watch)
         self.found = Counter()  # (line, its source): calls
-
-    def computed(self, func, name, args, kwargs, out):
-        """Outside of networks somebody may only warm up."""
 
     def look(self, func, name, args, kwargs, out):
         if not out.requires_grad or out is args[0]:
