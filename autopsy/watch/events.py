@@ -35,8 +35,8 @@ class Events:
     def switched(self, module, training):
         """train() or eval() of a module and all within it is over."""
 
-    def built(self, container):
-        """An nn.ModuleList or nn.Sequential was made."""
+    def built(self, made):
+        """An nn.ModuleList, an nn.Sequential or a learning rate scheduler was made."""
 
     def iterated(self, loader):
         """An iterator of a DataLoader begins. Returns contexts that are open while it is made: they
@@ -140,16 +140,9 @@ class FirstPasses(Events):
 
     def __init__(self, watch):
         self.recorder = watch.recorder
-        self.passes = Counter()  # line of backward(): how many
 
     def first(self, losses, line):
         """One of them begins."""
-
-    def backward(self, losses):
-        line = line_now()
-        if self.passes[line] < self.most:
-            self.passes[line] += 1
-            self.first(losses, line)
 
 
 class FirstFunctions(Events):
@@ -199,6 +192,7 @@ class Listeners:
         self.failures = []  # sentences
         self.hooks, self.budget = hooks, hooks.budget
         self._evaluations = 0  # calls of modules without gradients
+        self._passes = Counter()  # line of backward(): how many
         self._listen(checks)
         for name in NAMES:
             if name not in vars(Listeners):
@@ -213,9 +207,10 @@ class Listeners:
             self._recorded[name] = [(check, getattr(check, name)) for check in told]
             self._unrecorded[name] = [(check, getattr(check, name)) for check in always]
         self._checks = checks
-        self._first = [check for check in checks if isinstance(check, FirstFunctions)]
+        self._of_passes = [check for check in checks if isinstance(check, FirstPasses)]
+        self._of_functions = [check for check in checks if isinstance(check, FirstFunctions)]
         self.functions = {}  # name: the checks that are told of this function
-        for check in self._first:
+        for check in self._of_functions:
             for name in check.functions if check.outside else ():
                 self.functions.setdefault(name, []).append(check)
 
@@ -224,10 +219,13 @@ class Listeners:
         return bool((self._recorded if self.budget.recording else self._unrecorded)[event])
 
     def _tell(self, event, *args):
+        listening = self._recorded if self.budget.recording else self._unrecorded
+        return self._ask(listening[event], *args)
+
+    def _ask(self, listening, *args):
         """Returns what they answer, one after the other."""
         answers = []
-        listening = self._recorded if self.budget.recording else self._unrecorded
-        for check, method in listening[event]:
+        for check, method in listening:
             try:
                 answers += method(*args) or ()
             except Exception as error:
@@ -235,6 +233,13 @@ class Listeners:
                 self.failures.append(f"the check {name} failed ({said(error)}) and ended there")
                 self._listen([other for other in self._checks if other is not check])
         return answers
+
+    def backward(self, losses):
+        line = line_now()
+        first = [c for c in self._of_passes if self._passes[line] < c.most]
+        self._passes[line] += 1
+        self._ask([(check, check.first) for check in first], losses, line)
+        self._tell("backward", losses)
 
     def _is_first(self, grad):
         """Whether the step under way is looked at closely, or an evaluation."""
@@ -252,7 +257,7 @@ class Listeners:
         contexts = self._tell("during", call, args, kwargs)
         self._evaluations += not call.grad
         module = call.function
-        looking = [check for check in self._first if check.looks_into(module)]
+        looking = [check for check in self._of_functions if check.looks_into(module)]
         if looking and self._is_first(call.grad) and not is_compiled([*module.modules()]):
             contexts.append(Within(looking))
         return contexts

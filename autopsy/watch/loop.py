@@ -45,9 +45,9 @@ def watch_loop(hooks, deferred, silent):
             hooks.safely(silent.switched, module, mode)
         return out
 
-    def build(original, container, *args, **kwargs):
-        original(container, *args, **kwargs)
-        hooks.safely(silent.built, container)
+    def build(original, made, *args, **kwargs):
+        original(made, *args, **kwargs)
+        hooks.safely(silent.built, made)
 
     def iterate(original, loader):
         with ExitStack() as stack:
@@ -99,7 +99,7 @@ def watch_loop(hooks, deferred, silent):
     for owner in (torch.optim.Optimizer, nn.Module):
         hooks.wrap(owner, "zero_grad", clear)
     hooks.wrap(nn.Module, "train", switch)
-    for kind in (nn.ModuleList, nn.Sequential):
+    for kind in (nn.ModuleList, nn.Sequential, *_schedulers()):
         hooks.wrap(kind, "__init__", build)
     hooks.wrap(torch.utils.data.DataLoader, "__iter__", iterate)
     hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)

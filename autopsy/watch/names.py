@@ -31,6 +31,11 @@ class Names:
         """The script makes an optimizer, here."""
         self._makers[optimizer] = line_now()
 
+    @property
+    def optimizers(self):
+        """Those that live, and that the script has made."""
+        return [*self._makers]
+
     def of_optimizer(self, optimizer):
         """Its class, and the line that made it."""
         line = self._makers.get(optimizer)
@@ -62,14 +67,10 @@ def is_target(name):
     return bool(TARGETS.search(name))
 
 
-def living(kind):
-    """All objects of this class, and of those that inherit from it."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
-
-
 def modules():
     """All living modules but ours."""
-    return [module for module in living(nn.Module) if type(module) is not nn.Module]
+    living = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return [module for module in living if type(module) is not nn.Module]
 
 
 def names_of(roots):

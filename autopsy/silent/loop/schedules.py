@@ -11,14 +11,11 @@ rate that falls by a factor each time dies early.
 import re
 from collections import Counter
 from statistics import median_low
-from weakref import ref
-
-import torch
+from weakref import WeakSet, ref
 
 from ...frames import code_of, line_now, script_frames_now
 from ...tensors import few
 from ...watch.events import Events
-from ...watch.names import living
 from .passes import Loops
 
 FIRST = 3  # steps; then the schedulers are built
@@ -76,10 +73,15 @@ class Schedules(Events):
     def __init__(self, watch):
         self.names, self.optimizers = watch.names, {}
         self.loops = Loops()
+        self.made = WeakSet()  # schedulers
         self.counts_batches = False  # does the script give a cosine the length of something?
 
     def iterated(self, loader):
         self.loops.begin(loader)
+
+    def built(self, made):
+        if hasattr(made, "optimizer"):
+            self.made.add(made)
 
     def _of(self, optimizer):
         found = self.optimizers.get(id(optimizer))
@@ -116,8 +118,7 @@ class Schedules(Events):
                 seen.zero.pop(k, None)
         seen.steps += 1
         if seen.steps == FIRST and len(self.optimizers) <= MOST:
-            every = living(torch.optim.lr_scheduler.LRScheduler)
-            built = [type(x).__name__ for x in every if x.optimizer is optimizer]
+            built = [type(x).__name__ for x in self.made if x.optimizer is optimizer]
             code = code_of(script_frames_now())
             names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in built]
             written = any(re.search(rf"\b{x[1]}\.step\(", code) for x in names if x)

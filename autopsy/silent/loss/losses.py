@@ -62,12 +62,12 @@ class Losses(FirstPasses):
 
     def __init__(self, watch):
         super().__init__(watch)
-        self.has_loaded = False
+        self.is_fresh = True  # nothing was loaded, no backward pass was made
         self.found = {}  # what is wrong: {(line, is it the loss's, or that of backward()?): passes}
         self.untrained = ""  # of the first cross-entropy
 
     def loaded(self, module, state, answer):
-        self.has_loaded = True
+        self.is_fresh = False
 
     def first(self, losses, here):
         for loss in losses:
@@ -83,8 +83,9 @@ class Losses(FirstPasses):
             for what, at in misused:
                 self.found.setdefault(what, Counter())[at, bool(made)] += 1
             for node in nodes[:NEAR]:
-                if self.passes.total() == 1 and node.name() in NLL and not self.has_loaded:
+                if self.is_fresh and node.name() in NLL:
                     self.untrained = self.untrained or _first(node, line)
+        self.is_fresh = False
 
     def sentences(self):
         for what, lines in self.found.items():

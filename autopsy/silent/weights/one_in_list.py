@@ -35,13 +35,13 @@ class OneInList(Events):
         self.names, self.recorder = watch.names, watch.recorder
         self.built_at = WeakKeyDictionary()  # list in which an entry comes again: its frame
 
-    def built(self, container):
-        entries = [*container._modules.values()]
+    def built(self, made):
+        entries = [*getattr(made, "_modules", {}).values()]
         if len(entries) == len({*map(id, entries)}):
             return
         frames = script_frames_now()
         if len(frames) == 1:  # not by a library
-            self.built_at[container] = frames[0]
+            self.built_at[made] = frames[0]
 
     def sentences(self):
         if not (self.built_at and self.recorder.steps):

@@ -21,7 +21,6 @@ from ...tensors import numbers_of, type_of
 from ...watch.deferred import moved_by, params_of
 from ...watch.events import Events
 from ...watch.forward import Forward
-from ...watch.names import living
 from .gradient_path import DetachFinder, RecreatedParameters, leaves, where_zero, without_graph
 from .reasons import Reasons
 from .weight_history import READ, Followed
@@ -149,7 +148,7 @@ class Still(Events):
 
     def _find_idle(self):
         """Find optimizers that have made no step."""
-        for optimizer in living(torch.optim.Optimizer):
+        for optimizer in self.names.optimizers:
             for p in params_of(optimizer) if id(optimizer) not in self.optimizers else ():
                 self.weights.of(p).idle = type(optimizer).__name__
 
