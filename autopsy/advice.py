@@ -273,7 +273,7 @@ ALL_ZERO = (
     "{} of 0, and its argument is 0 in each place: find out why (a constant, a variance, a product "
     "that underflows): a clamp hides it; where it may be 0 by right, the clamp is the cure"
 )
-ROUNDED = "sqrt of {:.3g}, rounded from 0 or more: {}"
+ROUNDED = "sqrt of {:.3g}: if it is 0 that was rounded, {}; if not, find out why it is negative"
 ONLY_LATER = Advice(
     "a causal mask that is the wrong way round: each place sees only those after it, the last one "
     "none (is masked what should be seen, or == 0 for != 0?); to fill the last row hides it"

@@ -125,13 +125,22 @@ def _as_it_is(value):
 def carry_back(carried):
     for module, before in carried:
         for name, (value, held) in before.items():
+            vars(module)[name] = value
             if type(value) in KEPT:
-                value.clear()
-                value.__init__(held)  # the same object, filled again
+                carry(module, name, held)
             elif held is not value:
                 with torch.autograd._unsafe_preserve_version_counter(value):
                     value.copy_(held)
-            vars(module)[name] = value
+
+
+def carry(module, name, value):
+    """The module carries this from now on; a list or dict stays the same object, filled again."""
+    own = vars(module)[name]
+    if type(own) in KEPT:
+        own.clear()
+        own.__init__(value)
+    else:
+        vars(module)[name] = value
 
 
 def rng_states(device: torch.device | str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ for i in range(200):
 """, "T_max=100", "T_max=200"),
     "optimizers step again after the loss scaler": Row(
         "github.com/IAHispano/Applio/pull/860", "order",
-        r"SGD makes two steps .* at script.py:\d+ in <module> and at script.py:\d+ in .*, at least \d\d",
+        r"SGD makes two steps .* at script.py:\d+ in <module> and at .*, at least \d\d times",
         """
 G, D = nn.Linear(4, 8), mlp(1); s = torch.amp.GradScaler("cpu", init_scale=64.0)
 g, d = torch.optim.SGD(G.parameters(), 1e-4), torch.optim.Adam(D.parameters(), 1e-4)
@@ -1017,6 +1017,19 @@ for i in range(40):
     for loss in losses:
         for one, other in zip(slopes(loss), middle): penalty += (one - other).pow(2).sum()
     opt.zero_grad(); (mean + 10 * penalty).backward(); opt.step()
+""", "retain_graph=True)", "create_graph=True)"),
+    "a derivative without a graph that is fitted": Row(
+        "github.com/pytorch/pytorch/issues/31984", "path",
+        r"a term of the loss trains nothing: it is made of the gradient that script.py:\d+",
+        """
+net = nn.Sequential(nn.Linear(3, 30), nn.ReLU(), nn.Linear(30, 1))
+opt = torch.optim.Adam(net.parameters(), 3e-3)
+for i in range(40):
+    x = torch.randn(64, 3).requires_grad_(); opt.zero_grad(); out = net(x)
+    y, z = x.detach().sin().sum(1, keepdim=True), x.detach().cos().sum(1, keepdim=True)
+    slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    loss = nn.MSELoss()(out, y) + nn.MSELoss()(slope.sum(-1).unsqueeze(-1), z)
+    loss.backward(); opt.step()
 """, "retain_graph=True)", "create_graph=True)"),
     "frames flattened before the classes": Row(
         "github.com/weirme/FCSN/issues/32", "shape",

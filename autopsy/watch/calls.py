@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map
 
 from ..frames import call_from
-from ..step import carry_back, put_back, set_rng_states
+from ..step import carry, carry_back, put_back, set_rng_states
 from ..tensors import device_of, inner_tensors, leaves, storage_of
 
 BACKWARD = torch.autograd.backward
@@ -55,6 +55,7 @@ class Call:
     autocast: list = ()  # (device, dtype)
     rng: dict | None = None
     carried: list = ()  # of a module, before the call: see carried_by()
+    states: list = ()  # what it carries that earlier calls made: (module, name, with ResultRefs)
     left: list = ()  # what the call wrote of these: (module, name)
     buffers: dict = field(default_factory=dict)  # in training: before this step's first call
     shape: tuple = ()  # of a module's first input
@@ -73,8 +74,9 @@ class Call:
         return [*inner_tensors((self.args, self.kwargs))]
 
     def uses(self):
-        """The results of other calls among its arguments."""
-        return [x for x in leaves((self.args, self.kwargs)) if isinstance(x, ResultRef)]
+        """The results of other calls among its arguments, and in what it carries."""
+        states = [state for *_, state in self.states]
+        return [x for x in leaves((self.args, self.kwargs, states)) if isinstance(x, ResultRef)]
 
     def leads_to(self, numbers):
         """Whether it is one of these calls, or writes into one of these storages."""
@@ -104,6 +106,9 @@ class Call:
         for frame in self.frames:
             function = partial(call_from(frame), function)
         carry_back(self.carried)
+        for module, name, state in self.states:
+            with suppress(KeyError):  # else it is as it was
+                carry(module, name, tree_map(stand_in, state))
         with ExitStack() as stack:
             stack.enter_context(torch._C._EnableTorchFunction())  # see Hooks.safely
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -121,7 +126,8 @@ class Call:
             tensors = [t for _, t in inner_tensors((out, left))]
         given = leaves((self.args, self.kwargs)) if tensors else ()
         weights = isinstance(self.function, nn.Module)
-        weights = weights or any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        if self.name != "requires_grad_":  # of a batch, say: it asks for a gradient only now
+            weights = weights or any(isinstance(x, Tensor) and x.requires_grad for x in given)
         data = not weights and all(x.data for x in given if isinstance(x, ResultRef))
         return {
             ResultRef(self.number, k, self.frames, data, id(storage_of(t))): t

@@ -100,7 +100,7 @@ class Findings:
         self.reads[read] += 1
         single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
         results = [t.detach()] if loss and not span.is_mask else ()
-        unknown = results and not self.recorder.whole
+        unknown = (results or (read.made == "nan" and single)) and not self.recorder.whole
         if unknown or (made and (loss or (read.made == "nan" and single))):
             targets = [made.number] if made else []
             self.later(f"the script read {read}", targets, results, seen=Seen.READ)
@@ -161,12 +161,13 @@ class Findings:
         return verdict_on_origin(origin) if origin else None
 
     def later(self, symptom, targets, results=(), seen=Seen.COMPUTED, about=None):
-        """Explain it now and report it at the end. Only a loss is worth a second run. `about`: the
-        Source that is bad. Return whether there will be a report."""
+        """Explain it now and report it at the end. In a step that was not recorded a second run
+        must see it, too, but for a loss. `about`: the Source that is bad. Return whether there will
+        be a report."""
         self.deferred.transfer()  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
             report = self.explain(targets, results)
-            doubtful = not (results or self.recorder.whole) and seen is Seen.COMPUTED
+            doubtful = not (results or self.recorder.whole)
             if not ((report and report.op) or results or doubtful):
                 return False
             if report or self.recorder.whole or not self.symptom:

@@ -140,9 +140,11 @@ class Hooks:
         self._signals = []  # that came while a hook ran: (handler of the script, its arguments)
 
     def close(self):
+        """Within a hook, where no mode of torch is on, what was wrapped is as before at its end."""
         self.record(False)
         self.on, self.locator = False, None
-        self.undo.close()
+        if not self.busy:
+            self.undo.close()
 
     def record(self, on):
         """Switch the recorder on or off: it is off inside modules and optimizers, and in a step
@@ -202,6 +204,8 @@ class Hooks:
             if locator:
                 locator.paused = False
             self.record(self.writing and self.on)
+            if not self.on:
+                self.close()
             while self._signals:  # what a handler raises is the script's
                 handler, args = self._signals.pop(0)
                 handler(*args)

@@ -8,14 +8,14 @@ it has made and written is noted, to be read with the next gradients.
 
 import sys
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
 from ..frames import line_now, script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
-from ..tensors import batched, device_of, inner_tensors, storage_of
+from ..tensors import batched, device_of, flat_tensors, inner_tensors, storage_of
 from .calls import ResultRef
 from .hooks import is_of_fabric, walk
 
@@ -31,6 +31,7 @@ class OutermostCalls:
         self.call = None  # under way
         self.versions = []  # of the tensors that it was given
         self.writers = WeakSet()  # modules that write into what they are given
+        self.left = WeakKeyDictionary()  # module: names under which its calls have left tensors
         self.noted = set()  # (module, its mode) of a step that is not recorded
         self.trainers = WeakSet()  # modules whose forward makes steps of an optimizer
         self.trained = None  # the last module that was trained: it lives until the script's end
@@ -126,6 +127,11 @@ class OutermostCalls:
         call.shape = next((t.shape for t in batched(given)), ())
         call.uninitialised = any(map(self.recorder.is_uninitialised, given))
         call.carried = carried_by(module)
+        call.states = [
+            (m, name, self.recorder.with_makers(before[name][1]))
+            for m, before in call.carried
+            for name in self.left.get(m, set()) & before.keys()
+        ]
         if call.grad and module.training:
             earlier = self.recorder.copied.setdefault(module, call)
             call.buffers = earlier.buffers or copied_buffers(module)
@@ -145,6 +151,9 @@ class OutermostCalls:
             for name, value in attributes_of(m).items()
             if type(value) in KEPT or value is not before.get(name, (None,))[0]
         ]
+        for m, name in call.left:
+            if flat_tensors(vars(m).get(name)):
+                self.left.setdefault(m, set()).add(name)
         self.recorder.done(call, out)
         written = [b for n, b in module.named_buffers() if n in call.buffers]
         entries = self.deferred.entries(written, partial(self.watch.checks.check_buffer, call))

@@ -309,6 +309,10 @@ class CallRecorder(TorchFunctionMode):
         made = self.known.get(t)
         return made if made and self.holds(made.number) else None
 
+    def with_makers(self, tree):
+        """The same with what made each tensor in its place, where that can be made again."""
+        return tree_map(lambda x: (isinstance(x, Tensor) and self.maker(x)) or x, tree)
+
     def holds(self, number):
         return number > self.start or number in self.tables
 

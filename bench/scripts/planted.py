@@ -2119,3 +2119,72 @@ tells("how a run begins", BEGINNINGS, 3, {
     "target": "the target of kl_div is negative ... or log_target=True",
 })
 tells("how a run begins", BEGINNINGS, 0, {"": "nothing non-finite"})
+
+CARRIES = PREAMBLE + """
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.given, self.kept = nn.Linear(4, 4), nn.Linear(4, 4)
+    def start(self): self.state, self.past = torch.full((2, 4), 0.5), []
+    def forward(self, x=None):
+        x = torch.ones(2, 4) if x is None else x
+        before = self.past[-1] if fault == "listed" and self.past else self.state
+        h = torch.tanh(self.given(x) + self.kept(before))
+        self.state = (h if fault else h.square() + 1) ** 1.5  # here
+        self.past.append(self.state)
+        return torch.sigmoid(h)
+
+cell = Cell(); optimizer = torch.optim.SGD(cell.parameters(), 0.1)
+for step in range(3):
+    cell.start(); optimizer.zero_grad()
+    for x in torch.randn(5, 2, 4): cell(x)
+    loss = F.mse_loss(torch.stack([cell() for _ in range(4)]), torch.ones(4, 2, 4))
+    loss.backward(); optimizer.step()
+"""
+NEGATIVE_BASE = "-> divergence ... pow of a negative number"
+tells("a module carries its state from call to call", CARRIES, 3, {
+    "carried": NEGATIVE_BASE, "listed": NEGATIVE_BASE})
+tells("a module carries its state from call to call", CARRIES, 0, {"": "nothing non-finite"})
+
+ONCE_MORE = PREAMBLE + """
+net = nn.Sequential(nn.Conv1d(2, 16, 1), nn.ReLU(), nn.Dropout(0.1), nn.Conv1d(16, 3, 1))
+class Points(nn.Module):
+    def __init__(self): super().__init__(); self.net = net
+    def forward(self, x):  # [clouds, 2, points]
+        n, _, points = x.shape
+        scores = self.net(x) if fault == "mixed" else self.net(x).transpose(1, 2)
+        return scores.reshape(-1, 3).log_softmax(1).view(n, points, 3)
+model = Points(); optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+def batch(n):
+    x = torch.randn(n, 2, 20)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0)
+X, Y = batch(30)
+for step in range(60):
+    x, y = batch(6 - (step % 4 == 3)); model.train()
+    loss = F.nll_loss(model(x).view(-1, 3), y.view(-1, 1)[:, 0])
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if step % 12 == 11:
+        if fault != "in train mode": model.eval()
+        with torch.no_grad(): print((model(X).argmax(2) == Y).float().mean())
+"""
+tells("one batch is evaluated, and classes are viewed twice", ONCE_MORE, 0, {
+    "": "nothing non-finite -- not whose numbers",
+    "in train mode": "Points is evaluated in train mode ... and never in eval mode",
+    "mixed": "takes [120, 3], a view of [6, 3, 20] whose numbers stay in their order",
+})
+
+TWICE_DERIVED = PREAMBLE + """
+net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(30):
+    x = torch.rand(20, 1).requires_grad_(); u = net(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=not fault, retain_graph=True)  # here
+    wave = F.mse_loss(bend + 9 * u - x.detach().sin(), torch.zeros(20, 1))
+    optimizer.zero_grad(); (wave + net(torch.zeros(1, 1)).square().sum()).backward()
+    optimizer.step()
+"""
+tells("an equation with a second derivative", TWICE_DERIVED, 0, {
+    "": "nothing non-finite -- not trains nothing",
+    "no graph": "a term of the loss trains nothing: it is made of the gradient that script.py",
+})

@@ -119,6 +119,52 @@ def test_the_second_run_can_be_refused_and_from_step_needs_none(run):
           "divergence")
 
 
+UNWRITTEN = """
+import sys, torch
+net = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+garbage = [torch.full((40, 1), torch.nan) for _ in range(200)]; del garbage
+for step in range(5):
+    returns = torch.Tensor(40, 1)  # of memory that held NaN
+    for i in range(40): returns[i, 0] = i / 40
+    loss = (net(torch.ones(40, 4)) * returns).square().mean()
+    if len(sys.argv) > 1 and step == 3: loss = (0 * loss - 1).log()  # bad
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+print("the end")
+"""
+
+
+def test_where_every_operation_is_watched_memory_that_is_written_later_is_no_fault(run):
+    done = run(UNWRITTEN, before=("--from-step", "0"))
+    assert done.returncode == 0 and "nothing non-finite" in done.stderr, done.stderr
+    done = run(UNWRITTEN, "bad", before=("--from-step", "0"))
+    named(done, UNWRITTEN, "bad", "divergence")
+    assert "the end" not in done.stdout and "failed" not in done.stderr
+
+
+READS = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+policy, bad = nn.Linear(4, 2), sys.argv[1:] == ["bad"]
+for episode in range(30):
+    for _ in range(60):
+        torch.distributions.Categorical(logits=policy(torch.randn(4))).sample().item()
+    loss = policy(torch.randn(8, 4)).square().mean()
+    grads = torch.autograd.grad(loss, policy.parameters())
+    flat = torch.cat([g.flatten() for g in grads]).detach()
+    sign = -1 if bad and episode == 25 else 1
+    size = torch.sqrt(sign * flat.square().sum())  # bad
+    print(episode, size)
+    with torch.no_grad():
+        for p, g in zip(policy.parameters(), grads): p.add_(g, alpha=-0.01)
+"""
+
+
+def test_a_nan_that_is_read_in_a_step_that_was_not_recorded_is_found_in_a_second_run(run):
+    assert run(READS, before=("--share", "0")).returncode == 0
+    named(run(READS, "bad", before=("--share", "0")), READS, "bad", "divergence", runs=2)
+
+
 def test_a_fault_before_the_step_to_begin_with_is_said_to_be_early_and_samples_are_positions(run):
     done = run(CLASSIFIER, "division", before=("--from-step", "5"))
     assert "this is before step 5" in done.stderr and " (from 0)" in done.stderr

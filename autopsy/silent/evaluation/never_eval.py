@@ -3,27 +3,30 @@ Never eval: is a network evaluated as in training, because nobody called eval()?
 
 Dropout then drops in an evaluation, and BatchNorm takes each batch's own statistics and moves its
 running ones, and nothing fails. Told is a network that was trained and never called in eval mode,
-of which a loss, or a comparison with whole numbers, was computed without gradients after each of
-several calls that follow each other, with no backward pass between; and one that is evaluated so
-because train() came right after eval(). No word where train() alone was called before, where a copy
-is evaluated in eval mode, or such calls come before each step (to choose samples, or how far it
-goes), of a script that speaks of drawing in an evaluation (MC dropout), nor of one whose modules
-work alike in both modes.
+of which a loss, or a comparison with whole numbers, was computed without gradients: after each of
+several calls that follow each other, with no backward pass between, or with the same batch again
+and again. Told is also one that is evaluated so because train() came right after eval().
+No word where train() alone was called before, where a copy is evaluated in eval mode, or such calls
+come before each step (to choose samples, or how far it goes), of a script that speaks of drawing in
+an evaluation (MC dropout), nor of one whose modules work alike in both modes.
 """
 
 import re
+from collections import Counter
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ...frames import code_of, line_now, script_frames_now
+from ...tensors import batched, flat_tensors, numbers_of
 from ...watch.events import FirstFunctions
 from ...watch.following import LOSSES
 from .evaluation import MEANT
 from .left_in_eval import differs
 
-OFTEN = 3  # calls that follow each other
+OFTEN = 3  # calls that follow each other, or rows with one batch
+SAMPLE = 16  # numbers of a batch
 PASSES = 6  # backward passes for one such row, at least
 COMPARES = ("eq", "__eq__")
 ALSO_MEANT = re.compile("transductiv|batch stat|test[- _]?time|ensembl|thompson|pix2pix|armijo|"
@@ -37,6 +40,8 @@ class Evaluated:
         self.in_eval = False  # ever
         self.judged = 0  # calls since the last backward pass
         self.rows = 0  # of such calls
+        self.batches = Counter()  # a few numbers of what it was given: in how many rows
+        self.now = set()  # those of the row under way
         self.undone = ""  # line of a train() right after eval(), before these
         self.line, self.because = "", ""  # of the first row that is long enough; its `undone`
 
@@ -53,6 +58,7 @@ class NeverEval(FirstFunctions):
         self.trained = WeakSet()
         self.networks = WeakKeyDictionary()
         self.last = None  # the network that was evaluated last
+        self.given = ()  # a few numbers of what a network was given last
         self.copies = set()  # shapes of those that do not train, and are evaluated in eval mode
         self.in_eval = WeakSet()  # modules that were not called since their eval()
         # Since the last backward pass:
@@ -71,6 +77,12 @@ class NeverEval(FirstFunctions):
             self.in_eval -= parts
         else:
             self.in_eval |= parts
+
+    def during(self, call, args, kwargs):
+        if not call.grad and call.function in self.trained and call.function.training:
+            t = next(batched(flat_tensors((args, kwargs))), None)
+            self.given = () if t is None else (t.shape, *_some(t))
+        return ()
 
     def evaluated(self, module):
         self.in_eval.discard(module)
@@ -97,7 +109,9 @@ class NeverEval(FirstFunctions):
         seen, self.last = self.last, None  # once a call
         if seen and (seen.undone or not seen.in_eval):
             seen.judged += 1
-            if seen.judged == OFTEN and not seen.line:
+            seen.now.add(self.given)
+            again = self.given and seen.batches[self.given] == OFTEN - 1
+            if (seen.judged == OFTEN or again) and not seen.line:
                 code = code_of(script_frames_now())
                 meant = MEANT.search(code) or ALSO_MEANT.search(code)
                 seen.line, seen.because = "" if meant else line_now(), seen.undone
@@ -109,6 +123,8 @@ class NeverEval(FirstFunctions):
         for seen in self.networks.values():
             seen.rows += seen.judged > 0
             seen.judged = 0
+            seen.batches.update(seen.now)
+            seen.now.clear()
 
     def wrote(self, line, weights, name, given):
         """A search along a line tries weights."""
@@ -132,6 +148,11 @@ class NeverEval(FirstFunctions):
                     f"so with {' and '.join(parts)} as in training: call eval() before an "
                     "evaluation, and train() after it"
                 )
+
+
+def _some(t):
+    flat = numbers_of(t.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].tolist()
 
 
 def _shapes(module):

@@ -31,23 +31,25 @@ class OtherOrder(FirstFunctions):
 
     def __init__(self, watch):
         super().__init__(watch)
-        self.flat = WeakIdKeyDictionary()  # tensor: the shape of what was viewed as it
+        self.flat = WeakIdKeyDictionary()  # tensor: the shape of what was first viewed as it
         self.channels_first = WeakIdKeyDictionary()  # what a convolution made, and views of it
-        self.looks, self.found = Counter(), {}  # line: calls; a sentence
+        self.looks, self.wrong = Counter(), Counter()  # line: calls
+        self.text = {}  # line: a sentence
 
     def look(self, func, name, args, kwargs, out):
         if name in LOSSES:
             results, labels = (*args, *kwargs.values())[:2]
-            text = self._compared(results, labels)
-            self.looks[line_now()] += 1
-            self.found.setdefault(text, Counter())[line_now()] += 1
+            line, text = line_now(), self._compared(results, labels)
+            self.looks[line] += 1
+            self.wrong[line] += bool(text)
+            self.text.setdefault(line, text)
         elif name in CONVOLUTIONS:
             self.channels_first[out] = True
         else:
             if args[0] in self.channels_first:
                 self.channels_first[out] = True
             if name in VIEWS:
-                self.flat[out] = [*args[0].shape]
+                self.flat[out] = self.flat.get(args[0], [*args[0].shape])
             elif args[0] in self.flat and out.shape[:1] == args[0].shape[:1]:
                 self.flat[out] = self.flat[args[0]]
 
@@ -74,7 +76,6 @@ class OtherOrder(FirstFunctions):
         return ""
 
     def sentences(self):
-        for text, lines in self.found.items():
-            for line, n in lines.items():
-                if text and n >= OFTEN and n == self.looks[line]:
-                    yield f"the loss at {line} {text}"
+        for line, n in self.wrong.items():
+            if OFTEN <= n == self.looks[line]:
+                yield f"the loss at {line} {self.text[line]}"

@@ -4,14 +4,16 @@ Penalties: does a gradient penalty train nothing?
 autograd.grad() without create_graph=True gives a gradient that has no graph: a penalty on its norm
 is a number, and the sum with the loss trains as if it were not there. Among the calls of a step it
 follows such gradients, through calls that are given nothing else with a graph, to a sum that is the
-loss of a backward pass. What multiplies a part of the loss, or becomes weights (a first-order
-meta-gradient), is meant so.
+loss of a backward pass; a second derivative (of a gradient that has a graph) through squares and
+losses, too. What multiplies a part of the loss, or becomes weights (a first-order meta-gradient),
+is meant so.
 """
 
 from collections import Counter
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from ...frames import line_of
 from ...tensors import flat_tensors
@@ -20,6 +22,9 @@ from .constant_term import ADDS, SCALES
 
 OFTEN = 3  # backward passes
 CREATES = 4  # where create_graph stands among the arguments
+SUBTRACTS = ("sub", "rsub", "isub")
+SIZES = ("pow", "square", "abs", "mean", "sum", "norm", "mse_loss", "l1_loss", "smooth_l1_loss",
+         "huber_loss")  # fmt: skip
 
 
 class Penalties(Events):
@@ -47,18 +52,37 @@ class Penalties(Events):
                 )
 
 
-def _is_without_graph(call):
+def _has_graph(call):
+    """Whether it is a gradient that has a graph; None: it is none."""
     if call.function is not torch.autograd.grad:
-        return False
+        return None
     given = call.args[CREATES:] or (call.kwargs.get("create_graph"),)
-    return not given[0]
+    return bool(given[0])
+
+
+def _is_without_graph(call):
+    return _has_graph(call) is False
+
+
+def _second_derivatives(calls):
+    """The lines of gradients without a graph, of what was made of gradients with one."""
+    made, lines = set(), set()  # made: numbers of calls
+    for call in calls:
+        has_graph, of_gradient = _has_graph(call), any(r.number in made for r in call.uses())
+        if has_graph or (of_gradient and has_graph is None):
+            made.add(call.number)
+        elif of_gradient:
+            lines.add(line_of(call.frames))
+    return lines
 
 
 def _sums(calls):
     """{number of a call: the lines of the gradients that are added to something else there}"""
     terms, sums = {}, {}  # number of a call: lines
+    second = _second_derivatives(calls)
     for call in calls:
-        name, refs = call.name.strip("_"), [ref.number for ref in call.uses()]
+        name = call.name.strip("_")
+        refs = [ref.number for ref in call.uses() if not ref.data]
         if _is_without_graph(call):
             terms[call.number] = {line_of(call.frames)}
             continue
@@ -72,8 +96,11 @@ def _sums(calls):
             terms[call.number] = set().union(*lines)
         elif name in ADDS and lines and not weights:
             sums[call.number] = set().union(*lines)
-        if name in (*ADDS, *SCALES):
-            carried = [sums[number] for number in others if number in sums]
-            if carried:
-                sums[call.number] = sums.get(call.number, set()).union(*carried)
+        carried = set().union(*(sums[number] for number in others if number in sums))
+        if name in SIZES or isinstance(call.function, _Loss):
+            carried &= second
+        elif name not in (*ADDS, *SUBTRACTS, *SCALES):
+            continue
+        if carried:
+            sums[call.number] = sums.get(call.number, set()) | carried
     return sums
