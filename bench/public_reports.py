@@ -1031,6 +1031,16 @@ for i in range(40):
     loss = nn.MSELoss()(out, y) + nn.MSELoss()(slope.sum(-1).unsqueeze(-1), z)
     loss.backward(); opt.step()
 """, "retain_graph=True)", "create_graph=True)"),
+    "a warm-up that begins at 0 and moves once a pass": Row(
+        "github.com/meta-pytorch/torchtune/issues/2010", "order",
+        r"the lr of SGD was 0 in its first 20 steps, of 80: .*LambdaLR at script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
+rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: min(k / 8, 1.0))
+for i in range(80):
+    x, y = labels(i); opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    if i % 20 == 19: rate.step()
+""", "    if i % 20 == 19: rate.step()\n", "    rate.step()\n"),
     "frames flattened before the classes": Row(
         "github.com/weirme/FCSN/issues/32", "shape",
         r"the loss at script.py:\d+ .* takes \[320, 2\], a view of \[16, 2, 20\] whose",

@@ -232,7 +232,8 @@ class CallRecorder(TorchFunctionMode):
         return isinstance(t, nn.Parameter) or storage_of(t) in self.weights
 
     def _is_weight(self, t):
-        return t.is_floating_point() and (self._holds_a_weight(t) or t.requires_grad)
+        by_hand = t.requires_grad and t.is_leaf
+        return t.is_floating_point() and (self._holds_a_weight(t) or by_hand)
 
     def _wrote_together(self, name, tensors, *values):
         """A foreach function: into each weight among `tensors`, from the k-th of each list."""

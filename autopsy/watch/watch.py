@@ -32,6 +32,8 @@ from .outermost import OutermostCalls
 from .recorder import CallRecorder
 from .scaling import Scaling
 
+TOGETHER = 4  # steps that are not recorded: in them a module that trains is noted once
+
 
 class Watch:
     """The hooks around a script."""
@@ -277,7 +279,8 @@ class Watch:
         if not was_recorded:
             self.go_on(self.budget.recording)
         self.losses, self.deferred.clipped = [], []
-        self.outermost.noted.clear()
+        if was_recorded or self.budget.steps % TOGETHER == 0:
+            self.outermost.noted.clear()
         self._watch_operations()
         self.silent.over()
 

@@ -35,6 +35,7 @@ class Scheduled:
         self.alive, self.name, self.steps = ref(optimizer), type(optimizer).__name__, 0
         self.groups = 0
         self.zero = {}  # group: the step since which its rate is 0
+        self.late = {}  # group: the first step with another rate, if all before had 0
         self.rate = self.highest = 0.0
         self.built = ()  # classes of schedulers
         self.awaits = False  # does the script call step() of one by name?
@@ -114,8 +115,8 @@ class Schedules(Events):
             known = isinstance(rate, float | int)  # not on a device
             if known and rate == 0 and any(p.grad is not None for p in group["params"]):
                 seen.zero.setdefault(k, seen.steps)
-            elif not known or rate:
-                seen.zero.pop(k, None)
+            elif (not known or rate) and seen.zero.pop(k, None) == 0:
+                seen.late[k] = seen.steps
         seen.steps += 1
         if seen.steps == FIRST and len(self.optimizers) <= MOST:
             built = [type(x).__name__ for x in self.made if x.optimizer is optimizer]
@@ -137,6 +138,15 @@ class Schedules(Events):
                 params = seen.alive().param_groups[k]["params"] if seen.alive() else ()
                 names = few([*map(self.names.of, params[:4]), *params[4:]], 4) or f"group {k}"
                 yield f"the lr of {names} was 0 {when}: they do not move ({seen.why_zero()})"
+        late = min(seen.late.values(), default=0)
+        if len(seen.late) == seen.groups and late >= max(LATE, seen.steps / 10):
+            moves = [(kind, line, n) for (kind, line, _), (n, _) in seen.moves.items()]
+            made = [f"{kind} at {line} made {n} steps" for kind, line, n in moves]
+            yield (
+                f"the lr of {seen.name} was 0 in its first {late} steps, of {seen.steps}: "
+                f"{few(made, 2) or 'the script sets it'}: is a schedule that is meant for each "
+                "update called once a pass?"
+            )
         often = seen.often()
         if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"

@@ -17,6 +17,7 @@ from torch.nn.modules.loss import _Loss
 
 from ...frames import line_of
 from ...tensors import flat_tensors
+from ...watch.deferred import params_of
 from ...watch.events import Events
 from .constant_term import ADDS, SCALES
 
@@ -33,15 +34,31 @@ class Penalties(Events):
     recorded_only = True
 
     def __init__(self, watch):
-        self.recorder = watch.recorder
+        self.recorder, self.names = watch.recorder, watch.names
         self.found = Counter()  # line of autograd.grad(): backward passes
 
     def backward(self, losses):
         calls = self.recorder.of_this_step
         if any(map(_is_without_graph, calls)):
-            sums = _sums(calls)
+            sums = _sums(calls, *self._trained(calls))
             made = [self.recorder.maker(loss) for loss in losses]
             self.found.update({line for ref in made if ref for line in sums.get(ref.number, ())})
+
+    def _trained(self, calls):
+        """The numbers of calls that weights have a part in, and of those that are given weights."""
+        held = {id(p) for optimizer in self.names.optimizers for p in params_of(optimizer)}
+        trained, own = set(), set()
+        for call in calls:
+            given = flat_tensors((call.args, call.kwargs))
+            weights = any(isinstance(t, nn.Parameter) or id(t) in held for t in given)
+            is_network = isinstance(call.function, nn.Module) and any(
+                p.requires_grad for p in call.function.parameters()
+            )
+            if weights or is_network:
+                own.add(call.number)
+            if call.number in own or any(ref.number in trained for ref in call.uses()):
+                trained.add(call.number)
+        return trained, own
 
     def sentences(self):
         for line, n in self.found.items():
@@ -76,25 +93,22 @@ def _second_derivatives(calls):
     return lines
 
 
-def _sums(calls):
+def _sums(calls, trained, own):
     """{number of a call: the lines of the gradients that are added to something else there}"""
     terms, sums = {}, {}  # number of a call: lines
     second = _second_derivatives(calls)
     for call in calls:
         name = call.name.strip("_")
-        refs = [ref.number for ref in call.uses() if not ref.data]
-        if _is_without_graph(call):
-            terms[call.number] = {line_of(call.frames)}
-            continue
+        refs = [ref.number for ref in call.uses() if ref.number in trained]
         lines = [terms[number] for number in refs if number in terms]
         others = [number for number in refs if number not in terms]
-        weights = any(t.requires_grad for t in flat_tensors((call.args, call.kwargs)))
-        weights |= isinstance(call.function, nn.Module) and any(
-            p.requires_grad for p in call.function.parameters()
-        )
-        if lines and not (others or weights):
+        if _is_without_graph(call):
+            if refs:
+                terms[call.number] = {line_of(call.frames)}
+            continue
+        if lines and not others and call.number not in own:
             terms[call.number] = set().union(*lines)
-        elif name in ADDS and lines and not weights:
+        elif lines and name in ADDS and call.number not in own:
             sums[call.number] = set().union(*lines)
         carried = set().union(*(sums[number] for number in others if number in sums))
         if name in SIZES or isinstance(call.function, _Loss):
