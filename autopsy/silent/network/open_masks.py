@@ -12,7 +12,6 @@ any mask has two values, nothing is told.
 import inspect
 import re
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 
@@ -24,19 +23,11 @@ from ...watch.calls import named_arguments
 from ...watch.events import Events
 from ...watch.graph import nodes_of
 from ..loss.losses import NEAR, NLL
+from ..loss.padding import ROWS, padding_of
 from ..loss.shifted_labels import labels_of
 
 OFTEN = 4  # steps
-ROWS, VALUES = 4, 8  # of ids, at least
 OTHER = re.compile("loss|label|target|tgt|causal|head|mlm|drop|span|action|legal|valid")
-
-
-class Padding(NamedTuple):
-    """What ids are padded with."""
-
-    value: int
-    side: str
-    at: torch.Tensor  # True there
 
 
 class OpenMasks(Events):
@@ -137,21 +128,3 @@ def _counts(node, ids, at):
     if labels.numel() == ids.numel() and node.name() in NLL:
         return not (labels.view(ids.shape)[at] < 0).all()
     return labels.shape[:1] != ids.shape[:1] or 2 * labels.numel() > ids.numel()
-
-
-def padding_of(ids):
-    """One value that stands at the ends of rows only, or at their beginnings; or None."""
-    if ids.dim() != 2 or len(ids) < ROWS or type(ids) not in PLAIN:
-        return None
-    for side, turned in (("end", ids.flip(1)), ("begin", ids)):
-        value = turned[:, 0].mode().values
-        same = turned == value
-        runs = same.long().cumprod(1).sum(1)
-        lengths = runs[runs > 0].unique()
-        if runs.sum() != same.sum() or len(lengths) < 2 or lengths[-1] < 2:
-            continue
-        moves = turned.diff().masked_fill(same[:, 1:] | same[:, :-1], 0)
-        mixed = (moves > 0).any(1) & (moves < 0).any(1)  # else they count: segments, positions
-        if len(ids.unique()) > VALUES and 2 * mixed.sum() > len(ids):
-            return Padding(int(value), side, ids == value)
-    return None

@@ -14,8 +14,8 @@ import torch
 
 from ...frames import line_now
 from ...watch.events import FirstFunctions
+from ..loss.padding import padding_of
 from .batch_first import HIDDEN
-from .open_masks import padding_of
 
 OFTEN = 3  # calls at one line
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from ...tensors import HALF, few
 from ...watch.names import is_target
-from .weight_history import READ
+from .outside import Outside
+from .weight_history import READ, names_of
 
 CUTS = {
     "": "look between them and the loss for detach(), .data, item(), NumPy, torch.tensor()",
@@ -59,33 +60,40 @@ class Reasons:
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
                     f"and the loss depends on them: {(not without and cut[0].end) or why}"
                 )
-        yield from self._idle()
-        yield from self._in_no_optimizer()
-        yield from self._frozen_between()
+        yield from Outside(self.living, self.still).sentences()
 
     def _names(self, weights):
-        names = [w.name if w.unlisted else self.names.of(w.p) for w in weights[:4]]
-        return few([*names, *weights[4:]], 4)
+        return names_of(weights, self.names)
 
     def _of(self, seen, mine):
         """Sentences about one optimizer."""
         if not seen.fed and not all(w.shared for w in mine):
-            why = "no backward pass has reached them"
-            if self.names.roots:
-                why = "it holds other tensors than the modules that were called (was it built "
-                why += "before the model was copied, moved or replaced?)"
-            if not any(w.p.requires_grad for w in mine):
-                why = "requires_grad is False for each"
-            elif end := self.still.leads_nowhere or seen.end:
-                why = end
-            elif any(w.module for w in mine):
-                why = "is zero_grad() called between backward() and step()?"
-            yield (
-                f"{seen.made} has made {seen.steps} steps, and none of its {len(mine)} parameters "
-                f"had a gradient in any: {why}"
-            )
+            yield self._never_fed(seen, mine)
         fed = [w for w in mine if w.fed and not w.masters and float(w.rate)]
         still = [w for w in fed if w.stands]
+        yield from self._rounded(fed, still)
+        yield from self._slow(seen, fed, still)
+        yield from self._dead_since(seen, mine)
+        yield from self._dead(mine)
+
+    def _never_fed(self, seen, mine):
+        why = "no backward pass has reached them"
+        if self.names.roots:
+            why = "it holds other tensors than the modules that were called (was it built "
+            why += "before the model was copied, moved or replaced?)"
+        if not any(w.p.requires_grad for w in mine):
+            why = "requires_grad is False for each"
+        elif end := self.still.leads_nowhere or seen.end:
+            why = end
+        elif any(w.module for w in mine):
+            why = "is zero_grad() called between backward() and step()?"
+        return (
+            f"{seen.made} has made {seen.steps} steps, and none of its {len(mine)} parameters "
+            f"had a gradient in any: {why}"
+        )
+
+    def _rounded(self, fed, still):
+        """Weights that stand still though they have gradients, or most of their numbers do."""
         for dtype in dict.fromkeys(w.p.dtype for w in still):
             some = [w for w in still if w.p.dtype == dtype]
             # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
@@ -104,27 +112,29 @@ class Reasons:
                 f"most numbers of {self._names(partly)} have not moved since the first step "
                 f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
             )
-        yield from self._slow(seen, fed, still)
+
+    def _dead_since(self, seen, mine):
+        """Gradients that have become 0."""
         dead, since, end = seen.dead or ((), 0, "")
-        if any(w.learnt for w in dead) and not any(w.grads[-1] for w in dead):
-            becomes = f": it becomes 0 {end}" if end else ""
-            whole = len(dead) == len([w for w in mine if w.fed_zero])
-            if whole and seen.live < since:
-                yield (
-                    f"each gradient of {seen.name} is exactly 0 since step {seen.live + 1} of "
-                    f"{seen.steps}, though the loss is not{becomes}"
-                )
-            elif seen.zeros > seen.steps / 2:
-                yield (
-                    f"each gradient of {seen.name} is exactly 0 in {seen.zeros} of {seen.steps} "
-                    f"steps, though the loss is not{becomes}"
-                )
-            elif not whole:
-                yield (
-                    f"the gradient of {self._names(dead)} is exactly 0 at each step read since "
-                    f"step {since} of {seen.steps}, though the loss is not{becomes}"
-                )
-        yield from self._dead(mine)
+        if not any(w.learnt for w in dead) or any(w.grads[-1] for w in dead):
+            return
+        becomes = f": it becomes 0 {end}" if end else ""
+        whole = len(dead) == len([w for w in mine if w.fed_zero])
+        if whole and seen.live < since:
+            yield (
+                f"each gradient of {seen.name} is exactly 0 since step {seen.live + 1} of "
+                f"{seen.steps}, though the loss is not{becomes}"
+            )
+        elif seen.zeros > seen.steps / 2:
+            yield (
+                f"each gradient of {seen.name} is exactly 0 in {seen.zeros} of {seen.steps} "
+                f"steps, though the loss is not{becomes}"
+            )
+        elif not whole:
+            yield (
+                f"the gradient of {self._names(dead)} is exactly 0 at each step read since "
+                f"step {since} of {seen.steps}, though the loss is not{becomes}"
+            )
 
     def _slow(self, seen, fed, still):
         """Whether all weights have stopped, because the rate is too small."""
@@ -164,121 +174,6 @@ class Reasons:
             if len(zeros := [w for w in whole if not any(w.norms)]) > 1:
                 why += f"; {self._names(zeros)} hold nothing but 0: begin with other numbers in one"
             yield f"the gradient of {self._names(dead)} was exactly 0 at every step read: {why}"
-
-    def _idle(self):
-        """Optimizers that make no step, though their weights get gradients."""
-        idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
-        none = not self.still.optimizers and not any(w.idle for w in self.living)
-        if idle and none and all(w.trains for w in idle):
-            yield (
-                f"{self._names(idle)} got gradients in {self.still.passes} backward passes and "
-                "never changed: an update without an optimizer has to be in place (p -= ...)"
-            )
-        for name in dict.fromkeys(w.idle for w in idle if w.idle):
-            some = [w for w in idle if w.idle == name]
-            yield (
-                f"{name} has made no step, though {self._names(some)}, which it holds, got "
-                "gradients at every step read and never changed: does the script reach step()?"
-            )
-
-    def _in_no_optimizer(self):
-        """Weights that get gradients and never change. It ignores what is done on purpose: an
-        optimizer for the last modules alone, a network in eval(), an image trained through a
-        network."""
-        held = [w for w in self.living if w.optimizer and w.learnt]
-        trained = [w for w in held if w.module]
-        if not trained:
-            return
-        largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
-        left = [
-            w
-            for w in self.living
-            if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
-            if w.p.numel() > largest
-            if w.trains
-        ]
-        before = self.living[: self.living.index(trained[0])]
-        early = [w for w in before if w in left and w.fed and not w.unlisted]
-        followed = [seen for seen in self.still.optimizers.values() if seen.steps > READ]
-        lost = [seen for seen in followed if seen.strays]
-        empty = [seen for seen in followed if seen.empty]
-        shared = [w for w in self.living if w.shared]
-        kinds = {w.p.shape for w in early}
-        off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
-        off = [w for w in off if w.p.shape in kinds and w.p.dim() > 1]
-        inner = {w.p for w in trained}
-        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
-        on_purpose = any(w.module() not in parents for w in early)  # the first modules
-        if on_purpose and not (lost or shared or off or empty):
-            left = [w for w in left if w not in early]
-        for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
-            some = [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]
-            why = "add them, or requires_grad_(False) if they are not meant to train"
-            if late:
-                why = "were they unfrozen after it was built? add_param_group()"
-            elif unlisted:
-                why = unlisted
-            elif lost:
-                why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
-                why += "build it after the model is complete"
-            elif shared:
-                why = f"two optimizers hold {self._names(shared)} instead, the "
-                why += f"second is {shared[0].optimizer.made}"
-            elif empty:
-                why = f"a parameter group of {empty[0].name} is empty (a generator like "
-                why += "parameters() is used up after one pass: list() it)"
-            elif twin := self._trained_twin(some, trained):
-                why = f"another {twin} is trained: if these are its target, copy its weights now "
-                why += "and then (load_state_dict), and compute it under no_grad"
-            elif off:
-                why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
-                why += "whose requires_grad is False"
-            yield (
-                f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
-                f"no optimizer and never changed: {why}"
-            )
-
-    def _trained_twin(self, weights, trained):
-        """The class of two networks: these weights are one, and the other trains. Or ""."""
-        mine, others = {w.p for w in weights}, {w.p for w in trained}
-        roots = [(root, {*root.parameters()}) for root in list(self.names.roots)]
-        idle = {type(root) for root, held in roots if held and held <= mine}
-        twins = idle & {type(root) for root, held in roots if held & others and not held & mine}
-        return next((kind.__name__ for kind in twins), "")
-
-    def _frozen_between(self):
-        """A layer that alone among several like it has requires_grad=False, while those before and
-        after it train. (On purpose one freezes the first ones, or all of a kind.)"""
-        kinds = {}
-        roots = {part: id(root) for root in list(self.names.roots) for part in root.modules()}
-        for w in self.living:
-            if module := w.module and w.module():
-                kind = roots.get(module), type(module), w.name.rpartition(".")[2], w.p.shape
-                kinds.setdefault(kind, []).append(w)
-        frozen = []
-        for several in kinds.values():
-            trained = [w for w in several if w.p.requires_grad and w.learnt]
-            off = [w for w in several if w not in trained]
-            alone = len(off) == 1 and not off[0].p.requires_grad
-            if alone and several[0] in trained and several[-1] in trained:
-                off = [w for w in off if not is_target(self.names.of(w.p))]
-                off = [w for w in off if not self._in_frozen_part(w)]
-                frozen += [w for w in off if w.starved and w.stands]
-        if frozen:
-            yield (
-                f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
-                "and after, are trained"
-            )
-
-
-    def _in_frozen_part(self, w):
-        """Whether a part of several layers, which holds it, is frozen as a whole: on purpose."""
-        parts = [part for root in list(self.names.roots) for part in root.modules()]
-        return any(
-            w.module() in {*part.children()} and not any(p.requires_grad for p in part.parameters())
-            and sum(any(True for _ in child.parameters()) for child in part.children()) > 1
-            for part in parts
-        )  # fmt: skip
 
 
 def _rounding(weights, dtype):

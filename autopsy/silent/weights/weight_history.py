@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from ...tensors import numbers_of
+from ...tensors import few, numbers_of
 
 READ = 3  # times at least
 FAR = 100  # steps
@@ -135,3 +135,9 @@ class WeightHistory:
             return
         self.now, self.update = some(p), update * group["lr"]
         self.first = self.now if self.first is None else self.first
+
+
+def names_of(weights, names):
+    """The script's names for a few of them."""
+    some = [w.name if w.unlisted else names.of(w.p) for w in weights[:4]]
+    return few([*some, *weights[4:]], 4)

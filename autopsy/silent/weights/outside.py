@@ -1,0 +1,137 @@
+"""
+Outside: weights that get gradients, or could, and that no optimizer moves.
+
+It ignores what is done on purpose: an optimizer for the last modules alone, a network in eval(), an
+image that is trained through a network, the first layers frozen, or all of a kind.
+"""
+
+from ...watch.names import is_target
+from .weight_history import READ, names_of
+
+
+class Outside:
+    """Sentences about the weights that live at the end of a script."""
+
+    def __init__(self, living, still):
+        self.living, self.names = living, still.names
+        self.optimizers, self.passes = [*still.optimizers.values()], still.passes
+
+    def sentences(self):
+        yield from self._idle()
+        yield from self._in_no_optimizer()
+        yield from self._frozen_between()
+
+    def _names(self, weights):
+        return names_of(weights, self.names)
+
+    def _idle(self):
+        """Optimizers that make no step, though their weights get gradients."""
+        idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
+        none = not self.optimizers and not any(w.idle for w in self.living)
+        if idle and none and all(w.trains for w in idle):
+            yield (
+                f"{self._names(idle)} got gradients in {self.passes} backward passes and "
+                "never changed: an update without an optimizer has to be in place (p -= ...)"
+            )
+        for name in dict.fromkeys(w.idle for w in idle if w.idle):
+            some = [w for w in idle if w.idle == name]
+            yield (
+                f"{name} has made no step, though {self._names(some)}, which it holds, got "
+                "gradients at every step read and never changed: does the script reach step()?"
+            )
+
+    def _in_no_optimizer(self):
+        """Weights that get gradients and never change."""
+        held = [w for w in self.living if w.optimizer and w.learnt]
+        trained = [w for w in held if w.module]
+        if not trained:
+            return
+        largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
+        left = [
+            w
+            for w in self.living
+            if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
+            if w.p.numel() > largest
+            if w.trains
+        ]
+        before = self.living[: self.living.index(trained[0])]
+        early = [w for w in before if w in left and w.fed and not w.unlisted]
+        followed = [seen for seen in self.optimizers if seen.steps > READ]
+        lost = [seen for seen in followed if seen.strays]
+        empty = [seen for seen in followed if seen.empty]
+        shared = [w for w in self.living if w.shared]
+        kinds = {w.p.shape for w in early}
+        off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
+        off = [w for w in off if w.p.shape in kinds and w.p.dim() > 1]
+        inner = {w.p for w in trained}
+        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
+        on_purpose = any(w.module() not in parents for w in early)  # the first modules
+        if on_purpose and not (lost or shared or off or empty):
+            left = [w for w in left if w not in early]
+        for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
+            some = [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]
+            why = "add them, or requires_grad_(False) if they are not meant to train"
+            if late:
+                why = "were they unfrozen after it was built? add_param_group()"
+            elif unlisted:
+                why = unlisted
+            elif lost:
+                why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
+                why += "build it after the model is complete"
+            elif shared:
+                why = f"two optimizers hold {self._names(shared)} instead, the "
+                why += f"second is {shared[0].optimizer.made}"
+            elif empty:
+                why = f"a parameter group of {empty[0].name} is empty (a generator like "
+                why += "parameters() is used up after one pass: list() it)"
+            elif twin := self._trained_twin(some, trained):
+                why = f"another {twin} is trained: if these are its target, copy its weights now "
+                why += "and then (load_state_dict), and compute it under no_grad"
+            elif off:
+                why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
+                why += "whose requires_grad is False"
+            yield (
+                f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
+                f"no optimizer and never changed: {why}"
+            )
+
+    def _trained_twin(self, weights, trained):
+        """The class of two networks: these weights are one, and the other trains. Or ""."""
+        mine, others = {w.p for w in weights}, {w.p for w in trained}
+        roots = [(root, {*root.parameters()}) for root in list(self.names.roots)]
+        idle = {type(root) for root, held in roots if held and held <= mine}
+        twins = idle & {type(root) for root, held in roots if held & others and not held & mine}
+        return next((kind.__name__ for kind in twins), "")
+
+    def _frozen_between(self):
+        """A layer that alone among several like it has requires_grad=False, while those before and
+        after it train. (On purpose one freezes the first ones, or all of a kind.)"""
+        kinds = {}
+        roots = {part: id(root) for root in list(self.names.roots) for part in root.modules()}
+        for w in self.living:
+            if module := w.module and w.module():
+                kind = roots.get(module), type(module), w.name.rpartition(".")[2], w.p.shape
+                kinds.setdefault(kind, []).append(w)
+        frozen = []
+        for several in kinds.values():
+            trained = [w for w in several if w.p.requires_grad and w.learnt]
+            off = [w for w in several if w not in trained]
+            alone = len(off) == 1 and not off[0].p.requires_grad
+            if alone and several[0] in trained and several[-1] in trained:
+                off = [w for w in off if not is_target(self.names.of(w.p))]
+                off = [w for w in off if not self._in_frozen_part(w)]
+                frozen += [w for w in off if w.starved and w.stands]
+        if frozen:
+            yield (
+                f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
+                "and after, are trained"
+            )
+
+    def _in_frozen_part(self, w):
+        """Whether a part of several layers, which holds it, is frozen as a whole: on purpose."""
+        parts = [part for root in list(self.names.roots) for part in root.modules()]
+        return any(
+            w.module() in {*part.children()} and not any(p.requires_grad for p in part.parameters())
+            and sum(any(True for _ in child.parameters()) for child in part.children()) > 1
+            for part in parts
+        )  # fmt: skip
