@@ -281,6 +281,7 @@ class Guard:
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.together else 0
         self._have_stepped = set()  # optimizers
+        self._living = WeakSet()  # scalers and optimizers of the script
         self._calls = 0  # of step(), in this process
         self.watch(net)
 
@@ -565,15 +566,14 @@ class Guard:
                 warnings.warn("the optimizer holds no parameter of the guard's network: call "
                               "Guard(net) with the network that you train", stacklevel=3)
         self._have_stepped.update(optimizers)
-        if self._calls & (self._calls - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
-            self._scalers, self._optimizers = (
-                WeakSet(x for x in gc.get_objects() if issubclass(type(x), kind))
-                for kind in (GradScaler, Optimizer)
-            )
-        self._calls += 1
-        if scaler or not self._scalers:
+        calls, self._calls = self._calls, self._calls + 1
+        if scaler:
             return
-        used = [x for x in self._scalers if getattr(x, "_scale", None) is not None]
+        if calls & (calls - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
+            self._living = WeakSet(
+                x for x in gc.get_objects() if issubclass(type(x), (GradScaler, Optimizer))
+            )
+        used = [x for x in self._living if getattr(x, "_scale", None) is not None]
         if not all(map(self._serves_another, used)):
             warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
                           "scale: call guard.step(optimizer, scaler)", stacklevel=3)
@@ -581,7 +581,7 @@ class Guard:
     def _serves_another(self, scaler):
         """Whether it has counted a step, or there is an optimizer of another network."""
         own = set(self.net.parameters())
-        others = self._optimizers - self._have_stepped
+        others = [o for o in self._living - self._have_stepped if isinstance(o, Optimizer)]
         return scaler._get_growth_tracker() or any(own.isdisjoint(with_gradient(o)) for o in others)
 
     def _warn_double_step(self, *_):
