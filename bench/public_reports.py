@@ -1463,6 +1463,18 @@ for i in range(90):
 }
 
 OTHERS = {
+    "a head that grows by a class at a time": """
+means, head = 2 * torch.randn(5, 10), None
+body = nn.Sequential(nn.Linear(10, 32), nn.ReLU())
+for seen in range(1, 6):
+    new = nn.Linear(32, seen)
+    if head is not None:
+        with torch.no_grad(): new.weight[:-1], new.bias[:-1] = head.weight, head.bias
+    head = new; opt = torch.optim.Adam([*body.parameters(), *head.parameters()], 3e-3)
+    for i in range(40):
+        y = torch.randint(seen, (32,)); x = means[y] + torch.randn(32, 10)
+        opt.zero_grad(); F.cross_entropy(head(body(x)), y).backward(); opt.step()
+""",
     "an average that takes the place of the weights for a while": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2); backup = {}
 shadow = {name: p.detach().clone() for name, p in net.named_parameters()}

@@ -5,6 +5,7 @@ At the end of the script it looks once at what stalled.py read. It ignores what 
 intended (a frozen part, an optimizer for the head alone).
 """
 
+import gc
 from collections import Counter
 from math import floor, log2
 from statistics import median
@@ -36,6 +37,8 @@ class Reasons:
 
     def sentences(self):
         """All sentences. Here the host waits for the device for the first time."""
+        if len({w.optimizer for w in self.still.weights.values()}) > 1:
+            gc.collect()  # what the script has let go is no fault, also in a cycle
         weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
         for w in weights:
             w.norms = self.still.deferred.to_host(w.norms)
