@@ -26,7 +26,7 @@ from .evaluation import MEANT
 from .left_in_eval import differs
 
 OFTEN = 3  # calls that follow each other, or rows with one batch
-SAMPLE = 16  # numbers of a batch
+SAMPLE, MOST = 16, 1000  # numbers of a batch, batches that are kept
 PASSES = 6  # backward passes for one such row, at least
 COMPARES = ("eq", "__eq__")
 ALSO_MEANT = re.compile("transductiv|batch stat|test[- _]?time|ensembl|thompson|pix2pix|armijo|"
@@ -123,7 +123,8 @@ class NeverEval(FirstFunctions):
         for seen in self.networks.values():
             seen.rows += seen.judged > 0
             seen.judged = 0
-            seen.batches.update(seen.now)
+            if len(seen.batches) < MOST:
+                seen.batches.update(seen.now)
             seen.now.clear()
 
     def wrote(self, line, weights, name, given):
