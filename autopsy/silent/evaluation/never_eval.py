@@ -58,7 +58,7 @@ class NeverEval(FirstFunctions):
         self.trained = WeakSet()
         self.networks = WeakKeyDictionary()
         self.last = None  # the network that was evaluated last
-        self.given = ()  # a few numbers of what a network was given last
+        self.given = None  # a few numbers of what a network was given last, on their device
         self.copies = set()  # shapes of those that do not train, and are evaluated in eval mode
         self.in_eval = WeakSet()  # modules that were not called since their eval()
         # Since the last backward pass:
@@ -81,7 +81,7 @@ class NeverEval(FirstFunctions):
     def during(self, call, args, kwargs):
         if not call.grad and call.function in self.trained and call.function.training:
             t = next(batched(flat_tensors((args, kwargs))), None)
-            self.given = () if t is None else (t.shape, *_some(t))
+            self.given = None if t is None else _some(t)
         return ()
 
     def evaluated(self, module):
@@ -109,8 +109,9 @@ class NeverEval(FirstFunctions):
         seen, self.last = self.last, None  # once a call
         if seen and (seen.undone or not seen.in_eval):
             seen.judged += 1
-            seen.now.add(self.given)
-            again = self.given and seen.batches[self.given] == OFTEN - 1
+            given = () if self.given is None else tuple(self.given.tolist())
+            seen.now.add(given)
+            again = given and seen.batches[given] == OFTEN - 1
             if (seen.judged == OFTEN or again) and not seen.line:
                 code = code_of(script_frames_now())
                 meant = MEANT.search(code) or ALSO_MEANT.search(code)
@@ -153,7 +154,7 @@ class NeverEval(FirstFunctions):
 
 def _some(t):
     flat = numbers_of(t.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].tolist()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
 
 
 def _shapes(module):
