@@ -8,6 +8,7 @@ else there, it fails here too: see `like_windows`.
 import ast
 import builtins
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import functools
@@ -73,9 +74,13 @@ def like_windows():
             raise OSError(errno.EBADF, "Bad file descriptor")
         fsync(descriptor)
 
+    def opened():
+        for link in Path("/proc/self/fd").glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # another thread has closed it since
+                yield os.readlink(link)
+
     def replace_what_is_closed(source, target):
-        opened = {os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")}
-        if opened & {os.path.realpath(source), os.path.realpath(target)}:
+        if {os.path.realpath(source), os.path.realpath(target)} & set(opened()):
             raise PermissionError(errno.EACCES, "it is open", source)
         replace(source, target)
 
