@@ -50,7 +50,7 @@ class Update(NamedTuple):
     optimizer: Any
     rates: list  # of its groups, at that step
     gradient: float  # the largest gradient norm up to it
-    follows: bool  # a step after which the moments were read, too
+    follows: bool  # a step after which weights and moments were read
     line: str
 
 
@@ -259,7 +259,7 @@ class Checks:
             return  # bad before the first step
         span = extent(t)
         symptom = f"{name} is {span.bad_end}{f' ({LARGE})' if span.is_large else ''}"
-        if t is not p and not update.follows:
+        if not update.follows:
             symptom += " (perhaps for longer: the steps before were not recorded)"
         group, rate = optimizer.param_groups[k], update.rates[k]
         origin = self.hooks.locator and self.hooks.locator.origin_of([t])
@@ -267,7 +267,7 @@ class Checks:
         first = f"a lower learning rate: {grown}; " if grown else ""
         first = FALLS if self.findings.falls else first
         why, fix = _why_bad(group, p, rate, update.gradient, first)
-        if origin and origin.fragile_op and not origin.source:
+        if origin and origin.fragile_op and not origin.source and fix.topic is Topic.RATE:
             fix = origin.fix or advice_on(replace(origin, verdict=Verdict.DIVERGENCE))
             fix = fix._replace(text=f"{fix.text}, at {origin.line}")
         report = None

@@ -476,6 +476,16 @@ def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
         assert once.returncode == 3 and "the step was not recorded" in once.stderr, once.stderr
 
 
+@pytest.mark.parametrize("step", [20, 21, 22, 23])  # of four that are not recorded, one is read
+def test_an_update_that_was_not_read_is_read_once_the_loss_is_bad(run, step):
+    text = UNRECORDED.replace("    optimizer.step()", f"""
+    if step == {step}: optimizer.param_groups[0]["lr"] = float("inf")
+    optimizer.step()""")
+    done = run(text, before=["--share", "0"])
+    assert done.returncode == 3 and "the script runs again" not in done.stderr, done.stderr
+    assert f"at step {step} -> optimizer\n  try: look at the schedule" in done.stderr, done.stderr
+
+
 MOMENTS = PREAMBLE + """
 net = nn.Linear(4, 2).half()
 optimizer = torch.optim.Adam(net.parameters(), 1e-3, betas=(0.9, 0.5), eps=1e-4)
