@@ -32,7 +32,7 @@ from .outermost import OutermostCalls
 from .recorder import CallRecorder
 from .scaling import Scaling
 
-# Steps that are not recorded: in them a module that trains is noted once, and weights are read once.
+# Steps that are not recorded: in them a module that trains is noted, and weights are read, once
 TOGETHER = 4
 
 
@@ -63,7 +63,6 @@ class Watch:
         self.optimizer = None  # whose step is under way
         self.with_closure = None  # the same, while its closure is still to run
         self.was_read = True  # all that the last step has made
-        self.unread = None  # weights of the last step, if they were not read, and their check
 
     def __enter__(self):
         hooks = self.hooks
@@ -107,16 +106,8 @@ class Watch:
         losses = []
         if not calm and self.hooks.world == 1:  # else all ranks decide by the gradients
             losses, self.losses = self.losses, []
-        entries = self.deferred.entries(losses, self._check_loss, norms)
+        entries = self.deferred.entries(losses, self.checks.check_loss, norms)
         return self.deferred.transfer(more, entries)
-
-    def _check_loss(self, loss, value):
-        """The last update may explain it, if it was not read."""
-        if self.unread:
-            (held, check), self.unread = self.unread, None
-            self.deferred.note(held, check)
-            self.deferred.transfer()
-        self.checks.check_loss(loss, value)
 
     # Outside of modules
 
@@ -275,16 +266,14 @@ class Watch:
         self.history.after_step(rates, self.recorder.steps)
         if self.budget.recording:
             held = [t for _, p, _, t in held_by(optimizer) if p.grad is not None]
-        else:  # good gradients make no bad moments, but for a few kinds; those stay bad
+        elif self.recorder.steps_of[id(optimizer)] % TOGETHER == 0:
             held = moved_by(optimizer)
+        else:  # good gradients make no bad weights, but for a few kinds; those stay bad
+            self.was_read = False
+            return
         follows, self.was_read = self.was_read, self.budget.recording
         update = Update(optimizer, rates, self.history.largest, follows, line_now())
-        entry = held, partial(self.checks.check_update, update)
-        if self.budget.recording or self.recorder.steps_of[id(optimizer)] % TOGETHER == 0:
-            self.unread = None
-            self.deferred.note(*entry)
-        else:
-            self.unread = entry
+        self.deferred.note(held, partial(self.checks.check_update, update))
 
     def _count(self, optimizer):
         """A step is over, with or without an update."""
