@@ -11,8 +11,8 @@ made it needs a second run of the script.
 from math import inf
 from time import perf_counter
 
-SHARE = 0.02  # of the time of the script: what is not measured (how torch calls us) takes as much
-FREE = 0.5  # seconds that are never refused, and LONGER within the first steps
+SHARE = 0.01  # of the time of the script: what is not measured (how torch calls us) takes as much
+FREE = 0.3  # seconds that are never refused, and LONGER within the first steps
 LONGER = 1.0
 FIRST = 6  # steps; then those of 8, 16, 32, ... on, which the checks of silent/ look at closely
 TOGETHER = 2  # steps: optimizers may take turns, and one may use what was made before another's

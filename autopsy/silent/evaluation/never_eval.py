@@ -124,7 +124,7 @@ class NeverEval(FirstFunctions):
         for seen in self.networks.values():
             seen.rows += seen.judged > 0
             seen.judged = 0
-            if len(seen.batches) < MOST:
+            if seen.now and len(seen.batches) < MOST:
                 seen.batches.update(seen.now)
             seen.now.clear()
 
