@@ -4,8 +4,7 @@ when it validates.
 
 A network learns by updates, not by epochs. Ten epochs of 60 pictures in batches of 256 would be ten
 updates: the run would end well and know nothing. So the plan is in updates where an epoch has few
-steps. A precision that nobody chose is measured, and what a step takes then. This file is wiring:
-prepare.py calls it.
+steps. A precision that nobody chose is measured, and what a step takes then.
 """
 
 from __future__ import annotations
@@ -118,50 +117,63 @@ def seconds_of(run: Run, dtype: torch.dtype, count: int, model: nn.Module | None
 
 
 def precision(run: Run, saved: dict | None) -> float | None:
-    """Choose the precision. Returns the seconds of a step, or None if it timed nothing.
+    """Choose the precision and cast the network. Returns the seconds of a step, or None if it timed
+    nothing.
 
     Two ranks may measure different times, so rank 0 decides.
     """
-    args = run.args
-    wanted = args.precision
+    policy, seconds = _choose(run, saved) if run.rank == 0 else (None, None)
+    run.policy, seconds = agreed((policy, seconds))
+    with refusing(ValueError):
+        fp32.keep_fp32(run.net, run.args.keep_fp32)
+        run.net = run.policy.prepare(run.net)
+    _refuse_half_moments(run)
+    return seconds
+
+
+def _choose(run, saved):
+    """(policy, seconds of a step or None)"""
     caps = amp_policy.capabilities(run.device)
+    step = functools.cache(functools.partial(seconds_of_step, run))
+
+    def stopwatch(_, dtypes):
+        return tuple(map(step, dtypes))
+
+    wanted = run.args.precision
     resumes = saved is not None and wanted == "auto"
     if resumes:  # nothing measured may change a run that goes on
         wanted = saved["identity"]["precision"]
-    images = args.batch_size // run.world_size
+    known = caps.native_bf16 and run.device.type == "cuda"  # bfloat16 gains
+    timer = None if known or resumes else stopwatch
+    policy = amp_policy.choose_policy(wanted, caps, stopwatch=timer)
+    if not known:
+        return policy, step(policy.dtype) + seconds_of_muon(run)
+    has_norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in run.net.modules())
+    if has_norms and wanted == "auto" and policy.name == "bf16":
+        # cuDNN has a BatchNorm for float16 and none for bfloat16.
+        other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
+        ratio = step(torch.float16) / step(torch.bfloat16)
+        if ratio < 0.9 and not other.warnings:
+            why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
+            policy = dataclasses.replace(other, reason=why)
+    return policy, None
+
+
+def _refuse_half_moments(run):
+    """Adam's state has the dtype of the weights, or of their fp32 masters."""
+    state = torch.float32 if run.policy.masters else run.policy.param_dtype
+    if why := optim.refusal(state, run.args.adam_eps, run.args.betas[1]):
+        refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
+
+
+def seconds_of_step(run: Run, dtype: torch.dtype) -> float:
+    """Of all micro-batches of a rank, from the second of two passes on fewer images."""
+    images = run.args.batch_size // run.world_size
     micro_batch = images // run.accum
     # A quarter of it: what just fits in half precision has to fit in fp32 here.
     count = max(min(2, micro_batch), min(micro_batch // 4, 64))
-
-    @functools.cache
-    def step(dtype):
-        seconds_of(run, dtype, count)  # the first one warms up
-        return seconds_of(run, dtype, count) * images / count
-
-    norms = [m for m in run.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    policy = seconds = None
-    if run.rank == 0:
-        gains = caps.native_bf16 and run.device.type == "cuda"  # known: nothing to measure
-        own_step = None if gains or resumes else lambda _, dtypes: tuple(map(step, dtypes))
-        policy = amp_policy.choose_policy(wanted, caps, stopwatch=own_step)
-        if norms and gains and wanted == "auto" and policy.name == "bf16":
-            # cuDNN has a BatchNorm for float16 and none for bfloat16.
-            other = amp_policy.choose_policy("fp16", caps, stopwatch=None)
-            ratio = step(torch.float16) / step(torch.bfloat16)
-            if ratio < 0.9 and not other.warnings:
-                why = f"this network's step takes {ratio:.2g} of its time in bfloat16"
-                policy = dataclasses.replace(other, reason=why)
-        seconds = None if gains else step(policy.dtype) + seconds_of_muon(run)
-    policy, seconds = agreed((policy, seconds))
-    run.policy = policy
-    with refusing(ValueError):
-        fp32.keep_fp32(run.net, args.keep_fp32)
-        run.net = policy.prepare(run.net)
-    # Adam's state has the dtype of the weights, or of their fp32 masters.
-    state = torch.float32 if policy.masters else policy.param_dtype
-    if why := optim.refusal(state, args.adam_eps, args.betas[1]):
-        refuse(2, f"{why}: take another --adam-eps, --betas or --precision")
-    return seconds
+    seconds_of(run, dtype, count)  # the first one warms up
+    return seconds_of(run, dtype, count) * images / count
 
 
 def seconds_of_muon(run: Run) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map
 
 from ..frames import call_from
@@ -151,3 +152,38 @@ def buffers_back(calls):
     for call in calls:
         if call.buffers:
             put_back(call.function, call.buffers)
+
+
+def call_numbers(refs):
+    """Of the calls that made these, and of the memory that they are in."""
+    return {number for made in refs for number in (made.number, made.memory)}
+
+
+def leading_to(calls, targets, since=0):
+    """Those that lead to losses (of calls after number `since`) and to these."""
+    found, needed = [], set(targets)
+    for call in reversed(calls):
+        if (call.grad and call.number > since) or call.leads_to(needed):
+            found.append(call)
+            needed |= call_numbers(call.uses())
+    return found[::-1]
+
+
+# What a repetition calls in the place of a function of the script's
+
+
+def add_hook(t, hook):
+    return t.register_hook(hook)  # by its name: a repetition may put something in its place
+
+
+def part_of(t, dtype, shape, stride, offset):
+    """What shares its memory, without a graph."""
+    return t.detach().view(dtype).as_strided(shape, stride, offset)
+
+
+def as_it_is_now(memory):
+    """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
+    copy = torch.empty(0, dtype=memory.dtype, device=memory.device)  # it holds nothing by chance
+    with _disable_current_modes():  # torch wrote nothing here
+        copy.resize_(memory.shape).copy_(memory)
+    return copy

@@ -33,8 +33,8 @@ from ..tensors import (
     type_of,
 )
 from .deferred import held_by, moved_by
+from .functions import COPIES
 from .names import modules
-from .recorder import COPIES
 
 FALLS = (
     "the loss falls without end: look for a wrong sign, and for a term without a lower bound (a "
@@ -184,23 +184,29 @@ class Checks:
         if not any(map(self._is_computed, bad_values)) and self._unasked(p, t, write):
             return
         made = extent(t).bad_end
-        symptom = f"what the script writes into {self.names.of(p)} is {made}{bad_rows(p)}"
+        holds = f"{self.names.of(p)} is {made}{bad_rows(p)}"
+        written = f"what the script writes into {holds}"
         if bad_values and (good or write.name == "data"):  # what is bad in it is this very write
             p.nan_to_num_(0.0, 0.0, 0.0)
-        report = next(filter(None, map(self._value_was_bad, bad_values)), None)
-        if not (report or good) and (entered := self.recorder.entered.get(storage_of(p))):
-            symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
+        if report := next(filter(None, map(self._value_was_bad, bad_values)), None):
+            symptom = written
+        elif not good and (report := self._was_bad_from_the_first(p, write, made)):
+            symptom = holds
+        elif write.cannot_make_bad(p):
+            symptom, report = holds, _written_unseen(write, made)
+        else:
+            symptom, report = written, _write_itself(write, made)
+        self.findings.stop(symptom, report, write.step)
+
+    def _was_bad_from_the_first(self, p, write, made):
+        """The report on NumPy, which brought these numbers, or on the operation that made them."""
+        if entered := self.recorder.entered.get(storage_of(p)):
             about = {"step": write.step, "result_value": made, "repeated": False, "fix": NUMPY}
             about["names"] = tuple(self.hooks.warnings_before())
-            report = Report(Verdict.WEIGHTS, op="torch.from_numpy", line=entered, **about)
-        if not (report or good) and (began := self.recorder.memory.get(storage_of(p))):
-            explained = self.findings.explain([began.number], [p])  # it began with these numbers
-            if explained and explained.op:
-                symptom, report = f"{self.names.of(p)} is {made}{bad_rows(p)}", explained
-        if not report and write.cannot_make_bad(p):
-            symptom = f"{self.names.of(p)} is {made}{bad_rows(p)}"
-            report = _written_unseen(write, made)
-        self.findings.stop(symptom, report or _write_itself(write, made), write.step)
+            return Report(Verdict.WEIGHTS, op="torch.from_numpy", line=entered, **about)
+        began = self.recorder.memory.get(storage_of(p))
+        report = began and self.findings.explain([began.number], [p])
+        return report if report and report.op else None
 
     def _value_was_bad(self, value):
         """The report on the operation that made a bad value, before it was written into a weight;

@@ -26,7 +26,7 @@ from ..report import with_rank
 from ..tensors import LARGE, extent, few, storage_of
 from .calls import buffers_back
 from .events import Events
-from .recorder import ASKS
+from .functions import ASKS
 from .replay import replay, verdict_on_origin
 
 SELECTS = re.compile("isnan|isfinite|nan_to_num|nanmean|nansum")

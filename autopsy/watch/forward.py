@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..frames import line_of
 from ..step import unchanged
 from ..tensors import batch_size_of, batched, flat_tensors
-from .calls import BACKWARD, SLOPES, ResultRef, buffers_back
+from .calls import BACKWARD, SLOPES, ResultRef, add_hook, buffers_back
 from .replay import in_no_module, net_of
 
 SUMS = ("add", "radd", "iadd")
@@ -51,7 +51,7 @@ class Forward:
 
         hooked = [*net.modules(), *self.params] if slope else []
         has_hooks = any(x._backward_hooks for x in hooked)
-        if has_hooks or any(call.name == "_hook" for call in self.calls):
+        if has_hooks or any(call.function is add_hook for call in self.calls):
             self.calls = []  # the script's own functions must not run once more
 
     def __enter__(self):

@@ -20,98 +20,111 @@ from torch import nn
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def watch_loop(hooks, deferred, silent):
-    """Tell `silent` of each call, but not of one that is made within another."""
+class LoopHooks:
+    """What stands around these functions. It tells `silent` of each call, but not of one that is
+    made within another."""
 
-    def clear(original, owner, *args, **kwargs):
-        if not silent.anybody("cleared"):
+    def __init__(self, hooks, deferred, silent):
+        self.hooks, self.deferred, self.silent = hooks, deferred, silent
+        self.schedulers, self.switched = [], []  # under way: schedulers, modules that train() is of
+
+    def watch(self):
+        wrap = self.hooks.wrap
+        for owner in (torch.optim.Optimizer, nn.Module):
+            wrap(owner, "zero_grad", self._clear)
+        wrap(nn.Module, "train", self._switch)
+        for kind in (nn.ModuleList, nn.Sequential, *_schedulers()):
+            wrap(kind, "__init__", self._build)
+        wrap(torch.utils.data.DataLoader, "__iter__", self._iterate)
+        wrap(torch.amp.GradScaler, "unscale_", self._unscale)
+        wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", self._schedule)
+        for kind in _schedulers():
+            wrap(kind, "step", self._schedule)
+        for name in CLIPS:
+            for owner in (nn.utils, nn.utils.clip_grad):
+                if hasattr(owner, name):
+                    wrap(owner, name, self._clip)
+        for kind, owner, name in seeders():
+            self.hooks.replace(owner, name, self._seeding(kind, getattr(owner, name)))
+
+    def _clear(self, original, owner, *args, **kwargs):
+        if not self.silent.anybody("cleared"):
             return original(owner, *args, **kwargs)
-        out = hooks.unseen(original, owner, *args, **kwargs)
-        if not hooks.depth:
-            hooks.safely(silent.cleared, owner)
+        out = self.hooks.unseen(original, owner, *args, **kwargs)
+        if not self.hooks.depth:
+            self.hooks.safely(self.silent.cleared, owner)
         return out
 
-    within = []  # schedulers under way
-    switching = []  # modules
-
-    def switch(original, module, mode=True):
+    def _switch(self, original, module, mode=True):
         """Each module calls train() of those within it."""
-        switching.append(module)
+        self.switched.append(module)
         try:
             out = original(module, mode)
         finally:
-            switching.pop()
-        if not (switching or hooks.depth):
-            hooks.safely(silent.switched, module, mode)
+            self.switched.pop()
+        if not (self.switched or self.hooks.depth):
+            self.hooks.safely(self.silent.switched, module, mode)
         return out
 
-    def build(original, made, *args, **kwargs):
+    def _build(self, original, made, *args, **kwargs):
         original(made, *args, **kwargs)
-        hooks.safely(silent.built, made)
+        self.hooks.safely(self.silent.built, made)
 
-    def iterate(original, loader):
+    def _iterate(self, original, loader):
         with ExitStack() as stack:
-            for context in hooks.safely(silent.iterated, loader) or ():
+            for context in self.hooks.safely(self.silent.iterated, loader) or ():
                 stack.enter_context(context)
             return original(loader)
 
-    def schedule(original, scheduler, *args, **kwargs):
+    def _schedule(self, original, scheduler, *args, **kwargs):
         """What a lambda of the script reads in it is seen."""
-        within.append(scheduler)
+        self.schedulers.append(scheduler)
         try:
             out = original(scheduler, *args, **kwargs)
         finally:
-            within.pop()
-        if not (within or hooks.depth or original.__name__ == "_initial_step"):
-            hooks.safely(silent.scheduled, scheduler)
+            self.schedulers.pop()
+        first = original.__name__ == "_initial_step"
+        if not (self.schedulers or self.hooks.depth or first):
+            self.hooks.safely(self.silent.scheduled, scheduler)
         return out
 
-    def unscale(original, scaler, optimizer):
-        hooks.unseen(original, scaler, optimizer)
-        hooks.safely(silent.unscaled, optimizer)
+    def _unscale(self, original, scaler, optimizer):
+        self.hooks.unseen(original, scaler, optimizer)
+        self.hooks.safely(self.silent.unscaled, optimizer)
 
-    def clip(original, *args, **kwargs):
-        if hooks.depth:
+    def _clip(self, original, *args, **kwargs):
+        if self.hooks.depth:
             return original(*args, **kwargs)
         given = signature(original).bind(*args, **kwargs)
         parameters, limit, *_ = given.arguments.values()
         params = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         if isinstance(parameters, GeneratorType):  # it is used up now
             given.arguments["parameters"] = (p for p in params)
-        norm = hooks.safely(_norm, deferred, params)
-        out = hooks.unseen(original, *given.args, **given.kwargs)
-        hooks.safely(silent.clipped, params, limit, norm)
+        norm = self.hooks.safely(self._norm, params)
+        out = self.hooks.unseen(original, *given.args, **given.kwargs)
+        self.hooks.safely(self.silent.clipped, params, limit, norm)
         return out
 
-    def seeding(kind, original):
+    def _norm(self, params):
+        """The norm of all gradients of these, for the next step, too."""
+        norms = self.deferred.norms(p.grad for p in params if p.grad is not None)
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self.deferred.clipped.append((params, norm))
+        return norm
+
+    def _seeding(self, kind, original):
         """It may run once a sample, and in threads that use no torch."""
+        hooks = self.hooks
 
         @wraps(original)
         def seed(*args, **kwargs):
             out = original(*args, **kwargs)
             is_off = torch.compiler.is_compiling() or hooks.busy or not hooks.on
             if not is_off and threading.get_ident() == hooks.thread:
-                silent.seeded(kind)
+                self.silent.seeded(kind)
             return out
 
         return seed
-
-    for owner in (torch.optim.Optimizer, nn.Module):
-        hooks.wrap(owner, "zero_grad", clear)
-    hooks.wrap(nn.Module, "train", switch)
-    for kind in (nn.ModuleList, nn.Sequential, *_schedulers()):
-        hooks.wrap(kind, "__init__", build)
-    hooks.wrap(torch.utils.data.DataLoader, "__iter__", iterate)
-    hooks.wrap(torch.amp.GradScaler, "unscale_", unscale)
-    hooks.wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", schedule)
-    for kind in _schedulers():
-        hooks.wrap(kind, "step", schedule)
-    for name in CLIPS:
-        for owner in (nn.utils, nn.utils.clip_grad):
-            if hasattr(owner, name):
-                hooks.wrap(owner, name, clip)
-    for kind, owner, name in seeders():
-        hooks.replace(owner, name, seeding(kind, getattr(owner, name)))
 
 
 def seeders():
@@ -120,14 +133,6 @@ def seeders():
     if numpy := sys.modules.get("numpy"):
         found.append(("numpy", numpy.random, "seed"))
     return [*found, ("random", random, "seed")]
-
-
-def _norm(deferred, params):
-    """The norm of all gradients of these, for the next step, too."""
-    norms = deferred.norms(p.grad for p in params if p.grad is not None)
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    deferred.clipped.append((params, norm))
-    return norm
 
 
 def _schedulers():

@@ -11,7 +11,8 @@ from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..frames import line_now, script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
@@ -109,7 +110,7 @@ class OutermostCalls:
         """Only what it has made is noted."""
         module, _ = self._known(args[0])
         call = self.recorder.note(module)
-        given = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, torch.Tensor)]
+        given = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
         call.shape = next((t.shape for t in batched(given)), ())
         self._note_output(call, out)
 
@@ -125,10 +126,10 @@ class OutermostCalls:
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng = rng_states(device_of(given))
         call.shape = next((t.shape for t in batched(given)), ())
-        call.uninitialised = any(map(self.recorder.is_uninitialised, given))
+        call.uninitialised = any(map(self.recorder.uninitialised.holds, given))
         call.carried = carried_by(module)
         call.states = [
-            (m, name, self.recorder.with_makers(before[name][1]))
+            (m, name, self._with_makers(before[name][1]))
             for m, before in call.carried
             for name in self.left.get(m, set()) & before.keys()
         ]
@@ -140,6 +141,14 @@ class OutermostCalls:
         self.hooks.within = self.watch.silent.during(call, args, kwargs)
         if self.hooks.locator:
             self.hooks.locator.take([*args, kwargs] if kwargs else args)
+
+    def _with_makers(self, tree):
+        """The same with what made each tensor in its place, where that can be made again."""
+
+        def made(x):
+            return (isinstance(x, Tensor) and self.recorder.maker(x)) or x
+
+        return tree_map(made, tree)
 
     def _module_ends(self, out):
         """What it has made and written is noted, to be read."""

@@ -4,7 +4,6 @@ Recorder: what the script has computed since its last step.
 Calls of modules, and of torch's functions outside of modules, with their arguments.
 """
 
-import re
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -14,32 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ..frames import line_now, script_frames_now
+from ..frames import script_frames_now
 from ..step import rng_states
 from ..tensors import ATOMS, PLAIN, device_of, extent, flat_tensors, storage_of
-from .calls import SLOPES, Call, Packed, is_packed
+from .calls import (
+    SLOPES,
+    Call,
+    Packed,
+    add_hook,
+    as_it_is_now,
+    call_numbers,
+    is_packed,
+    leading_to,
+    part_of,
+)
+from .functions import ASKS, COPIES, FOREACH, LENDS, NOTHING_NEW, RANDOM, READS, WRITES
+from .turns import Turns
+from .uninitialised import Uninitialised
 
 MANY = 500  # calls, after which a step may prove too dear to be recorded
 LIMIT_OF_BYTES = 1 << 28  # of tensors that are kept by reference since the last optimizer step
 COPIED = LIMIT_OF_BYTES >> 4  # bytes of a memory that is copied before something writes to it
-RANDOM = re.compile(
-    "empty|rand|normal|uniform|bernoulli|multinomial|dropout|exponential|poisson|gumbel"
-)
-WRITES = re.compile(r"(?!requires_grad)[a-z]\w*[a-z0-9]_|__(setitem|i(add|sub|mul|truediv|pow))__")
-# Attributes, and what only torch itself calls
-NOTHING_NEW = re.compile(r"backward|__set__.*|__get__(?!(m?T|H|real|imag)$).*|_(?!_|.*pack).*")
-FOREACH = re.compile(r"_foreach_\w+_")  # writes into a list of tensors
-COPIES = re.compile("to|type|half|float|double|bfloat16|cpu|cuda|clone|contiguous")
-LENDS = ("numpy", "data_ptr", "__dlpack__")  # others may write into this memory, unseen
-READS = ("item", "tolist", "numpy", "__float__", "__repr__", "__format__")
-ASKS = ("isnan", "isinf", "isfinite", "ne", "eq", "__ne__", "__eq__")  # is it bad? x != x
-
-
-def _hook(t, hook):
-    return t.register_hook(hook)  # by its name: a repetition may put something in its place
 
 
 class CallRecorder(TorchFunctionMode):
@@ -58,22 +54,19 @@ class CallRecorder(TorchFunctionMode):
         self.given = WeakKeyDictionary()  # storage that no call made: the calls that were given it
         self.memory = WeakKeyDictionary()  # storage that a call made, or copies: what it is there
         self.met = []  # tensors that no call made, among the arguments of a call
-        self.tables = set()  # numbers of calls: see keep_tables()
+        self.tables = set()  # numbers of calls: see _keep_tables()
         self.first = inf  # the number of calls at the first backward
         self.slope = 0  # and at the last one
         self.known = torch.utils.weak.WeakTensorKeyDictionary()  # what made a tensor
         self.copied = {}  # module: its last call in training, which has the buffers
         self.outer = set()  # ids of tensors that are held
         self.bytes = 0
-        self.turns = {}  # optimizer: the number of calls at its last step
-        self.steps_of = {}  # optimizer: how many steps
-        self.steps = 0  # the most of these
-        self._in_a_row = False  # was the last step of the same optimizer as the one before?
-        self._uncounted = None  # an optimizer that has just begun to follow such a one
+        self.turns = Turns()
+        self.steps_of = self.turns.steps_of  # optimizer: how many steps
         self._gradient_reads = 0
         self.gap = 0  # the number of calls when a part that was not recorded ended
         self.entered = WeakKeyDictionary()  # storages of NumPy's, before the first step: their line
-        self.uninitialised = WeakKeyDictionary()  # storages of torch.empty: the line that made them
+        self.uninitialised = Uninitialised()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, budget = kwargs or {}, self.hooks.budget
@@ -101,10 +94,42 @@ class CallRecorder(TorchFunctionMode):
     def _before(self, func, args, kwargs):
         """Write the call down, if it is to be made again. Returns what its result is given to."""
         name = getattr(func, "__name__", "")
-        if name in READS or name == "detach" or (name in ASKS and args and args[0] is args[-1]):
-            self.hooks.safely(self.listener.read, args[0], name)
+        self._note_read(name, args)
         if name in ("__get__", "__set__"):
             name += func.__self__.__name__
+        self._note_weights(name, args)
+        random = RANDOM.search(name)
+        drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
+        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
+            if name in LENDS:
+                self.uninitialised.written(args[:1])
+            return self.uninitialised.made if name == "empty" else None
+        given = (*args, *kwargs.values())  # nn.init gives its tensor by name
+        writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
+        written = flat_tensors((kwargs.get("out"), given[0] if writes else None))
+        self.uninitialised.written(written)
+        for t in written:
+            if not self.overwritten(name, t, *given[1:]):
+                return None
+        if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
+            if not self.maker(args[0]):
+                return None
+            return partial(self.done, self.write(Tensor.clone, args[:1], {}))
+        call = self.write(add_hook if name == "register_hook" else func, args, kwargs)
+        call.writes = {id(storage_of(t)) for t in written}
+        if random:
+            call.rng = rng_states(device_of(args))
+        call.raised = True
+        return partial(self._after, call, name, args, writes)
+
+    def _note_read(self, name, args):
+        """The script reads a number, detaches a tensor, or asks whether one is bad."""
+        asks = name in ASKS and args and args[0] is args[-1]
+        if asks or name in READS or name == "detach":
+            self.hooks.safely(self.listener.read, args[0], name)
+
+    def _note_weights(self, name, args):
+        """What it does with the weights, and the gradients, that the script holds."""
         self._gradient_reads += name in ("__get__grad", "__set__grad")
         if name in ("__get__data", "detach") and isinstance(args[0], nn.Parameter):
             self.weights.add(storage_of(args[0]))  # of a module that was not called yet, too
@@ -114,43 +139,20 @@ class CallRecorder(TorchFunctionMode):
             self.hooks.safely(self.listener.wrote, "data", [(args[1], args[1:])])
         if FOREACH.fullmatch(name):
             self.hooks.safely(self._wrote_together, name, *args)
-        random = RANDOM.search(name)
-        drawn = random and (kwargs.get("generator") or not flat_tensors(args))  # the script's batch
-        if drawn or name in READS or NOTHING_NEW.fullmatch(name):
-            if name in LENDS:
-                self._now_written(args[:1])
-            return self._note_uninitialised if name == "empty" else None
-        given = (*args, *kwargs.values())  # nn.init gives its tensor by name
-        writes = WRITES.fullmatch(name) and given and isinstance(given[0], Tensor)
-        written = flat_tensors((kwargs.get("out"), given[0] if writes else None))
-        self._now_written(written)
-        for t in written:
-            if not self.overwritten(name, t, *given[1:]):
-                return None
-        if name == "__deepcopy__":  # its memo holds all that was copied before: not written down
-            if not self.maker(args[0]):
-                return None
-            return partial(self.done, self.write(Tensor.clone, args[:1], {}))
-        call = self.write(_hook if name == "register_hook" else func, args, kwargs)
-        call.writes = {id(storage_of(t)) for t in written}
-        if random:
-            call.rng = rng_states(device_of(args))
-        call.raised = True
-        return partial(self._after, call, name, args, writes)
 
     def _after(self, call, name, args, writes, out):
         """The call has returned."""
         call.raised = False
         if "empty" in name:
-            self._note_uninitialised(out)
-            call.function = partial(_as_it_is_now, out.detach())
+            self.uninitialised.made(out)
+            call.function = partial(as_it_is_now, out.detach())
             call.args, call.kwargs = (), {}
         if COPIES.fullmatch(name) and flat_tensors(args[:1]):
             if out is args[0]:  # nothing was to do; it is written to, perhaps, and was not made
                 self._drop(call)
                 return
-            if self.is_uninitialised(args[0]):
-                self._note_uninitialised(out)
+            if self.uninitialised.holds(args[0]):
+                self.uninitialised.made(out)
         self.done(call, out)
         if not (flat_tensors(out) or writes or name == "register_hook"):
             self._drop(call)
@@ -161,20 +163,6 @@ class CallRecorder(TorchFunctionMode):
         while self.calls[at] is not call:
             at -= 1
         del self.calls[at]
-
-    def _note_uninitialised(self, t):
-        if t.layout is torch.strided:
-            self.uninitialised[storage_of(t)] = line_now()
-
-    def _now_written(self, written):
-        for t in flat_tensors(written):
-            self.uninitialised.pop(storage_of(t), None)
-
-    def is_uninitialised(self, t):
-        """Whether it holds what was in memory before: torch.empty has made it, or what it is a copy
-        of, and nothing has written into it since."""
-        known = t.numel() > 0 and storage_of(t) in self.uninitialised
-        return known and (t.is_inference() or t._version == 0)
 
     def overwritten(self, name, t, *values):
         """Before an operation in place. False: it is not written down."""
@@ -296,7 +284,7 @@ class CallRecorder(TorchFunctionMode):
             return t
         made = _is_plain(t) and not t.requires_grad and self._made(storage_of(t))
         if made:  # t.data, or a part of it
-            call = self.write(_part, (made, t.dtype, t.shape, t.stride(), t.storage_offset()), {})
+            call = self.write(part_of, (made, t.dtype, t.shape, t.stride(), t.storage_offset()), {})
             self.done(call, t)
             return self.known[t]
         if id(t) not in self.outer:
@@ -310,14 +298,10 @@ class CallRecorder(TorchFunctionMode):
         made = self.known.get(t)
         return made if made and self.holds(made.number) else None
 
-    def with_makers(self, tree):
-        """The same with what made each tensor in its place, where that can be made again."""
-        return tree_map(lambda x: (isinstance(x, Tensor) and self.maker(x)) or x, tree)
-
     def holds(self, number):
         return number > self.start or number in self.tables
 
-    def keep_tables(self):
+    def _keep_tables(self):
         """At the end of the first step: what made a small tensor, before the training, that is bad
         already (a schedule, a table of weights) stays, because a later step may be the first to use
         it."""
@@ -326,25 +310,25 @@ class CallRecorder(TorchFunctionMode):
             # no fake tensor of a compiler, and not what came from NumPy
             small = type(t) is Tensor and t.numel() < 1 << 16 and made.number in early
             if small and (span := extent(t)).is_bad and not span.is_mask:
-                self.tables |= _numbers([made])
+                self.tables |= call_numbers([made])
         for call in reversed(self.calls):
             if call.leads_to(self.tables):
-                self.tables |= {call.number, *_numbers(call.uses())}
+                self.tables |= {call.number, *call_numbers(call.uses())}
 
     def needed(self, targets, since=0):
         """The calls that lead to losses (of calls after number `since`) and to these: without a
         validation that came before."""
-        calls, needed = [], set(targets)
-        for call in reversed(self.calls):
-            if (call.grad and call.number > since) or call.leads_to(needed):
-                calls.append(call)
-                needed |= _numbers(call.uses())
-        return calls[::-1]
+        return leading_to(self.calls, targets, since)
+
+    @property
+    def steps(self):
+        """How many steps the script has made."""
+        return self.turns.steps
 
     @property
     def latest(self):
-        """The number of calls at the last step of any optimizer: they may take turns."""
-        return max(self.turns.values(), default=0)
+        """The number of calls at the last step of any optimizer."""
+        return self.turns.latest
 
     @property
     def of_this_step(self):
@@ -369,27 +353,18 @@ class CallRecorder(TorchFunctionMode):
         return self.bytes > LIMIT_OF_BYTES or len(self.calls) > 9999
 
     def stepped(self, optimizer):
-        follows, self._in_a_row = self._in_a_row, self.forget(optimizer)
-        before = self.steps_of.get(optimizer, 0)
-        if self._in_a_row:  # it does not take turns, but may have followed another
-            before = self.steps + (self._uncounted == optimizer)  # its first step counts, too
-        is_counted = before + 1 > self.steps
-        self._uncounted = optimizer if follows and not is_counted else None
-        self.steps_of[optimizer] = before + 1
-        self.steps = max(self.steps, before + 1)
+        self._forget(self.turns.stepped(optimizer, self.number, forgets=self.full))
 
-    def forget(self, optimizer=0):
-        """What was computed before the last step of every optimizer. One that steps twice in a row
-        does not take turns with another: then that one's is forgotten. It returns whether it
-        did."""
+    def forget(self):
+        """All that was computed so far."""
+        self.turns.forget(self.number)
+        self._forget(self.number)
+
+    def _forget(self, start):
+        """The calls up to this number."""
         if not self.start:
-            self.keep_tables()
-        twice = next(reversed(self.turns), None) == optimizer
-        if twice or self.full:
-            self.turns = {}
-        self.turns.pop(optimizer, None)
-        self.turns[optimizer] = self.number
-        self.start = min(self.turns.values())
+            self._keep_tables()
+        self.start = start
         self.calls = [call for call in self.calls if self.holds(call.number)]
         self.copied = {m: call for m, call in self.copied.items() if self.holds(call.number)}
         for storage, calls in [*self.given.items()]:
@@ -397,26 +372,7 @@ class CallRecorder(TorchFunctionMode):
             if not self.given[storage]:
                 del self.given[storage]
         self.outer, self.bytes = set(), 0
-        return twice
 
 
 def _is_plain(t):
     return type(t) in PLAIN and t.layout is torch.strided
-
-
-def _numbers(refs):
-    """Of the calls that made these, and of the memory that they are in."""
-    return {number for made in refs for number in (made.number, made.memory)}
-
-
-def _part(t, dtype, shape, stride, offset):
-    """What shares its memory, without a graph."""
-    return t.detach().view(dtype).as_strided(shape, stride, offset)
-
-
-def _as_it_is_now(memory):
-    """Memory of torch.empty again, with what a kernel that torch does not see has written to it."""
-    copy = torch.empty(0, dtype=memory.dtype, device=memory.device)  # it holds nothing by chance
-    with _disable_current_modes():  # torch wrote nothing here
-        copy.resize_(memory.shape).copy_(memory)
-    return copy

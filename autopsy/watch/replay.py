@@ -21,11 +21,11 @@ from ..frames import line_of
 from ..modes import InDtype
 from ..rerun import Rerun
 from ..step import StepRecord, unchanged
-from ..tensors import NARROW, extent, has_no_shape, storage_of, type_of
+from ..tensors import NARROW, extent, has_no_shape, type_of
 from ..verdict import examine
 from .calls import BACKWARD, ResultRef, buffers_back
+from .functions import COPIES
 from .names import together
-from .recorder import COPIES
 
 LARGE = 1e6  # what torch.empty finds may be finite
 
@@ -57,7 +57,7 @@ def _never_written(recorder, params, net):
     held = {Source(Kind.PARAMETER, name): p for name, p in params.items()}
     held |= {Source(Kind.BUFFER, name): b for name, b in net.named_buffers()}
     unwritten = [(source, t) for source, t in held.items() if not (t.is_inference() or t._version)]
-    found = {source: (t, recorder.uninitialised.get(storage_of(t))) for source, t in unwritten}
+    found = {source: (t, recorder.uninitialised.line_of(t)) for source, t in unwritten}
     return {source: (t, line) for source, (t, line) in found.items() if line}
 
 

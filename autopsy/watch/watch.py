@@ -26,7 +26,7 @@ from .events import silent_faults
 from .findings import Findings
 from .history import History
 from .hooks import Hooks
-from .loop import watch_loop
+from .loop import LoopHooks
 from .names import Names
 from .outermost import OutermostCalls
 from .recorder import CallRecorder
@@ -67,7 +67,7 @@ class Watch:
     def __enter__(self):
         hooks = self.hooks
         hooks.around_each_step(self._before_step, self._stepped)
-        watch_loop(hooks, self.deferred, self.silent)
+        LoopHooks(hooks, self.deferred, self.silent).watch()
         self.outermost.watch_calls()
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._make)

@@ -33,7 +33,7 @@ OTHER = re.compile(
     re.I,
 )
 WRAPS = re.compile(r"module|orig_mod|ddp|parallel|wrap|compile|raw|without|infer|eval", re.I)
-SAME = ("detach", "clone", "_part", "to", "float", "type", "contiguous")
+SAME = ("detach", "clone", "part_of", "to", "float", "type", "contiguous")
 SCALES = ("mul", "__mul__", "__rmul__", "multiply")
 
 

@@ -103,7 +103,7 @@ class Target(Events):
                 given.append(reading.detached[made.number])
             if made in reading.copied:
                 given.append(reading.copied[made])
-        if call.name in ("detach", "_part") and given:  # a part is p.data
+        if call.name in ("detach", "part_of") and given:  # a part is p.data
             reading.detached[call.number] = given[0]
         storages = [storage_of(t) for t in given]
         copy = next((reading.copies[at] for at in storages if at in reading.copies), None)
