@@ -94,9 +94,11 @@ def _of_elements(check):
 
     @wraps(check)
     def judge(self, *args):
-        *_, t, norm = args
-        span, moved = extent(t), check.__name__ == "check_update" and isinstance(t, nn.Parameter)
-        if norm != norm or span.is_bad or (moved and span.is_large):  # such a weight is lost
+        *about, t, norm = args
+        span, is_lost = extent(t), False
+        if span.is_large and check.__name__ == "check_update" and isinstance(t, nn.Parameter):
+            is_lost = not self.findings.history.began_large(about[0].optimizer, t)
+        if norm != norm or span.is_bad or is_lost:
             check(self, *args)
         elif check.__name__ == "check_loss":
             self.findings.finite("the loss", t)

@@ -9,13 +9,13 @@ and nothing else notices; delete the folder, and autopsy finds NaN and inf as be
 import importlib
 import pkgutil
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 
 from ..frames import line_now, said
 from ..modes import is_compiled
 from .budget import FIRST
 from .following import Follower
+from .interrupts import came_from_another_thread, no_evidence
 
 
 class Events:
@@ -36,7 +36,8 @@ class Events:
         """train() or eval() of a module and all within it is over."""
 
     def built(self, made):
-        """An nn.ModuleList, an nn.Sequential or a learning rate scheduler was made."""
+        """An nn.ModuleList, nn.Sequential, DistributedDataParallel or learning rate scheduler was
+        made."""
 
     def iterated(self, loader):
         """An iterator of a DataLoader begins. Returns contexts that are open while it is made: they
@@ -176,7 +177,7 @@ class Within(Follower):
     def look(self, func, name, args, kwargs, out):
         for check in self.checks:
             if name in check.functions:
-                with suppress(Exception):
+                with no_evidence:
                     check.look(func, name, args, kwargs, out)
 
 
@@ -229,6 +230,8 @@ class Listeners:
             try:
                 answers += method(*args) or ()
             except Exception as error:
+                if came_from_another_thread(error):
+                    raise
                 name = type(check).__name__
                 self.failures.append(f"the check {name} failed ({said(error)}) and ended there")
                 self._listen([other for other in self._checks if other is not check])
@@ -250,7 +253,7 @@ class Listeners:
         is_first = self._is_first(self.hooks.script_grad())
         for check in self.functions[name]:
             if is_first or check.always:
-                with suppress(Exception):
+                with no_evidence:
                     check.look(func, name, args, kwargs, out)
 
     def during(self, call, args, kwargs):

@@ -2,11 +2,11 @@
 Following: a mode of torch that looks at each call after it was made.
 """
 
-from contextlib import suppress
-
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from .interrupts import no_evidence
 
 LOSSES = ("cross_entropy", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
@@ -23,7 +23,7 @@ class Follower(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        with suppress(Exception), torch._C.DisableTorchFunction():
+        with no_evidence, torch._C.DisableTorchFunction():
             self.look(func, getattr(func, "__name__", ""), args, kwargs, out)
         return out
 

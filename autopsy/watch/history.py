@@ -10,7 +10,7 @@ from math import hypot, inf, isfinite
 from weakref import ref
 
 from ..advice import GROWN
-from ..tensors import extent, few, storage_of
+from ..tensors import LIMIT, extent, few, storage_of
 from .deferred import moved_by, params_of
 
 HUGE = 1e4  # for a weight
@@ -53,11 +53,20 @@ class History:
         """Note the norms of its weights before its first step; they stay on their device."""
         self._start[id(optimizer)] = ref(optimizer), norms
 
+    def began_large(self, optimizer, p):
+        """Whether this weight was beyond LIMIT before the first step of its optimizer."""
+        _, start = self._start[id(optimizer)]
+        began = {id(q): norm for q, norm in zip(params_of(optimizer), start, strict=False)}
+        return not float(began.get(id(p), 0.0)) <= LIMIT
+
     def grown(self, deferred):
         """A sentence for each optimizer whose weights have grown tenfold, with the rates."""
         for alive, start in self._start.values():
             params = params_of(alive()) if alive() else []
             now, before = map(deferred.to_host, (deferred.norms(params), start))
+            # its square may be inf
+            pairs = zip(params, now, strict=True)
+            now = [norm if isfinite(norm) else extent(p).largest for p, norm in pairs]
             now, before = hypot(*filter(isfinite, now)), hypot(*before)
             usual = SMALL * hypot(*(p.numel() ** 0.5 for p in params))  # those near 0 always grow
             low, (high, step) = self._lowest, self._highest

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -25,8 +24,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..frames import HERE, LIBRARY, TORCH, said
+from ..frames import HERE, said
 from ..tensors import PLAIN
+from .interrupts import came_from_another_thread
 
 OPEN = nullcontext()
 WARNINGS = warnings.__file__
@@ -91,16 +91,6 @@ def without_us(frames):
         elif not (ours and code in (DISPATCH, last)):
             yield frame
             last, ours = code, False
-
-
-def _came_from_another_thread(error):
-    """Whether a thread of the script has raised this here (a time limit, say): no function that
-    was called here knows an exception of its kind."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    called = frame.f_code.co_filename.startswith((HERE, TORCH, LIBRARY))
-    package = type(error).__module__.partition(".")[0]
-    known = package in ("torch", *sys.stdlib_module_names) and type(error) is not TimeoutError
-    return called and not known
 
 
 class Method:
@@ -194,7 +184,7 @@ class Hooks:
                 finally:
                     torch._C._set_grad_enabled(self._grad)
         except Exception as error:
-            if _came_from_another_thread(error):
+            if came_from_another_thread(error):
                 raise
             self.failure = f"the watch failed ({said(error)}) and is switched off"
             self.say(f"{self.failure}; the script goes on", every=True)

@@ -16,6 +16,7 @@ from types import GeneratorType
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -33,7 +34,7 @@ class LoopHooks:
         for owner in (torch.optim.Optimizer, nn.Module):
             wrap(owner, "zero_grad", self._clear)
         wrap(nn.Module, "train", self._switch)
-        for kind in (nn.ModuleList, nn.Sequential, *_schedulers()):
+        for kind in (nn.ModuleList, nn.Sequential, DistributedDataParallel, *_schedulers()):
             wrap(kind, "__init__", self._build)
         wrap(torch.utils.data.DataLoader, "__iter__", self._iterate)
         wrap(torch.amp.GradScaler, "unscale_", self._unscale)

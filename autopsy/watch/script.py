@@ -18,7 +18,12 @@ import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import (
+    BuiltinImporter,
+    FrozenImporter,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -247,11 +252,24 @@ def begin(start, name):
     vars(main).update(known)
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    for taken in ("torch", "autopsy") if name != "-" and not IS_SAFE else ():
-        beside = os.path.join(sys.path[0], f"{taken}.py")
-        if os.path.isfile(beside):
-            write_error(f"autopsy: without autopsy, Python imports {beside} as {taken}: rename it")
+    for beside, taken in hidden_by_us(sys.path[0]) if name != "-" and not IS_SAFE else ():
+        write_error(f"autopsy: without autopsy, Python imports {beside} as {taken}: rename it")
     exec(start.code(), vars(main))
+
+
+def hidden_by_us(folder):
+    """(file, name) of each module that is there, and that we have loaded from elsewhere before the
+    script asks for it. Python itself loads those that are frozen first, too."""
+    for entry in sorted(os.listdir(folder or ".")):
+        taken = entry.removesuffix(".py")
+        beside = os.path.join(folder, entry)
+        if os.path.isdir(beside):
+            beside = os.path.join(beside, "__init__.py")
+        loaded = getattr(sys.modules.get(taken), "__file__", None)
+        if not loaded or taken == "encodings" or FrozenImporter.find_spec(taken):
+            continue
+        if os.path.isfile(beside) and os.path.realpath(loaded) != os.path.realpath(beside):
+            yield beside, taken
 
 
 def last_look(watch, failure):
@@ -326,6 +344,8 @@ def summary(watch, strange, description):
         return
     by_scaler = f", {skipped} of them skipped by the loss scaler" if skipped else ""
     norm = f", largest gradient norm {watch.history.largest:.3g}" if watch.recorder.steps_of else ""
+    if id(None) in watch.recorder.steps_of and not watch.history.largest:
+        norm = ""  # the script updates by hand, with gradients that nobody saw
     bad = {
         "no gradient or weight": watch.findings.reads,
         "nothing else": watch.findings.unasked,

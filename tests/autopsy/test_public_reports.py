@@ -32,13 +32,19 @@ dist.init_process_group("gloo")
 fault, rank = sys.argv[1], dist.get_rank()
 torch.manual_seed(rank if fault in ("seed", "local", "wrapped") else 0)
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-model = nn.parallel.DistributedDataParallel(net) if fault in ("wrapped", "loaded") else net
+WRAPPED = "wrapped", "loaded", "exchanged", "alone"
+wrap = nn.parallel.DistributedDataParallel
+model = wrap(net, find_unused_parameters=True) if fault in WRAPPED else net
 if fault == "loaded" and rank: nn.init.normal_(net[2].weight)  # after DDP has broadcast
-opt = torch.optim.SGD(net.parameters(), lr=1e-2)
 torch.manual_seed(rank)
+if fault == "exchanged": net[2].weight = nn.Parameter(torch.randn(1, 16))  # pytorch#12603
+opt = torch.optim.SGD(net.parameters(), lr=2e-2 if fault == "rate" and rank else 1e-2)
 for step in range(20):
     x = torch.randn(32, 8)
-    opt.zero_grad(); (model(x) - x[:, :1]).pow(2).mean().backward()
+    opt.zero_grad()
+    if fault == "alone":  # each rank trains for itself, and now and then they average
+        with model.no_sync(): (model(x) - x[:, :1]).pow(2).mean().backward()
+    else: (model(x) - x[:, :1]).pow(2).mean().backward()
     for p in net.parameters() if model is net and fault != "local" else ():
         dist.all_reduce(p.grad); p.grad /= 2
     opt.step()
@@ -48,9 +54,11 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize(("fault", "words"), [
     ("seed", "rank 1 holds other weights than rank 0 after step 0, though their gradients are"),
-    ("loaded", "2.weight by"), ("", ""), ("wrapped", ""), ("local", ""),
+    ("loaded", "2.weight by"), ("rate", "they were the same before the first step"),
+    ("exchanged", "though DistributedDataParallel has wrapped their network: 2.weight by"),
+    ("", ""), ("wrapped", ""), ("local", ""), ("alone", ""),
 ])
-def test_ranks_with_other_weights_and_the_same_gradients_are_named(tmp_path, fault, words):
+def test_ranks_with_other_weights_are_named(tmp_path, fault, words):
     (tmp_path / "script.py").write_text(RANKS)
     done = run_ranks([ROOT / "autopsy", "script.py", fault], tmp_path)
     said = "".join(err for _, _, err in done)

@@ -56,6 +56,7 @@ class CallOrder(OutermostSteps):
 
     def __init__(self, watch):
         self.recorder, self.hooks, self.scaling = watch.recorder, watch.hooks, watch.scaling
+        self.names = watch.names
         self.optimizers = WeakKeyDictionary()
         self.all = []
         self.passes = 0
@@ -146,9 +147,16 @@ class CallOrder(OutermostSteps):
         used = {one.where for one in seen.pending}
         lost = [line for where, line in seen.thrown if where in used]
         seen.windows += 1
-        if lost and not any(map(_has_hooks, params_of(optimizer))):
+        if lost and not self._are_hooked(params_of(optimizer)):
             several = len(lost), len(lost) + len(seen.pending)
             seen.wasted.setdefault(lost[0], []).append(several)
+
+    def _are_hooked(self, params):
+        """What hooks do with a gradient is not seen."""
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+            return True
+        modules = (m for root in list(self.names.roots) for m in root.modules())
+        return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
     # What to say
 
@@ -185,8 +193,3 @@ def _place():
         place += id(frame.f_code), frame.f_lasti
         frame = frame.f_back
     return tuple(place)
-
-
-def _has_hooks(p):
-    """What they do with a gradient is not seen."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)

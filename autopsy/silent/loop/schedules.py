@@ -13,6 +13,8 @@ from collections import Counter
 from statistics import median_low
 from weakref import WeakSet, ref
 
+from torch import Tensor
+
 from ...frames import code_of, line_now, script_frames_now
 from ...tensors import few
 from ...watch.events import Events
@@ -106,16 +108,14 @@ class Schedules(Events):
     def stepped(self, optimizer):
         seen = self._of(optimizer)
         seen.updated()
-        rates = [group.get("lr") for group in optimizer.param_groups]
+        rates = [_known(group.get("lr")) for group in optimizer.param_groups]
         seen.groups = len(rates)
-        seen.rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
+        seen.rate = max((rate for rate in rates if rate is not None), default=0.0)
         seen.highest = max(seen.highest, seen.rate)
-        for k, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr")
-            known = isinstance(rate, float | int)  # not on a device
-            if known and rate == 0 and any(p.grad is not None for p in group["params"]):
+        for k, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+            if rate == 0 and any(p.grad is not None for p in group["params"]):
                 seen.zero.setdefault(k, seen.steps)
-            elif (not known or rate) and seen.zero.pop(k, None) == 0:
+            elif rate != 0 and seen.zero.pop(k, None) == 0:
                 seen.late[k] = seen.steps
         seen.steps += 1
         if seen.steps == FIRST and len(self.optimizers) <= MOST:
@@ -177,3 +177,10 @@ class Schedules(Events):
         moved = seen.turns or seen.since or seen.zero
         if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
             yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"
+
+
+def _known(rate):
+    """None for a rate on a device: a number there would be waited for."""
+    if isinstance(rate, Tensor):
+        return float(rate) if rate.is_cpu else None
+    return rate
