@@ -15,7 +15,9 @@ from ..frames import line_now
 from ..tensors import storage_of, type_of
 
 # What gets no gradient on purpose
-TARGETS = re.compile(r"target|teacher|\bema\b|momentum|frozen|fixed|reference|\bold\b")
+TARGETS = re.compile(
+    r"target|teacher|\bema\b|momentum|frozen|fixed|reference|slow|random|\b(old|rand|rnd|prior)\b"
+)
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
 
 

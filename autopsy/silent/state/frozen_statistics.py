@@ -13,17 +13,19 @@ module whose weights the script writes by hand, that is evaluated in eval mode, 
 statistics was ever moved from 0 and 1, while a module of the same class has others.
 """
 
+import re
 from itertools import pairwise
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ...frames import line_now
+from ...frames import code_of, line_now, script_frames_now
 from ...tensors import few, is_sharded, running_statistics, storage_of
 from ...watch.events import Events
 
 OFTEN = 3  # reads
 EARLY = 8  # steps in which writes are noted
+ADAPTS = re.compile(r"reset_running_stats|ada_?bn|test.time.(adapt|train)", re.IGNORECASE)
 BEGINS = ("zero_", "fill_", "uniform_", "normal_", "trunc_normal_")  # initialise a weight
 
 
@@ -33,6 +35,7 @@ class FrozenStatistics(Events):
     def __init__(self, watch):
         self.names, self.recorder, self.deferred = watch.names, watch.recorder, watch.deferred
         self.reads = WeakKeyDictionary()  # part: (norms of statistics, of weights) at each read
+        self.is_meant = False  # does the script adapt the statistics alone?
         self.written = WeakSet()  # storages of weights
         self.looks = WeakKeyDictionary()  # averages: how often they were looked at
         self.averages = {}  # names of statistics: line
@@ -54,7 +57,8 @@ class FrozenStatistics(Events):
                 self.averages.setdefault(few([*map(self.names.of, mine)], 4), line_now())
 
     def stepped(self, optimizer):
-        if self.recorder.steps and self.recorder.steps.bit_count() < 2:
+        if self.recorder.steps and self.recorder.steps.bit_count() < 2 and not self.is_meant:
+            self.is_meant = bool(ADAPTS.search(code_of(script_frames_now())))
             found = [part for root in list(self.names.roots) for part in _frozen(root)]
             for part in {*self.reads} - {*found}:
                 del self.reads[part]  # it was not frozen throughout
@@ -65,7 +69,7 @@ class FrozenStatistics(Events):
 
     def sentences(self):
         drifting = []
-        for part, reads in self.reads.items():
+        for part, reads in self.reads.items() if not self.is_meant else ():
             statistics, weights = ([norms[k].tolist() for norms in reads] for k in (0, 1))
             moves = all(a != b for a, b in pairwise(statistics))
             if len(reads) >= OFTEN and moves and weights.count(weights[0]) == len(weights):

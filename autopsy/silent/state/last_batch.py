@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...tensors import few
+from ...tensors import few, type_of
 from ...watch.events import Events
 
 MOST = 0.9  # and below 1, which takes the last batch on purpose
@@ -27,7 +27,7 @@ class LastBatch(Events):
     def called(self, module, tensors):
         memories = self.batches.setdefault(module, set())
         if tensors and len(memories) < 2:
-            memories.add((tensors[0].data_ptr(), tensors[0].shape))
+            memories.add((tensors[0].data_ptr(), type_of(tensors[0])))
 
     def evaluated(self, module):
         (self.again if module.training else self.evaluated_ones).add(module)
