@@ -181,11 +181,11 @@ class Locator(Operations):
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
             storage = storage_of(t)
-            if rule.fresh and t.dim() and extent(t).is_bad:
+            if rule.name == "lift_fresh" and t.dim() and extent(t).is_bad:
                 self.known.setdefault(storage, Source(Kind.PYTHON, line=line_now()))
             if storage in before and not written:
                 continue  # a view: it shares what is known of its storage
-            if rule.loads:  # a file's numbers
+            if rule.name == "set":  # a file's numbers
                 self.known[storage] = Source(Kind.OUTSIDE)
                 continue
             if self.known.get(storage) == UNINITIALISED:
