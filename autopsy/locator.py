@@ -132,7 +132,7 @@ class Locator(Operations):
 
     def _enter_module(self, module, args):
         inner = getattr(module, "_orig_mod", module)  # what was compiled
-        outermost = self.places.outside
+        outermost = self.places.at_top_level
         if outermost and inner not in self.places.names:  # a teacher beside the net, too
             self._name(inner, "" if self.net is None else type(inner).__name__)
         self.samples.enter(inner, flat_tensors(args), outermost)
@@ -294,7 +294,7 @@ class Locator(Operations):
 
     def _here(self):
         """Where an operation runs, as fields of a Report."""
-        module, nth_call = self.places.now
+        module, nth_call = self.places.current
         node = torch._C._current_autograd_node()
         name, line, phase = "", NOWHERE, "forward"
         # In the backward: a hook, a custom function, a checkpoint
@@ -308,8 +308,8 @@ class Locator(Operations):
                 source = self.known.get(storage_of(node.variable))
                 module = source.name.rpartition(".")[0] if source else ""
                 nth_call = 0
-            elif self.places.outside:
-                module, nth_call = self.places.of(node)
+            elif self.places.at_top_level:
+                module, nth_call = self.places.module_of(node)
         line = line or line_of(stack)
         return {"module": module, "nth_call": nth_call, "phase": phase, "node": name, "line": line}
 
