@@ -8,7 +8,7 @@ computes in wider types.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -18,7 +18,16 @@ from torch import Tensor
 from .advice import LOG_TARGET, ONLY_LATER, UNDERFLOW, Advice, eps_for
 from .facts import Repeat
 from .frames import frames_in, line_of
-from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
+from .tensors import (
+    FLOATS,
+    Span,
+    exchange_dtype,
+    extent,
+    flat_tensors,
+    is_real,
+    numbers_of,
+    spans_of,
+)
 
 DIVIDES = ("aten.div.Tensor", "aten.reciprocal.default", "aten.log.default", "aten.log2.default",
            "aten.log10.default", "aten.rsqrt.default")  # fmt: skip
@@ -127,6 +136,34 @@ def rule_of(func):
         batch_dim=_broadcast if pointwise else batch_dim,
         other_slopes=has(".*(?<!attention)_backward") and not pointwise,
     )
+
+
+class Call:
+    """One operation of a step, with what it is given."""
+
+    def __init__(self, func, args, kwargs):
+        self.func, self.kwargs = func, kwargs
+        self.rule = rule_of(func)
+        self.given = dict(zip(self.rule.names, args, strict=False)) | kwargs
+        self.numbers = [a for a in args if self.rule.pointwise and type(a) in (int, float)]
+        written = {id(t): t for t in flat_tensors([self.given.get(n) for n in self.rule.writes])}
+        self.written = [*written.values()]
+        self.args = [a.clone() if id(a) in written else a for a in args]  # as they were before
+        self.inputs = flat_tensors((args, kwargs))
+        if self.rule.overwrites:
+            self.inputs = [t for t in self.inputs if id(t) not in written]
+        if written:
+            self.spans = spans_of(self.inputs)  # now: they are overwritten
+
+    @cached_property
+    def spans(self):
+        return spans_of(self.inputs)
+
+    @property
+    def has_bad_number(self):
+        """Whether a number of Python among its arguments is no ordinary one."""
+        values = *self.args, *self.kwargs.values()
+        return any(isinstance(a, float) and not is_real(a) for a in values)
 
 
 # Where the batch goes in a result: its dimension there, or None
@@ -261,14 +298,14 @@ INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, 
 }
 
 
-def in_wider_types(func, args, kwargs):
-    """The operation on the same inputs in fp32, and where that is bad in fp64: Repeats."""
-    results = []
+def in_wider_types(call):
+    """The call on the same inputs in fp32, and where that is bad in fp64: Repeats."""
+    results, func = [], call.func
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ()  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
         try:
-            wide, named = exchange_dtype((args, kwargs), dtype, FLOATS)
+            wide, named = exchange_dtype((call.args, call.kwargs), dtype, FLOATS)
             spans = [extent(t) for t in flat_tensors(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break
