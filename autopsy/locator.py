@@ -23,10 +23,10 @@ from .frames import NOWHERE, frames_in, frames_now, line_now, line_of
 from .labels import Labels, out_of_range
 from .modes import Functions, Operations
 from .module_stack import ModuleStack, around_modules
-from .operations import WRITERS, in_wider_types, mistake_in, origin_of_zero, rule_of
+from .operations import WRITERS, Call, in_wider_types, mistake_in, origin_of_zero
 from .report import Report
 from .samples import Samples
-from .step import attributes_of
+from .sources import UNINITIALISED, Sources
 from .tensors import (
     HALF,
     STATISTIC,
@@ -36,7 +36,6 @@ from .tensors import (
     flat_tensors,
     inner_tensors,
     is_part,
-    is_real,
     non_finite,
     range_of,
     spans_of,
@@ -47,7 +46,6 @@ from .tensors import (
 # An origin is (a number in time, a Report). Of a mask, large negative values written on purpose:
 INTENDED_MASK = sys.maxsize - 1
 NO_ORIGIN = (sys.maxsize, None)  # nothing that this step did
-UNINITIALISED = Source(Kind.UNINITIALISED)
 
 
 class Locator(Operations):
@@ -75,12 +73,10 @@ class Locator(Operations):
         self.lines_of_origins = {}  # where a bad number was made: the operation, if it is fragile
         self.passed = False  # a backward has run in this micro-batch
         self._clock = count()
-        # Of a storage, while it lives: its Source, if it was ready-made
-        self.known = WeakKeyDictionary()
-        # and its origin, if it is bad.
-        self.origins = WeakKeyDictionary()
+        self.sources = Sources()
+        self.origins = WeakKeyDictionary()  # of storages that are bad, while they live
         for source, t in named:  # ready-made, and of no module
-            self.known[storage_of(t)] = source
+            self.sources[storage_of(t)] = source
         self.take(batch)
 
     def take(self, batch: Any, size: int = 0) -> None:
@@ -91,10 +87,7 @@ class Locator(Operations):
         leaves = dict(inner_tensors(batch))
         if not leaves:
             return  # an earlier micro-batch brought all
-        for name, t in leaves.items():
-            first, _, rest = name.partition(".")
-            plain = {"0": "input", "1": "target"}.get(first, f"item {first} of the batch")
-            self.known.setdefault(storage_of(t), Source(Kind.BATCH, rest or plain))
+        self.sources.name_batch(leaves)
         self.samples.begin(leaves.values(), size)
 
     def holders(self, batch):
@@ -102,24 +95,17 @@ class Locator(Operations):
         batch, and of all that was bad before an operation of the step used it."""
         for _, t in inner_tensors(batch):
             if not (span := extent(t)).is_mask:
-                source = self.known.get(storage_of(t))
+                source = self.sources.get(storage_of(t))
                 yield source, span.bad_end, bad_columns(t), self.samples.of(t)
         for _, origin in self.origins.values():
             if origin and origin.source:
                 yield origin.source, origin.result_value, "", origin.samples
 
     def _name(self, net, prefix=""):
-        """What is ready-made, and under which name: weights, buffers, attributes."""
+        """Give names to modules, and to what they hold."""
         for name, module in net.named_modules(prefix=prefix):
             self.places.names.setdefault(module, name)
-            for key, t in inner_tensors(attributes_of(module), name):
-                self.known[storage_of(t)] = Source(Kind.ATTRIBUTE, key)
-        for name, b in net.named_buffers(prefix):
-            self.known[storage_of(b)] = Source(Kind.BUFFER, name)
-        for name, p in net.named_parameters(prefix):
-            self.known[storage_of(p)] = Source(Kind.PARAMETER, name)
-            if p.grad is not None:  # of a second optimizer, say
-                self.known[storage_of(p.grad)] = Source(Kind.OLD_GRADIENT, name)
+        self.sources.name_net(net, prefix)
 
     def contexts(self):
         yield torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -132,7 +118,7 @@ class Locator(Operations):
 
     def _enter_module(self, module, args):
         inner = getattr(module, "_orig_mod", module)  # what was compiled
-        outermost = self.places.outside
+        outermost = self.places.at_top_level
         if outermost and inner not in self.places.names:  # a teacher beside the net, too
             self._name(inner, "" if self.net is None else type(inner).__name__)
         self.samples.enter(inner, flat_tensors(args), outermost)
@@ -148,97 +134,90 @@ class Locator(Operations):
         if self.paused:
             return func(*args, **kwargs)
         self.passed |= torch._C._current_autograd_node() is not None
-
-        rule = rule_of(func)
-        given = dict(zip(rule.names, args, strict=False)) | kwargs
-        self.numbers = [a for a in args if rule.pointwise and type(a) in (int, float)]
-        inputs = flat_tensors((args, kwargs))
-        written = {id(t): t for t in flat_tensors([given.get(name) for name in rule.writes])}
-        kept = [a.clone() if id(a) in written else a for a in args]
-        if rule.overwrites:
-            inputs = [t for t in inputs if id(t) not in written]
-        spans = spans_of(inputs) if written else []  # now: they are overwritten
-        if rule.index:
-            self._check_index(rule.index(*args), func, inputs)
-
+        call = Call(func, args, kwargs)
+        self.numbers = call.numbers
+        if call.rule.index:
+            self._check_index(call.rule.index(*args), func, call.inputs)
         try:
             out = func(*args, **kwargs)
         except Exception:
-            spans = spans or spans_of(inputs)
-            origin = self.describe(func, spans)
-            if given.get("api_name"):  # of torch.linalg, whose check it is
-                origin = replace(origin, op=f"torch.{given['api_name'].removeprefix('torch.')}")
-            self.failed = self.failed or self._earliest(spans, func)[1] or origin
+            self._raises(call)
             raise
+        self._read_results(call, out)
+        return out
 
-        before = {storage_of(t) for t in inputs}
-        outs = [*flat_tensors(out), *written.values()]
-        self.samples.carry(rule, given, inputs, outs, before)
-        if rule.copies and not written and self._is_a_copy(inputs[0], out):
-            return out
+    def _raises(self, call):
+        """An operation raises: it has failed, or what made its bad input."""
+        origin = self.describe(call.func, call.spans)
+        if name := call.given.get("api_name"):  # of torch.linalg, whose check it is
+            origin = replace(origin, op=f"torch.{name.removeprefix('torch.')}")
+        self.failed = self.failed or self._earliest(call.spans, call.func)[1] or origin
 
+    def _read_results(self, call, out):
+        before = {storage_of(t) for t in call.inputs}
+        outs = [*flat_tensors(out), *call.written]
+        self.samples.carry(call.rule, call.given, call.inputs, outs, before)
+        if call.rule.copies and not call.written and self._is_a_copy(call.inputs[0], out):
+            return
         for t in outs:
             if t.dtype in HALF:
                 self.half = self.half or t.dtype
             storage = storage_of(t)
-            if rule.fresh and t.dim() and extent(t).is_bad:
-                self.known.setdefault(storage, Source(Kind.PYTHON, line=line_now()))
-            if storage in before and not written:
-                continue  # a view: it shares what is known of its storage
-            if rule.loads:  # a file's numbers
-                self.known[storage] = Source(Kind.OUTSIDE)
-                continue
-            if self.known.get(storage) == UNINITIALISED:
-                del self.known[storage]  # written now
-            if (span := extent(t)).is_bad:
-                spans = spans or spans_of(inputs)
-                self.origins[storage] = self._origin((func, kept, kwargs), spans, t, span)
-            elif storage in self.origins and not is_part(t):
-                del self.origins[storage]  # wholly overwritten
-            elif rule.empty:
-                self.known[storage] = UNINITIALISED
-        return out
+            if call.rule.name == "lift_fresh" and t.dim() and extent(t).is_bad:
+                self.sources.setdefault(storage, Source(Kind.PYTHON, line=line_now()))
+            is_view = storage in before and not call.written
+            if not is_view:  # a view shares what is known of its storage
+                self._read_result(call, t, storage)
+
+    def _read_result(self, call, t, storage):
+        if call.rule.name == "set":  # a file's numbers
+            self.sources[storage] = Source(Kind.OUTSIDE)
+            return
+        self.sources.mark_written(storage)
+        if (span := extent(t)).is_bad:
+            self.origins[storage] = self._origin(call, t, span)
+        elif storage in self.origins and not is_part(t):
+            del self.origins[storage]  # wholly overwritten
+        elif call.rule.empty:
+            self.sources[storage] = UNINITIALISED
 
     def _is_a_copy(self, t, out):
         """A copy to another device or type keeps the name of what is ready-made: it does not use
         it. But a good number that does not fit into the other type is spoilt here."""
         copied = storage_of(t)
         spoilt = out.dtype != t.dtype and not extent(t).is_bad
-        if copied not in self.known or copied in self.origins or spoilt:
+        if copied not in self.sources or copied in self.origins or spoilt:
             return False
-        self.known[storage_of(out)] = self.known[copied]
+        self.sources[storage_of(out)] = self.sources[copied]
         return True
 
-    def _origin(self, operation, spans, t, span):
-        """The origin of the bad result `t` of the operation (func, args, kwargs): (number in time,
-        Report)."""
-        func, args, kwargs = operation
-        rule = rule_of(func)
-        given_inf = any(isinstance(a, float) and not is_real(a) for a in (*args, *kwargs.values()))
-        time, earlier = self._earliest(spans, func)
+    def _origin(self, call, t, span):
+        """The origin of the bad result `t`: (number in time, Report)."""
+        time, earlier = self._earliest(call.spans, call.func)
         if time < INTENDED_MASK:  # an input was bad already
             return time, self._in_fewer_samples(earlier, t, span)
-        if earlier and _consumes_mask(rule, spans, span, earlier):
-            return next(self._clock), replace(earlier, consumed_by=str(func))
-        if span.is_mask and (given_inf or time == INTENDED_MASK):
-            passed_on = rule.copies and spans[0][1].is_bad
-            return INTENDED_MASK, earlier or (None if passed_on else self.describe(func, spans, t))
-        return next(self._clock), self._made_here(operation, spans, t, span, given_inf)
+        if earlier and _consumes_mask(call, span, earlier):
+            return next(self._clock), replace(earlier, consumed_by=str(call.func))
+        if span.is_mask and (call.has_bad_number or time == INTENDED_MASK):
+            if not earlier and not (call.rule.copies and call.spans[0][1].is_bad):
+                earlier = self.describe(call.func, call.spans, t)
+            return INTENDED_MASK, earlier
+        return next(self._clock), self._made_here(call, t, span)
 
-    def _made_here(self, operation, spans, t, span, given_inf):
+    def _made_here(self, call, t, span):
         """The Report on an operation that made `t` bad, or that wrote a bad number of the script:
         x[i, j] = nan."""
-        rule = rule_of(operation[0])
-        origin = self.describe(operation[0], spans, t)
+        rule = call.rule
+        origin = self.describe(call.func, call.spans, t)
         # Some versions of torch fill with a tensor of one number, or copy it.
-        fills = rule.constant or (rule.name == "copy" and spans[-1][0].dim() == 0)
+        fills = rule.constant or (rule.name == "copy" and call.spans[-1][0].dim() == 0)
         constant = origin.source and origin.source.kind is Kind.CONSTANT
         number = self.functions.written  # torch makes a tensor of it unseen, where it overflows
         if fills and isinstance(number, int | float) and isfinite(number):
             wide = (Repeat(torch.float32, Span(number, number)),)
             inputs = (f"the number {number:.3g}",)
             return replace(origin, source=None, inputs=inputs, in_wider_types=wide)
-        if fills and (constant or (given_inf and not origin.source)):
+        if fills and (constant or (call.has_bad_number and not origin.source)):
             # A function that fills with NaN by itself is an operation.
             name = self.functions.name
             if re.search(WRITERS, name):
@@ -250,10 +229,10 @@ class Locator(Operations):
             origin = replace(origin, fix=TOO_LOW)
         if rule.empty:  # which of it is used is not known yet
             origin = replace(origin, samples=())
-        learns = origin.phase == "backward" or any(x.requires_grad for x, _ in spans)
+        learns = origin.phase == "backward" or any(x.requires_grad for x, _ in call.spans)
         if learns or not self.passed:  # what is made of gradients, like their norm, is no cause
             self.lines_of_origins[origin.line] = origin.fragile_op
-        return replace(origin, in_wider_types=in_wider_types(*operation))
+        return replace(origin, in_wider_types=in_wider_types(call))
 
     def _in_fewer_samples(self, origin, t, span):
         """Made elsewhere, it enters the batch here; or a -inf of many rows is NaN in some. Else all
@@ -280,7 +259,7 @@ class Locator(Operations):
         """What made `t` bad. It may be ready-made: a weight, a mask, an input, a constant."""
         if (storage := storage_of(t)) in self.origins:
             return self.origins[storage]
-        source = self.known.get(storage)
+        source = self.sources.get(storage)
         never = source and (source.kind is Kind.PARAMETER or STATISTIC.search(source.name))
         mask = span.is_mask and not never
         if mask and (not span.is_bad or not source or source.kind in STATE):
@@ -294,7 +273,7 @@ class Locator(Operations):
 
     def _here(self):
         """Where an operation runs, as fields of a Report."""
-        module, nth_call = self.places.now
+        module, nth_call = self.places.current
         node = torch._C._current_autograd_node()
         name, line, phase = "", NOWHERE, "forward"
         # In the backward: a hook, a custom function, a checkpoint
@@ -305,18 +284,18 @@ class Locator(Operations):
             phase, name, line = "backward", node.name().rpartition(":")[2], line_of(stack)
             stack = frames_in(node.metadata.get("traceback_", ()))
             if name == "AccumulateGrad":
-                source = self.known.get(storage_of(node.variable))
+                source = self.sources.get(storage_of(node.variable))
                 module = source.name.rpartition(".")[0] if source else ""
                 nth_call = 0
-            elif self.places.outside:
-                module, nth_call = self.places.of(node)
+            elif self.places.at_top_level:
+                module, nth_call = self.places.module_of(node)
         line = line or line_of(stack)
         return {"module": module, "nth_call": nth_call, "phase": phase, "node": name, "line": line}
 
     def describe(self, func, spans, out=None):
         """All that is known at this operation: it made a bad number, or is the first to use one."""
         here = self._here()
-        before = [self.known.get(storage_of(t)) if span.is_bad else None for t, span in spans]
+        before = [self.sources.get(storage_of(t)) if span.is_bad else None for t, span in spans]
         shown = [f"{type_of(t)} {range_of(t, span)}" for t, span in spans]
         named = zip(shown, before, strict=True)
         shown = [f"{text} ({source})" if source else text for text, source in named]
@@ -362,11 +341,11 @@ class Locator(Operations):
                 raise IndexError(names[0])
 
 
-def _consumes_mask(rule, spans, span, earlier):
+def _consumes_mask(call, span, earlier):
     """Whether a mask among the inputs is used as a number here. A -inf that is summed is not a
     mask. Neither is a -inf of the batch that turns into NaN or inf."""
-    addends = spans[rule.bias :]  # of what is summed; a bias of -inf is a mask
-    added = rule.sums and any(s.is_bad for _, s in addends)
-    spoilt = not span.is_mask and not rule.takes_masks
-    zeroed = rule.name == "mul" and (-inf, 0) in earlier.spans
+    addends = call.spans[call.rule.bias :]  # of what is summed; a bias of -inf is a mask
+    added = call.rule.sums and any(s.is_bad for _, s in addends)
+    spoilt = not span.is_mask and not call.rule.takes_masks
+    zeroed = call.rule.name == "mul" and (-inf, 0) in earlier.spans
     return added or (earlier.source and spoilt and not zeroed)

@@ -32,11 +32,11 @@ class ModuleStack:
         self._since = deque([(0, ("", 0))], maxlen=1 << 18)
 
     @property
-    def now(self):
+    def current(self):
         return self._under_way[-1]
 
     @property
-    def outside(self):
+    def at_top_level(self):
         """No module is under way."""
         return len(self._under_way) == 1
 
@@ -45,7 +45,7 @@ class ModuleStack:
         self._times.clear()
 
     def enter(self, module, counts=True):
-        name = self.names.get(module, self.now[0])
+        name = self.names.get(module, self.current[0])
         repeated = torch._C._current_autograd_node() is not None  # a checkpoint runs its forward
         if module in self.names and counts and not repeated:
             self._times[name] += 1
@@ -59,9 +59,9 @@ class ModuleStack:
     def _mark(self):
         number = torch._C._autograd._get_sequence_nr()
         if number >= self._since[-1][0]:  # the thread of a GPU's backward counts anew
-            self._since.append((number, self.now))
+            self._since.append((number, self.current))
 
-    def of(self, node):
+    def module_of(self, node):
         """Where this node of autograd was made."""
         at = bisect_right(self._since, node._sequence_nr(), key=lambda mark: mark[0])
         return self._since[at - 1][1]

@@ -6,16 +6,28 @@ computes in wider types.
 """
 
 import re
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from math import inf
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .advice import LOG_TARGET, ONLY_LATER, UNDERFLOW, Advice, eps_for
 from .facts import Repeat
 from .frames import frames_in, line_of
-from .tensors import FLOATS, Span, exchange_dtype, extent, flat_tensors, numbers_of
+from .tensors import (
+    FLOATS,
+    Span,
+    exchange_dtype,
+    extent,
+    flat_tensors,
+    is_real,
+    numbers_of,
+    spans_of,
+)
 
 DIVIDES = ("aten.div.Tensor", "aten.reciprocal.default", "aten.log.default", "aten.log2.default",
            "aten.log10.default", "aten.rsqrt.default")  # fmt: skip
@@ -36,108 +48,230 @@ MAKES_ZERO = {
 }  # fmt: skip
 
 
-def _in_order(index, size):
-    """x[:, i] or x[torch.arange(len(x)), i]: the rows stay where they are."""
-    return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
-
-
-# Of operations: the batch does not stay in the results of the first; in those of the second it
-# does, in other dimensions.
-DROPS = "index$|index_put|masked_s|take|convolution_backward|embedding.*backward|rnn.*backward"
-STAYS = "nll_loss|embedding$|ctc_loss|linalg"
 MATMUL = "(b|add|badd)?b?mm|(add)?mv"
-KINDS = {  # what an operation does, by its name
-    "reorders": ".*index|.*(index_select|gather|take|sort|topk|flip|roll|masked_select).*",
-    "sums": f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add",
-    "constant": "(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor",
-    "empty": "(new_)?empty(_like|_strided)?",
-    "joins": "stack|cat",
-    "copies": "to_copy|clone|copy",
-    "loads": "set",
-    "fresh": "lift_fresh",
-    "takes_masks": ".*(softmax|logsumexp|attention).*",
-}
 WRITERS = "^$|fill|full|where|tensor|set|copy|pad|put|nan_to_num"  # functions: the script's own
 OVERWRITES = ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 
 
-@cache
-def rule_of(func):
-    """What the dispatch needs to know of an operation, computed once."""
-    schema = func._schema
-    name = schema.name.partition("::")[2].strip("_")
-    pointwise = torch.Tag.pointwise in func.tags or name == "copy"
-    names = [a.name for a in schema.arguments]
-    writes = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    if re.search("(native|cudnn|miopen)_batch_norm$", name):  # the schema does not say so
-        writes = ["running_mean", "running_var"]
+class Passage(NamedTuple):
+    """The batch goes from dimension `d` of an input of an operation into a result of it."""
 
-    def follow(given, k, number, source, d, t):
+    name: str  # of the operation
+    given: dict  # its arguments by name
+    k: int  # which tensor of the inputs, from the end
+    source: Tensor  # that input
+    d: int
+    result: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What the dispatch needs to know of an operation."""
+
+    name: str  # "addmm": without its overload and without underscores
+    names: tuple[str, ...]  # of its arguments
+    writes: tuple[str, ...]  # names of those that it writes
+    pointwise: bool
+    overwrites: bool  # and does not read what it writes
+    bias: int  # how many of its inputs come before what it multiplies
+    index: Callable | None  # of its arguments, the indices among them: see INDEX
+    reorders: bool  # rows, by an index or by their size
+    sums: bool
+    constant: bool  # fills with a number that it is given
+    empty: bool  # gives memory that nothing has written
+    joins: bool
+    copies: bool  # perhaps into another type, or to another device
+    takes_masks: bool  # -inf on purpose
+    batch_dim: Callable[[Passage], int | None]  # one of BATCH_DIM
+    other_slopes: bool  # results after the first are slopes of weights, which have no batch
+
+    def follow(self, given, k, number, source, d, t):
         """The dimension of result `number` that is dimension `d` of input k (from the end)."""
-        size = source.shape[d]  # before d moves
-        if pointwise:
-            d += t.dim() - source.dim()
-        elif re.fullmatch(MATMUL, name):
-            if k < -2 or d == max(0, source.dim() - (1 if k == -2 else 2)):
-                return None  # summed over
-        elif name == "index" and d == 0 and _in_order(given["indices"][0], size):
-            pass
-        elif name in ("index", "index_select") and source is not given["self"]:
-            # a number for each sample, looked up in a table
-            indices = given.get("indices", [given.get("index")])
-            at = [p for p, index in enumerate(indices) if index is not None]
-            if len(at) > 1:
-                return None
-            d += at[0] if name == "index" else given["dim"] % given["self"].dim()
-        elif re.search(DROPS, name) or (number and re.search("(?<!attention)_backward$", name)):
-            return None  # the slope of a weight
-        elif "dim" in names or "dims" in names:
-            dims = given.get("dim", given.get("dims"))
-            dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
-            dims = [x % max(source.dim() + (name == "stack"), 1) for x in dims]
-            if name == "stack":
-                d += dims[0] <= d
-            elif d in dims:
-                return None
-            elif t.dim() < source.dim():
-                d -= sum(x < d for x in dims)
-        elif t.dim() != source.dim() and not re.search(STAYS, name):
+        if number and self.other_slopes:
             return None
-        return d if 0 <= d < t.dim() and t.shape[d] == size else None
+        to = self.batch_dim(Passage(self.name, given, k, source, d, t))
+        kept = to is not None and 0 <= to < t.dim() and t.shape[to] == source.shape[d]
+        return to if kept else None
 
-    def picks(given, source, d, outs):
+    def picks(self, given, source, d, outs):
         """Which rows along dimension d of the source the result has, in their order; None: it is no
         such operation, or each column has an order of its own."""
-        if source is not given.get("self"):
+        if self.name not in PICKED or source is not given.get("self"):
             return None
-        if name in ("sort", "topk") and source.dim() == 1:
-            return outs[1].tolist()
-        if name == "index_select" and given["dim"] % source.dim() == d:
-            return given["index"].tolist()
-        if name == "flip" and [x % source.dim() for x in given["dims"]] == [d]:
-            return [*range(source.shape[d])][::-1]
-        if (
-            name == "index"
-            and len(given["indices"]) == d + 1
-            and not any(index is not None for index in given["indices"][:d])
-        ):
-            index = given["indices"][d]
-            index = index.nonzero().flatten() if index.dtype is torch.bool else index
-            return (index % source.shape[d]).tolist() if index.dim() == 1 else None
-        return None
+        return PICKED[self.name](given, source, d, outs)
 
-    return SimpleNamespace(
+
+@cache
+def rule_of(func):
+    """The Rule of an operation of aten."""
+    schema = func._schema
+    name = schema.name.partition("::")[2].strip("_")
+    names = tuple(a.name for a in schema.arguments)
+    writes = tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    if re.search("(native|cudnn|miopen)_batch_norm$", name):  # the schema does not say so
+        writes = "running_mean", "running_var"
+    pointwise = torch.Tag.pointwise in func.tags or name == "copy"
+
+    def has(words):
+        return bool(re.fullmatch(words, name))
+
+    has_dim = "dim" in names or "dims" in names
+    by_name = (function for words, function in BATCH_DIM.items() if has(words))
+    batch_dim = next(by_name, _beside_dims if has_dim else _same)
+    return Rule(
         name=name,
         names=names,
         writes=writes,
         pointwise=pointwise,
-        follow=follow,
-        picks=picks,
-        index=INDEX.get(name),
         overwrites=name in OVERWRITES or func._overloadname.endswith("out"),
         bias=int(name.startswith(("addmm", "addmv", "baddbmm"))),
-        **{kind: re.fullmatch(words, name) for kind, words in KINDS.items()},
+        index=INDEX.get(name),
+        reorders=has(".*index|.*(index_select|gather|take|sort|topk|flip|roll|masked_select).*"),
+        sums=has(f"{MATMUL}|sum|mean|dot|linear|convolution|(index|scatter)_add"),
+        constant=has("(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor"),
+        empty=has("(new_)?empty(_like|_strided)?"),
+        joins=has("stack|cat"),
+        copies=has("to_copy|clone|copy"),
+        takes_masks=has(".*(softmax|logsumexp|attention).*"),
+        batch_dim=_broadcast if pointwise else batch_dim,
+        other_slopes=has(".*(?<!attention)_backward") and not pointwise,
     )
+
+
+class Call:
+    """One operation of a step, with what it is given."""
+
+    def __init__(self, func, args, kwargs):
+        self.func, self.kwargs = func, kwargs
+        self.rule = rule_of(func)
+        self.given = dict(zip(self.rule.names, args, strict=False)) | kwargs
+        self.numbers = [a for a in args if self.rule.pointwise and type(a) in (int, float)]
+        written = {id(t): t for t in flat_tensors([self.given.get(n) for n in self.rule.writes])}
+        self.written = [*written.values()]
+        self.args = [a.clone() if id(a) in written else a for a in args]  # as they were before
+        self.inputs = flat_tensors((args, kwargs))
+        if self.rule.overwrites:
+            self.inputs = [t for t in self.inputs if id(t) not in written]
+        if written:
+            self.spans = spans_of(self.inputs)  # now: they are overwritten
+
+    @cached_property
+    def spans(self):
+        return spans_of(self.inputs)
+
+    @property
+    def has_bad_number(self):
+        """Whether a number of Python among its arguments is no ordinary one."""
+        values = *self.args, *self.kwargs.values()
+        return any(isinstance(a, float) and not is_real(a) for a in values)
+
+
+# Where the batch goes in a result: its dimension there, or None
+
+
+def _broadcast(passage):
+    return passage.d + passage.result.dim() - passage.source.dim()
+
+
+def _product(passage):
+    from_end = 1 if passage.k == -2 else 2  # the last dimension of the left factor is summed over
+    summed = max(0, passage.source.dim() - from_end)
+    bias = passage.k < -2
+    return None if bias or passage.d == summed else passage.d
+
+
+def _index(passage):
+    """x[:, i] or x[torch.arange(len(x)), i]: the rows stay where they are. table[i]: a number for
+    each sample is looked up."""
+    indices = passage.given["indices"]
+    if passage.d == 0 and _in_order(indices[0], len(passage.source)):
+        return 0
+    at = [p for p, index in enumerate(indices) if index is not None]
+    if passage.source is passage.given["self"] or len(at) > 1:
+        return None
+    return passage.d + at[0]
+
+
+def _in_order(index, size):
+    return index is None or torch.equal(index.flatten(), torch.arange(size, device=index.device))
+
+
+def _index_select(passage):
+    table, dim = passage.given["self"], passage.given["dim"]
+    if passage.source is table:
+        return _beside_dims(passage)
+    return passage.d + dim % table.dim()
+
+
+def _stack(passage):
+    new = passage.given.get("dim", 0) % (passage.source.dim() + 1)
+    return passage.d + (new <= passage.d)
+
+
+def _nowhere(passage):
+    return None
+
+
+def _beside_dims(passage):
+    """The batch stays where it is unless it is one of the dimensions that the operation names."""
+    source, d, result = passage.source, passage.d, passage.result
+    dims = passage.given.get("dim", passage.given.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+    dims = [x % source.dim() for x in dims]
+    if d in dims:
+        return None
+    gone = sum(x < d for x in dims) if result.dim() < source.dim() else 0
+    return d - gone
+
+
+def _same(passage):
+    other_dims = "nll_loss|embedding$|ctc_loss|linalg"  # the batch stays, the others go
+    same = passage.result.dim() == passage.source.dim() or re.search(other_dims, passage.name)
+    return passage.d if same else None
+
+
+# Of what is not pointwise, by the name of the operation. Else: _beside_dims, _same.
+BATCH_DIM = {
+    MATMUL: _product,
+    "index": _index,
+    "index_select": _index_select,
+    "stack": _stack,
+    ".*index|.*(index_put|masked_s|take|convolution_backward).*": _nowhere,
+    ".*(embedding|rnn).*backward.*": _nowhere,
+}
+
+
+# Which rows a result has, in their order
+
+
+def _sorted_rows(given, source, d, outs):
+    return outs[1].tolist() if source.dim() == 1 else None
+
+
+def _selected_rows(given, source, d, outs):
+    return given["index"].tolist() if given["dim"] % source.dim() == d else None
+
+
+def _flipped_rows(given, source, d, outs):
+    flipped = [x % source.dim() for x in given["dims"]] == [d]
+    return [*range(source.shape[d])][::-1] if flipped else None
+
+
+def _indexed_rows(given, source, d, outs):
+    *before, index = given["indices"]
+    if len(before) != d or any(other is not None for other in before):
+        return None
+    index = index.nonzero().flatten() if index.dtype is torch.bool else index
+    return (index % source.shape[d]).tolist() if index.dim() == 1 else None
+
+
+PICKED = {
+    "sort": _sorted_rows,
+    "topk": _sorted_rows,
+    "index_select": _selected_rows,
+    "flip": _flipped_rows,
+    "index": _indexed_rows,
+}
 
 
 INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, ignore_index)
@@ -164,14 +298,14 @@ INDEX = {  # operation: of its arguments (what, index, the lowest, the highest, 
 }
 
 
-def in_wider_types(func, args, kwargs):
-    """The operation on the same inputs in fp32, and where that is bad in fp64: Repeats."""
-    results = []
+def in_wider_types(call):
+    """The call on the same inputs in fp32, and where that is bad in fp64: Repeats."""
+    results, func = [], call.func
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return ()  # it would draw random numbers, or wait for another rank
     for dtype in (torch.float32, torch.float64):
         try:
-            wide, named = exchange_dtype((args, kwargs), dtype, FLOATS)
+            wide, named = exchange_dtype((call.args, call.kwargs), dtype, FLOATS)
             spans = [extent(t) for t in flat_tensors(func(*wide, **named))]
         except Exception:  # a kernel that knows one dtype only
             break

@@ -66,7 +66,7 @@ def examine(
         with compiled_code("force_eager"):
             report = rerun.watch()
             if report.symptom:
-                report = _judge(rerun, report, state)
+                report = _bad_again(rerun, report, state)
                 if try_cures:
                     report = first_cure(rerun, report)
             else:
@@ -113,7 +113,7 @@ def _struck(rerun, state):
     )
 
 
-def _judge(rerun, report, state):
+def _bad_again(rerun, report, state):
     """Decide on a step that is bad again."""
     half = rerun.locator.half
     exact = re.fullmatch(EXACT, report.precision.lower())

@@ -22,29 +22,30 @@ from ..frames import TORCH, script_frame
 from ..module_stack import around_modules
 from ..tensors import HALF, flat_tensors, storage_of
 
-# Names of aten's operations
-PRODUCT = re.compile(
+# Names of aten's operations: those that autocast casts to half, and to fp32
+HALF_OPS = re.compile(
     "((add|badd)?b?mm|(add)?mv|addbmm|addr|convolution|linear|prelu(_kernel)?"
     "|.*(attention|lstm|gru|rnn_tanh|rnn_relu|rnn_layer).*)(_backward)?"
 )
-WIDE = re.compile(
+FLOAT_OPS = re.compile(
     "(pow|acos|asin|cosh|sinh|tan|exp|expm1|log|log10|log1p|log2|reciprocal|rsqrt|erfinv|sum|prod"
     "|cumsum|cumprod|softplus|renorm|logsumexp|linalg_vector_norm|norm|dist|fft_.*"
     "|.*(softmax|_loss|cdist|pdist|layer_norm|group_norm|fused_rms_norm|cross_entropy|nll|kl_div"
     "|upsample).*)(_forward|_backward|_backward_data)?"
 )
 # Functions of several operations, which autocast casts as a whole
-WHOLE = re.compile(
+FLOAT_FUNCTIONS = re.compile(
     "cosine_similarity|normalize|pairwise_distance|layer_norm|group_norm|rms_norm|kl_div"
     "|.*_loss|.*cross_entropy.*|dist|cdist|pdist|logsumexp|softplus|norm|renorm"
 )
 # and those that it casts to half, whatever they are made of
-PRODUCTS = ("einsum", "multi_dot", "linalg_multi_dot", "chain_matmul", "vecdot", "linalg_vecdot")
+HALF_FUNCTIONS = ("einsum", "multi_dot", "linalg_multi_dot", "chain_matmul", "vecdot",
+                  "linalg_vecdot")  # fmt: skip
 FP32 = r"\b(float|float32)\b"
 
 
 class AutocastRules(TorchFunctionMode):
-    """in_half(operation ...) for each operation, in their order, while it is entered."""
+    """runs_in_half(operation ...) for each operation, in their order, while it is entered."""
 
     def __init__(self):
         super().__init__()
@@ -119,9 +120,12 @@ class AutocastRules(TorchFunctionMode):
         return t.dtype in HALF or self._narrow.get(storage_of(t), False)
 
     def is_product(self, name):
-        return PRODUCT.fullmatch(name) or any(name in PRODUCTS for name in self._functions)
+        return HALF_OPS.fullmatch(name) or any(name in HALF_FUNCTIONS for name in self._functions)
 
-    def in_half(self, name, given, made):
+    def stays_in_fp32(self, name):
+        return FLOAT_OPS.fullmatch(name) or any(map(FLOAT_FUNCTIONS.fullmatch, self._functions))
+
+    def runs_in_half(self, name, given, made):
         """Whether autocast would compute this operation in half. `given`, `made`: its tensors of
         floating point."""
         node = torch._C._current_autograd_node()
@@ -149,7 +153,7 @@ class AutocastRules(TorchFunctionMode):
         real = any(torch.is_autocast_enabled(t.device.type) for t in given[:1])
         if real or not given:
             return False  # the types are what they are
-        if casts and (WIDE.fullmatch(name) or any(map(WHOLE.fullmatch, self._functions))):
+        if casts and self.stays_in_fp32(name):
             return False
         if casts and self.is_product(name):
             return True

@@ -27,34 +27,26 @@ from ..watch.deferred import moved_by
 from ..watch.forward import SCALES, SUMS, operands_of
 from ..watch.replay import in_no_module, net_of
 from ..watch.watch import Watch
+from .answer import (
+    DIGIT,
+    Measured,
+    Way,
+    beyond_rounding,
+    decide,
+    in_words,
+    made_zero,
+    norm,
+    rounded_away,
+)
 from .differences import Checkpoints, Custom, FirstApart, Saved, own_gradients
 
-BEYOND = 8
 SHAKEN = 3  # times, with other last bits
-FAINT = 1e-6  # of the largest gradient: below it is rounding
-DIGIT = 0.1  # of a gradient, which fp32 loses
-ZEROS = 0.5  # of a gradient, which fp16 made 0
-
-
-EAGER = "without compiled code"
-CHECKPOINTS = "without checkpoints"
-OWN = "with gradients of their own for custom functions and hooks"
-WAYS = {  # what is done otherwise: its context
-    EAGER: partial(compiled_code, "force_eager"),
-    "with plain attention": partial(sdpa_kernel, SDPBackend.MATH),
-    CHECKPOINTS: without_checkpoints,
-    OWN: own_gradients,
+CONTEXTS = {
+    Way.EAGER: partial(compiled_code, "force_eager"),
+    Way.ATTENTION: partial(sdpa_kernel, SDPBackend.MATH),
+    Way.CHECKPOINTS: without_checkpoints,
+    Way.OWN: own_gradients,
 }
-
-
-KEEPS = {  # what else may be the reason there
-    "without checkpoints": " (does the forward depend on a counter, a buffer, or random numbers of "
-    "Python or NumPy? It runs twice)"
-}
-DRAWS = (
-    "compiled code and fused attention draw other random numbers than eager code does (for "
-    "compiled code set torch._inductor.config.fallback_random = True, or leave out the dropout)"
-)
 
 
 class GradientCheck(Watch):
@@ -102,7 +94,7 @@ class Step:
 
     def __init__(self, recorder, optimizer, redrawn=()):
         self.notes = []  # on custom functions
-        self.redrawn = dict.fromkeys(redrawn)  # sentences on checkpoints
+        self.redrawn = [*dict.fromkeys(redrawn)]  # sentences on checkpoints
         # Earlier passes belong to other optimizers, and their gradients were set to 0.
         self.calls = recorder.needed((), since=recorder.latest)
         self.net = net_of(self.calls)
@@ -118,78 +110,85 @@ class Step:
     def check(self):
         """(exit code, text)"""
         with unchanged(self.net, self.params.values()):
-            return self._checked({name: _gradient(p) for name, p in self.params.items()})
+            measured = self.measure({name: _gradient(p) for name, p in self.params.items()})
+        answer, way = decide(measured)
+        return answer.code, in_words(answer, way, measured)
 
-    def _checked(self, own):
+    def measure(self, own):
+        """Repeat the step in several ways. `own`: the gradients that the script had."""
         first, second = self.once(), self.once()
-        if not all(_parallel(own[name], g) for name, g in first.items()):
-            self.params = {n: p for n, p in self.params.items() if id(p) in self.moved}
-        if not self.params or not all(_parallel(own[n], first[n]) for n in self.params):
-            if self.redrawn:  # why they differ
-                return 3, "\n  ".join(["a gradient is wrong:", *self.redrawn])
-            return 4, (
-                "made again, it has other gradients than the script: old ones that were not set "
-                "to 0, or changed by hand. Nothing is known"
-            )
+        if not self._repeats(own, first):
+            return Measured(repeats=False, causes=self.redrawn)
         custom, saved = Custom(), Saved()
-        plain = self.once(WAYS, record=(custom, saved))
-        reference = "fp32" if self.half else "fp64"
-        try:
-            truth = self.once(WAYS, torch.float32 if self.half else torch.float64)
-        except Exception:  # an operation that knows its own type only
-            reference, truth = "its own types", plain
-        rounding = {n: float((plain[n] - truth[n]).norm()) for n in truth}
-        for n, t in truth.items():
-            noise = float((first[n] - second[n]).norm())
-            rounding[n] += noise + self.unit * custom.count**0.5 * float(t.norm())
-        wrong = self._wrong(first, truth, rounding)
-        if wrong:
-            for seed in range(SHAKEN):
-                shaken = self.once(WAYS, shake=seed)
-                for n in truth:
-                    rounding[n] = max(rounding[n], float((shaken[n] - truth[n]).norm()))
-            wrong = self._wrong(first, truth, rounding)
-        blamed = self._who(wrong, truth, rounding) if wrong else ""
-        named, unknown, chosen, right = custom.answers()
-        told = [*self.redrawn, *saved.changed, *custom.changed, *self._constants()]
-        named += dict.fromkeys(told)
-        named += dict.fromkeys(self.notes) if blamed == OWN else ()
-        if wrong and custom.random and not _draws_alike(blamed):
-            wrong = {}
-            unknown.append(DRAWS)
-        lost = self._lost(first, truth) if self.half is torch.float16 else {}
-        redrawn = DRAWS in unknown
-        if not (wrong or self.half or redrawn) and (lost := self._rounded(first, truth)):
-            named += dict.fromkeys(self._first_apart())
-        if named or wrong or lost:
-            lines = [*named[:4], *self._lines(wrong | lost, first, truth)]
-            if wrong and blamed:
-                lines.append(f"it is right {blamed}: look there{KEEPS.get(blamed, '')}")
-            head = f"a gradient is wrong, compared in {reference}:"
-            return 3, "\n  ".join([head, *lines])
-        if redrawn:
-            return 4, f"nothing is known: {DRAWS}"
-        most = max((_off(first[n], truth[n]) for n in _large(truth, FAINT)), default=0.0)
-        agree = f"; {right} custom functions agree with central differences" if right else ""
-        agree += f"; not compared: {', '.join(chosen)}"[:300] if chosen else ""
-        rest = (
-            f"the gradients of {len(first)} tensors are those of the step in {reference}, "
-            f"{', '.join(WAYS)}, up to {most:.1e}{agree}"
+        plain = self.once(Way, record=(custom, saved))
+        reference, truth = self._in_wider_types(plain)
+        unit = self.unit * custom.count**0.5
+        rounding = {
+            n: norm(plain[n] - t) + norm(first[n] - second[n]) + unit * norm(t)
+            for n, t in truth.items()
+        }
+        beyond = beyond_rounding(first, truth, rounding)
+        if beyond:
+            self._shake(truth, rounding)
+            beyond = beyond_rounding(first, truth, rounding)
+        way = self._way_back(beyond, truth, rounding) if beyond else None
+        wrong, unknown, chosen, right = custom.answers()
+        causes = [*wrong, *self._causes(custom, saved, way)]
+        rounded = [] if beyond or self.half else rounded_away(first, truth)
+        if rounded:
+            causes += self._first_apart()
+        return Measured(
+            repeats=True,
+            causes=causes[:4],
+            reference=reference,
+            first=first,
+            truth=truth,
+            rounding=rounding,
+            beyond=beyond,
+            way=way,
+            other_draws=bool(beyond) and custom.random and not _draws_alike(way),
+            zeros=made_zero(first, truth) if self.half is torch.float16 else (),
+            rounded=rounded,
+            unknown=unknown,
+            chosen=chosen,
+            right=right,
         )
-        if unknown:
-            return (
-                4,
-                f"not compared, so that nothing is known: {'; '.join(unknown)[:600]}\n  {rest}",
-            )
-        return 0, rest
 
-    def _lines(self, found, first, truth):
-        """A line for each of the first tensors of {name: why}."""
-        for n, why in [*found.items()][:5]:
-            off = f"off by {_off(first[n], truth[n]):.2g} of its norm{why}"
-            yield f"gradient of {n.replace('_orig_mod.', '')}: {off}"
-        if len(found) > 5:
-            yield f"and {len(found) - 5} more"
+    def _causes(self, custom, saved, way):
+        """Sentences on what makes gradients wrong, beside those on custom functions."""
+        seen = *self.redrawn, *saved.changed, *custom.changed, *self._constants()
+        yield from dict.fromkeys(seen)
+        if way is Way.OWN:
+            yield from dict.fromkeys(self.notes)
+
+    def _repeats(self, own, first):
+        """Whether these are the script's gradients, at least those that its optimizer uses."""
+        if not all(_parallel(own[n], g) for n, g in first.items()):
+            self.params = {n: p for n, p in self.params.items() if id(p) in self.moved}
+        return bool(self.params) and all(_parallel(own[n], first[n]) for n in self.params)
+
+    def _in_wider_types(self, plain):
+        """(name of the types, gradients)"""
+        try:
+            if self.half:
+                return "fp32", self.once(Way, torch.float32)
+            return "fp64", self.once(Way, torch.float64)
+        except Exception:  # an operation that knows its own type only
+            return "its own types", plain
+
+    def _shake(self, truth, rounding):
+        """Add to the rounding what other last bits of the weights change."""
+        for seed in range(SHAKEN):
+            shaken = self.once(Way, shake=seed)
+            for n, t in truth.items():
+                rounding[n] = max(rounding[n], norm(shaken[n] - t))
+
+    def _way_back(self, beyond, truth, rounding):
+        """The way that alone makes these gradients right, or None."""
+        for way in Way:
+            if not {*beyond_rounding(self.once([way]), truth, rounding)} & {*beyond}:
+                return way
+        return None
 
     def once(self, ways=(), dtype=None, record=(), shake=None):
         """Compute the gradients of the step in these ways; `record`: contexts that look on."""
@@ -200,8 +199,9 @@ class Step:
         of = (*NARROW, torch.float32) if dtype is torch.float64 else NARROW
         with ExitStack() as stack:
             for way in ways:
-                notes = stack.enter_context(WAYS[way]())
-                self.notes = notes if way == OWN else self.notes
+                notes = stack.enter_context(CONTEXTS[way]())
+                if way is Way.OWN:
+                    self.notes = notes
             if shake is not None:
                 stack.enter_context(self._shaken(shake))
             if dtype:
@@ -260,46 +260,14 @@ class Step:
             for p, data in held:
                 p.data = data
 
-    def _wrong(self, grads, truth, rounding):
-        """{name: why}, in the order of the backward."""
-        found = {}
-        for name, t in truth.items():
-            apart = float((grads[name] - t).norm())
-            if not apart <= BEYOND * rounding[name]:
-                norm = float(t.norm()) or 1.0
-                found[name] = f" (rounding: {rounding[name] / norm:.1g}){_shape(grads[name], t)}"
-        return found
-
-    def _rounded(self, first, truth):
-        """Gradients of which fp32 keeps less than one digit."""
-        large = _large(truth, 1e-3)
-        return {n: ": fp32 has rounded it" for n in large if _off(first[n], truth[n]) > DIGIT}
-
     def _first_apart(self):
         """A sentence on the first operation whose result fp32 rounds as much."""
         apart = FirstApart(DIGIT / 10)
-        self.once(WAYS, record=[apart])
+        self.once(Way, record=[apart])
         with suppress(Exception):  # an operation that knows its own type only
-            self.once(WAYS, torch.float64, record=[apart])
+            self.once(Way, torch.float64, record=[apart])
         if apart.line:
             yield f"{apart.line}: fp32 loses its result (a difference of large numbers?)"
-
-    def _lost(self, first, truth):
-        """Gradients that became 0 in fp16."""
-        found = {}
-        for name in _large(truth, 5e-4):
-            zeros = float(((first[name] == 0) & (truth[name] != 0)).double().mean())
-            if zeros > ZEROS and _off(first[name], truth[name]) > 0.5:
-                words = "it is too small for float16, use torch.amp.GradScaler"
-                found[name] = f"; {zeros:.0%} of it is 0: {words}"
-        return found
-
-    def _who(self, wrong, truth, rounding):
-        """The way that alone makes it right, or ""."""
-        for way in WAYS:
-            if not self._wrong(self.once([way]), truth, rounding).keys() & wrong.keys():
-                return way
-        return ""
 
 
 def _wider(call, dtype, of):
@@ -324,35 +292,12 @@ def _gradient(p):
 
 def _parallel(own, g):
     """Whether they are equal up to a factor: the script may have clipped or unscaled one."""
-    product, norms = float((own * g).sum()), float(own.norm()) * float(g.norm())
-    return product > 0.999 * norms if norms else float(own.norm()) == float(g.norm())
-
-
-def _off(g, truth):
-    norm = float(truth.norm())
-    return float((g - truth).norm()) / norm if norm else float(g.norm())
-
-
-def _large(grads, share):
-    """The names of those larger than this share of the largest. Some should be 0, like that of a
-    bias before BatchNorm."""
-    norms = {name: float(g.norm()) for name, g in grads.items()}
-    most = max(norms.values(), default=0.0)
-    return [name for name, norm in norms.items() if norm > share * most]
+    product, norms = float((own * g).sum()), norm(own) * norm(g)
+    return product > 0.999 * norms if norms else norm(own) == norm(g)
 
 
 def _draws_alike(way):
     """Whether the step draws the same random numbers in this way as without it."""
     inductor = sys.modules.get("torch._inductor.config")
-    compiled = way == EAGER and getattr(inductor, "fallback_random", False)
-    return compiled or way in (CHECKPOINTS, OWN)
-
-
-def _shape(g, truth):
-    """How it differs: in length, or in direction."""
-    norms = float(g.norm()) * float(truth.norm())
-    if not norms:
-        return ", one of them is 0"
-    cosine = float((g * truth).sum()) / norms
-    factor = float(g.norm()) / float(truth.norm())
-    return f", cosine {cosine:.3f}, {factor:.3g} times as long"
+    compiled = way is Way.EAGER and getattr(inductor, "fallback_random", False)
+    return compiled or way in (Way.CHECKPOINTS, Way.OWN)

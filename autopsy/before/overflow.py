@@ -109,7 +109,7 @@ class Overflow(Locator):
         made = [t for t in floats_in(out) if t.numel()]
         rule = rule_of(func)
         name = rule.name
-        half = self.autocast_rules.in_half(name, given, made)
+        half = self.autocast_rules.runs_in_half(name, given, made)
         backward = self.autocast_rules.backward
         with _disable_current_modes(), torch.no_grad():
             if not backward:

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopsy.before.answer import Answer, Measured, Way, decide, in_words
 from autopsy.before.autocast_rules import AutocastRules
 from autopsy.tensors import flat_tensors
 from bench.scripts import lines_of
@@ -642,7 +643,7 @@ class Followed(TorchDispatchMode):
             [t for t in flat_tensors(tree) if t.is_floating_point()]
             for tree in ((args, kwargs), out)
         )
-        self.halves.in_half(func._schema.name.partition("::")[2].strip("_"), given, made)
+        self.halves.runs_in_half(func._schema.name.partition("::")[2].strip("_"), given, made)
         return out
 
 
@@ -795,6 +796,38 @@ def test_no_healthy_script_is_accused(run, name, question):
     assert bare.returncode == 0, bare.stderr
     assert done.returncode == 0, done.stderr
     assert bare.stdout.startswith(done.stdout) and done.stdout
+
+
+GRADIENT = {"w": torch.ones(2)}
+MEASURED = Measured(True, [], "fp64", GRADIENT, GRADIENT, {"w": 0.1})
+OFF = {"beyond": ["w"], "way": Way.EAGER}
+DECISIONS = [  # what else was measured: the answer, its exit code, the way to look at
+    ({}, Answer.RIGHT, 0, None),
+    ({"repeats": False}, Answer.OTHER_STEP, 4, None),
+    ({"repeats": False, "causes": ["a checkpoint"]}, Answer.WRONG, 3, None),
+    (OFF, Answer.WRONG, 3, Way.EAGER),
+    ({**OFF, "other_draws": True}, Answer.OTHER_DRAWS, 4, None),
+    ({**OFF, "other_draws": True, "unknown": ["f"]}, Answer.OTHER_DRAWS, 4, None),
+    ({**OFF, "other_draws": True, "causes": ["a hook"]}, Answer.WRONG, 3, None),
+    ({"zeros": ["w"]}, Answer.WRONG, 3, None),
+    ({"rounded": ["w"], "unknown": ["f"]}, Answer.WRONG, 3, None),
+    ({"unknown": ["f"]}, Answer.UNKNOWN, 4, None),
+]
+
+
+@pytest.mark.parametrize(("changed", "answer", "code", "way"), DECISIONS)
+def test_the_answer_follows_from_what_was_measured_and_its_words_from_the_answer(
+    changed, answer, code, way
+):
+    measured = MEASURED._replace(**changed)
+    assert decide(measured) == (answer, way) and answer.code == code
+    text = in_words(answer, way, measured)
+    assert text.startswith("a gradient is wrong") == (code == 3)
+    assert ("othing is known" in text) == (code == 4)
+    assert ("it is right without compiled code" in text) == (way is Way.EAGER)
+    assert all(cause in text for cause in measured.causes)
+    assert ("gradient of w: off by" in text) == bool(
+        measured.wrong or measured.zeros or measured.rounded)
 
 
 ENDS = script("""
