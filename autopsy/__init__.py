@@ -56,10 +56,10 @@ of your own may import:
     facts         the types of what is found            advice      what to write instead
     report        what is said                          operations  what is known of an operation
     labels        which label is out of range?          samples     which samples of the batch?
-    step          a step's state, kept and put back     locator     which operation made it?
-    module_stack  in which module is the step?          rerun       the recorded step once more
-    modes         other ways to run a step              cures       what helps?
-    verdict       which of the nine is it?
+    step          a step's state, kept and put back     sources     what held it from the beginning?
+    module_stack  in which module is the step?          locator     which operation made it?
+    modes         other ways to run a step              rerun       the recorded step once more
+    cures         what helps?                           verdict     which of the nine is it?
 
 Four folders beside it. The examination never imports them, and all but watch/ may be deleted:
 
