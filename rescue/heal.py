@@ -53,6 +53,8 @@ from trainer.record import End, Run
 
 # Verdicts that change the run
 LASTING = (Verdict.PRECISION, Verdict.WEIGHTS, Verdict.DIVERGENCE, Verdict.COMPILER)
+# Verdicts that suspect the hardware at the fifth time; calibration where the scale is at its floor
+OF_HARDWARE = (Verdict.NOT_REPRODUCIBLE, Verdict.CALIBRATION)
 
 
 class Cure(NamedTuple):
@@ -169,11 +171,11 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
         action = "the run goes on in eager mode: --compile is given up"
     elif verdict is Verdict.PRECISION:
         action = more_precise(run, report)
-    elif verdict in LASTING:  # weights, divergence
+    elif verdict in (Verdict.WEIGHTS, Verdict.DIVERGENCE):
         action = rewind(run, slower=verdict is Verdict.DIVERGENCE)
-    else:  # not reproducible; an error when it ran again; calibration at the lowest loss scale
+    else:  # an error when it ran again, too: --max-skips bounds what no branch answers
         action = "passed over"
-        if verdict is not Verdict.ERROR and cures.count(verdict) >= 5:
+        if verdict in OF_HARDWARE and cures.count(verdict) >= 5:
             end = End("suspected hardware", 5, report.symptom)
     return Cure(report, action, end)
 
