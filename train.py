@@ -39,7 +39,7 @@ from data import NAMES, batches
 from extras import graphs
 from models import MODELS
 from trainer import flags, prepare, resume, validation
-from trainer.record import End, Finding, Run
+from trainer.record import End, Finding, Kind, Run
 
 # --- The step
 
@@ -191,9 +191,9 @@ def log_verdict(run, verdict):
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
             why = f"{in_a_row} steps in a row were rejected, the last one for "
             why += ", ".join(verdict.reasons)
-            findings.append(Finding("too many", step, verdict, why))
+            findings.append(Finding(Kind.TOO_MANY, step, verdict, why))
     if verdict.carried["signal"]:
-        findings.append(Finding("signal", step, verdict))
+        findings.append(Finding(Kind.SIGNAL, step, verdict))
     if step % run.args.log_every == 0:
         run.log.write(step=step, **stats, skipped=run.guard.skipped)
         run.bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()})
@@ -209,10 +209,10 @@ def respond(run, findings):
     """Respond to what was found. Returns the end of the run, or None."""
     end = None
     for finding in findings:  # it may grow
-        if finding.kind == "signal":
+        if finding.kind is Kind.SIGNAL:
             number = int(finding.verdict.carried["signal"])
             end = end or End(f"stopped by signal {number}", 128 + number)
-        elif finding.kind == "too many":
+        elif finding.kind is Kind.TOO_MANY:
             end = End("diverged", 3, finding.reason)
         elif goes_on(end):
             other, more = run.rescue.respond(run, finding, functools.partial(again, run))
@@ -265,7 +265,7 @@ def turn_back_if(run, reason):
     """Respond to a run that has lost what it learnt; reason "": it has not."""
     if not reason:
         return None
-    return respond(run, [Finding("lost", run.step, None, reason)])
+    return respond(run, [Finding(Kind.LOST, run.step, None, reason)])
 
 
 def save(run, good):

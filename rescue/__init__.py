@@ -14,7 +14,7 @@ import torch
 import ranks
 from checkpoint import CheckpointError
 from rescue import capsule, evidence, heal, inject, notice, probes, verify
-from trainer.record import Finding, Plain
+from trainer.record import Finding, Kind, Plain
 
 CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
 
@@ -75,31 +75,31 @@ class Rescue(Plain):
             run.log.warn(step, f"out of memory at step {step}: from now on {run.accum} "
                                "micro-batches a step on each rank")
         if "veto" in verdict.reasons:  # see heal.out_of_memory
-            return [Finding("no memory", step, verdict)]
+            return [Finding(Kind.NO_MEMORY, step, verdict)]
         if not verdict.accepted:
             if run.args.on_nonfinite != "heal":
                 return []
             run.healing.hunt_until = step + 50
-            return [Finding("rejected", step, verdict)]
+            return [Finding(Kind.REJECTED, step, verdict)]
         findings = []
         if verify.differs(carried):
-            findings.append(Finding("mismatch", step, verdict))
+            findings.append(Finding(Kind.MISMATCH, step, verdict))
         if warning := notice.parted_rank(run, carried):
             run.log.warn(step, warning)
         loss = notice.mean_loss(run, carried, stats["loss"])
         if reason := notice.judge_loss(run, loss, stats["grad_norm"]):
-            findings.append(Finding("lost", step, verdict, reason))
+            findings.append(Finding(Kind.LOST, step, verdict, reason))
         return findings
 
     def respond(self, run, finding, again):
         kind, step, verdict, reason = finding
-        if kind == "no memory":
+        if kind is Kind.NO_MEMORY:
             return None, self.retry_smaller(run, step, again)
-        if kind == "rejected" and step <= run.healing.examined_until:
+        if kind is Kind.REJECTED and step <= run.healing.examined_until:
             return None, []  # it ran before the cure of another finding
-        if kind == "mismatch":
+        if kind is Kind.MISMATCH:
             cure = verify.compare_ranks(run, verdict)
-        elif kind == "lost":
+        elif kind is Kind.LOST:
             cure = heal.diverged(run, reason)
         else:
             made_before = self.record and self.record.step == step
@@ -116,7 +116,7 @@ class Rescue(Plain):
             self.retaking = True
             found = again(step, *heal.batch_again(run, step))
             self.retaking = False
-            others = [finding for finding in found if finding[:2] != ("no memory", step)]
+            others = [finding for finding in found if finding[:2] != (Kind.NO_MEMORY, step)]
             findings += others
             if len(others) == len(found):
                 return findings

@@ -10,6 +10,7 @@ its code. This file is wiring: train.py calls it.
 
 from __future__ import annotations
 
+from autopsy import Verdict
 from rescue import movement, notice
 from trainer import validation
 from trainer.record import Run
@@ -121,7 +122,7 @@ def ended_high(run: Run) -> str:
     if not trend.first:
         return ""
     untrained = trend.first[0]
-    if "divergence" in run.healing.cures and val_loss > 1.5 * untrained:
+    if Verdict.DIVERGENCE in run.healing.cures and val_loss > 1.5 * untrained:
         return (f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
                 f"step had {untrained:.4g}")
     suspected = any(steps >= 3 for steps in trend.suspicions.values())

@@ -49,7 +49,7 @@ from autopsy.facts import Where
 from fp32 import fp32_eval, keep_fp32, pinned
 from rescue import capsule
 from trainer import resume, schema
-from trainer.record import End, Run
+from trainer.record import EAGER_MODE, End, Run
 
 # Verdicts that change the run
 LASTING = (Verdict.PRECISION, Verdict.WEIGHTS, Verdict.DIVERGENCE, Verdict.COMPILER)
@@ -167,7 +167,7 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
             action += ", these samples are never drawn again"
     elif verdict is Verdict.COMPILER:
         run.compiled = run.ddp
-        run.healing.healed.append("eager mode")
+        run.healing.healed.append(EAGER_MODE)
         action = "the run goes on in eager mode: --compile is given up"
     elif verdict is Verdict.PRECISION:
         action = more_precise(run, report)

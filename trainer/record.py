@@ -14,6 +14,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +42,22 @@ class End(NamedTuple):
     reason: str = ""
 
 
+class Kind(Enum):
+    """Of a finding."""
+
+    SIGNAL = auto()  # the run was asked to stop
+    TOO_MANY = auto()  # of the steps in a row were rejected
+    LOST = auto()  # what the run has learnt
+    # What rescue/ finds
+    REJECTED = auto()
+    NO_MEMORY = auto()  # on some rank
+    MISMATCH = auto()  # a pass differed from itself, or a rank from the others
+
+
 class Finding(NamedTuple):
     """What the host has learnt about a step and must respond to."""
 
-    kind: str  # signal, too many, lost; and what rescue/ finds: rejected, no memory, mismatch
+    kind: Kind
     step: int
     verdict: Verdict | None = None
     reason: str = ""
@@ -124,11 +137,14 @@ class Trend:
     mean: float = math.nan  # moving mean of all losses
     lowest: float = math.inf  # the lowest moving mean
     chance_since: int = 0  # the step from which on all validations were at chance; 0: none
-    suspicions: dict[str, int] = field(default_factory=dict)  # open ones: steps in a row
+    suspicions: dict[str, int] = field(default_factory=dict)  # notice.Suspicion: steps in a row
     # "highest", "lowest": the rank with that loss, and for how many steps in a row
     extremes: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)  # of the last validation
     same_since: int = 0  # the step from which on all validations had these scores
+
+
+EAGER_MODE = "eager mode"  # in Healing.healed: what is compiled is used no more
 
 
 @dataclass
