@@ -101,24 +101,26 @@ def train_step(run, images, labels, inspect=None, eager=False):
 def take_step(run, step, images, labels, signal=0):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns the
     verdict on the step before, or None."""
-    with run.rescue.watching(run, step, images, labels) as (inspect, eager):
-        # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
-        torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
-        run.guard.open(step)
-        while True:  # until the step fits into memory
-            if signal:
-                run.guard.carry("signal", signal)
-            try:
-                if run.graph and not inspect and not eager:
-                    run.graph(images, labels)
-                else:
-                    train_step(run, images, labels, inspect, eager)
-                break
-            except RuntimeError as error:
-                run.rescue.make_room(run, error)  # raises what is not about memory
-        torch.backends.cudnn.benchmark = False
-        # 5. What happened reaches the host one step late: the device never waits for a question.
-        return run.guard.verdict()
+    watch = run.rescue.watch(run, step, images, labels)
+    # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
+    torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
+    run.guard.open(step)
+    while True:  # until the step fits into memory
+        if signal:
+            run.guard.carry("signal", signal)
+        try:
+            if run.graph and not watch.inspect and not watch.eager:
+                run.graph(images, labels)
+            else:
+                train_step(run, images, labels, watch.inspect, watch.eager)
+            break
+        except RuntimeError as error:
+            run.rescue.make_room(run, error)  # raises what is not about memory
+    torch.backends.cudnn.benchmark = False
+    # 5. What happened reaches the host one step late: the device never waits for a question.
+    verdict = run.guard.verdict()
+    watch.end()
+    return verdict
 
 
 # --- The loop

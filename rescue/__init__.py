@@ -4,19 +4,43 @@ with finite numbers, compares hardware with itself, plants faults.
 
 Rescue has the methods of record.Plain: train.py asks it at these places, and prepare.py makes it.
 No other file of the trainer knows this folder. Delete it, and autopsy/ with it, and train.py trains
-on. The order in a step: begin(), watching(), findings() of the verdict, respond() to each.
+on. The order in a step: begin(), watch(), findings() of the verdict, respond() to each.
 """
-
-from contextlib import contextmanager
 
 import torch
 
 import ranks
 from checkpoint import CheckpointError
 from rescue import capsule, evidence, heal, inject, notice, probes, verify
-from trainer.record import Finding, Kind, Plain
+from trainer.record import Finding, Kind, Plain, StepWatch
 
 CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
+
+
+def is_due(step, every):
+    """Whether a step is one of each `every`; 0: none is."""
+    return bool(every) and step % every == 0
+
+
+class Inspection(StepWatch):
+    """A step that is looked at: its weights and moments, a piece of it run twice, probes."""
+
+    def __init__(self, run, step, images, labels):
+        self.run = run
+        self.step = step
+        self.eager = is_due(step, run.args.probe_every)
+        self.sampler = probes.Probes(run.net, run.device).attach() if self.eager else None
+        verifies = is_due(step, run.args.verify_every)
+        self.unsure = verifies and not verify.is_repeated(run, step, images, labels)
+        self.figures = None
+
+    def inspect(self):
+        if self.unsure:
+            self.run.guard.carry("unsure_rank", self.run.rank + 1)
+        self.figures = notice.inspect_step(self.run, self.step, self.sampler)
+
+    def end(self):
+        notice.note_figures(self.run, self.step, self.figures.read())
 
 
 class Rescue(Plain):
@@ -39,28 +63,16 @@ class Rescue(Plain):
         run.injector.begin(run.step, run.optimizers, run.scaler.scale_tensor)
         return run.injector.batch(images, labels)
 
-    @contextmanager
-    def watching(self, run, step, images, labels):
+    def watch(self, run, step, images, labels):
         # After a bad step the next ones are recorded before they run: examine() needs them whole.
         recording = step <= run.healing.hunt_until and not self.retaking
         self.record = heal.record_step(run, step, images, labels) if recording else None
         args = run.args
-        verifies = args.verify_every and step % args.verify_every == 0
-        samples = args.probe_every and step % args.probe_every == 0
-        sampler = probes.Probes(run.net, run.device).attach() if samples else None
-        looks = step % CHECK_EVERY == 0 or notice.is_look(run, step)
-        unsure = verifies and not verify.is_repeated(run, step, images, labels)
-        figures = None
-
-        def inspect():
-            nonlocal figures
-            if unsure:
-                run.guard.carry("unsure_rank", run.rank + 1)
-            figures = notice.inspect_step(run, step, sampler)
-
-        yield (inspect if verifies or samples or looks else None), bool(recording or samples)
-        if figures:
-            notice.note_figures(run, step, figures.read())
+        every = CHECK_EVERY, args.verify_every, args.probe_every
+        inspects = notice.is_look(run, step) or any(is_due(step, n) for n in every)
+        watch = Inspection(run, step, images, labels) if inspects else StepWatch()
+        watch.eager = watch.eager or recording
+        return watch
 
     def out_of_memory(self, run):
         heal.out_of_memory(run)

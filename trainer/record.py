@@ -12,7 +12,7 @@ train.py still trains: a bad step is skipped, and --max-skips of them in a row e
 import argparse
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -68,6 +68,16 @@ def loss_names(world_size: int) -> tuple[str, ...]:
     return tuple(f"loss of rank {rank}" for rank in range(world_size)) if world_size > 1 else ()
 
 
+class StepWatch:
+    """What is looked at in one step: nothing."""
+
+    inspect: Callable[[], None] | None = None  # call it between the last backward and the decision
+    eager = False  # whether to run the step without compiled code
+
+    def end(self):
+        """After the step."""
+
+
 class Plain:
     """What a run does about trouble without the folder rescue/: it skips bad steps, and it ends."""
 
@@ -86,10 +96,9 @@ class Plain:
         """Before a step: the batch to train on."""
         return images, labels
 
-    def watching(self, run, step, images, labels):
-        """Around a step. Inside: (what to call between the last backward and the decision, or None;
-        whether to run the step without compiled code)."""
-        return nullcontext((None, False))
+    def watch(self, run, step, images, labels):
+        """Before each attempt at a step: what is looked at in it."""
+        return StepWatch()
 
     def out_of_memory(self, run):
         """In the middle of DDP's average: veto the step on all ranks, or raise."""
