@@ -23,7 +23,6 @@ Written to be read from top to bottom and changed: no trainer class, no callback
 
 import contextlib
 import errno
-import functools
 import os
 import sys
 import time
@@ -69,7 +68,7 @@ def train_step(run, images, labels, inspect=None, eager=False):
             guard.see_loss(loss)
             # backward: of the scaled loss
             part = loss if share == 1 else loss * share
-            ranks.backward(scaler.scale(part), run.ddp, lambda: run.rescue.out_of_memory(run))
+            ranks.backward(scaler.scale(part), run.ddp, run.veto)
         # for the log: means over the batch
         for name, value in (metrics | {"loss": loss.detach()}).items():
             mean = value.mean() if value.ndim else value
@@ -164,7 +163,7 @@ def train(run, stop):
             images, labels = run.rescue.begin(run, *run.stream.at(run.step - 1))
             # shortly after a bad step each verdict is read at once; what was under way comes first
             findings = []
-            lag = run.step > run.healing.hunt_until
+            lag = not run.rescue.reads_at_once(run)
             if lag != run.guard.lag:
                 findings = log_verdict(run, run.guard.flush())
                 run.guard.set_lag(lag)
@@ -217,7 +216,7 @@ def respond(run, findings):
         elif finding.kind is Kind.TOO_MANY:
             end = End("diverged", 3, finding.reason)
         elif goes_on(end):
-            other, more = run.rescue.respond(run, finding, functools.partial(again, run))
+            other, more = run.rescue.respond(run, finding, again)
             end = other or end
             findings += more
     return end
@@ -252,14 +251,8 @@ def end_of_step(run, end, began):
 
 
 def validate(run):
-    """Validate and log. Go back if the validation says that the model is lost."""
-    if warning := validation.validate(run):
-        run.log.warn(run.step, warning)
-    trend = run.healing.trend
-    epoch = run.step / run.epoch_steps
-    run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
-    shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
-    run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
+    """Validate. Go back if the validation says that the model is lost."""
+    validation.validate(run)
     return turn_back_if(run, run.rescue.unsound(run))
 
 
@@ -318,7 +311,7 @@ def finish(run, end):
         "dataset": args.dataset,
         "precision": run.policy.name if run.policy else args.precision,
         "steps": run.step, "updates": run.updates,
-        "skipped": run.guard.skipped if run.guard else 0, "healed": run.healing.healed,
+        "skipped": run.guard.skipped if run.guard else 0, **run.rescue.summary(run),
         "quarantined": sorted(run.stream.quarantine) if run.stream else [], **run.scores,
         "warnings": run.log.warnings if run.log else [],
         "seconds": round(time.time() - run.began, 1),

@@ -63,9 +63,12 @@ class Rescue(Plain):
         run.injector.begin(run.step, run.optimizers, run.scaler.scale_tensor)
         return run.injector.batch(images, labels)
 
+    def reads_at_once(self, run):
+        return run.step <= run.healing.hunt_until
+
     def watch(self, run, step, images, labels):
         # After a bad step the next ones are recorded before they run: examine() needs them whole.
-        recording = step <= run.healing.hunt_until and not self.retaking
+        recording = self.reads_at_once(run) and not self.retaking
         self.record = heal.record_step(run, step, images, labels) if recording else None
         args = run.args
         every = CHECK_EVERY, args.verify_every, args.probe_every
@@ -126,7 +129,7 @@ class Rescue(Plain):
         findings = []
         for _ in range(attempts):
             self.retaking = True
-            found = again(step, *heal.batch_again(run, step))
+            found = again(run, step, *heal.batch_again(run, step))
             self.retaking = False
             others = [finding for finding in found if finding[:2] != (Kind.NO_MEMORY, step)]
             findings += others

@@ -113,6 +113,24 @@ def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
     assert last["images_per_second"] == pytest.approx(12 * 40 / 3)
 
 
+def test_another_answer_to_trouble_says_which_verdicts_are_read_at_once(run, monkeypatch):
+    """train.py asks run.rescue, and knows nothing of healing."""
+    assert "healing" not in Path(train.__file__).read_text()
+    late = {}
+
+    class FromStepSix(record.Plain):
+        def reads_at_once(self, run):
+            return run.step >= 6
+
+        def findings(self, run, verdict):
+            late[verdict.step] = run.step - verdict.step
+            return super().findings(run, verdict)
+
+    monkeypatch.setattr(train.prepare, "rescuer", FromStepSix)
+    assert run("--max-steps", 9)[0] == 0
+    assert late == {step: 1 if step < 6 else 0 for step in range(1, 10)}
+
+
 # --- What fails says so: the traceback of a bug, and the summary all the same
 
 

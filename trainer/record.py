@@ -96,6 +96,10 @@ class Plain:
         """Before a step: the batch to train on."""
         return images, labels
 
+    def reads_at_once(self, run):
+        """Whether the verdict on this step is read at once, and not a step late."""
+        return False
+
     def watch(self, run, step, images, labels):
         """Before each attempt at a step: what is looked at in it."""
         return StepWatch()
@@ -116,7 +120,7 @@ class Plain:
         return []
 
     def respond(self, run, finding, again):
-        """Respond. Returns (the end of the run or None, what was found meanwhile). again(step,
+        """Respond. Returns (the end of the run or None, what was found meanwhile). again(run, step,
         images, labels) takes a step once more and returns what was found."""
         return End("diverged", 3, finding.reason), []
 
@@ -134,6 +138,10 @@ class Plain:
         skipped, steps = run.guard.skipped, run.guard.steps
         mostly = skipped > 0.5 * steps
         return [f"{skipped} of {steps} steps were rejected"] if mostly else []
+
+    def summary(self, run):
+        """For the last line: what was done about trouble."""
+        return {"healed": run.healing.healed}
 
 
 @dataclass
@@ -232,3 +240,7 @@ class Run:
     best: list[float] | None = None  # its score and -loss: among equal scores the lower loss wins
     speed: Speed = field(default_factory=Speed)
     healing: Healing = field(default_factory=Healing)
+
+    def veto(self) -> None:
+        """For ranks.backward(): memory has ended in the middle of DDP's average."""
+        self.rescue.out_of_memory(self)

@@ -56,8 +56,8 @@ def evaluated_weights(run: Run) -> Iterator[None]:
         yield
 
 
-def validate(run: Run) -> str:
-    """Set run.scores, keep the best weights. Returns a warning or "".
+def validate(run: Run) -> None:
+    """Set run.scores and log them; keep the best weights.
 
     Every rank takes rank 0's buffers. Only rank 0 compares the precisions, shows what the model
     makes, and writes.
@@ -87,10 +87,19 @@ def validate(run: Run) -> str:
             if hasattr(run.model, "show"):
                 path = show(run)
                 run.log.write(event="shown", step=run.step, file=f"shown/{path.name}")
-    if run.rank or run.policy.dtype not in HALF:
-        return ""
-    gap = both_ways(run)
-    return f"{run.policy.name} and fp32 evaluation differ: {gap}" if gap.parted else ""
+    if run.rank == 0 and run.policy.dtype in HALF:
+        gap = both_ways(run)
+        if gap.parted:
+            run.log.warn(run.step, f"{run.policy.name} and fp32 evaluation differ: {gap}")
+    log_scores(run)
+
+
+def log_scores(run: Run) -> None:
+    epoch = run.step / run.epoch_steps
+    loss = run.healing.trend.mean
+    run.log.write(step=run.step, epoch=epoch, train_loss=loss, **run.scores)
+    shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
+    run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {loss:.4g}  {shown}")
 
 
 def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
