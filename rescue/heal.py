@@ -27,9 +27,9 @@ that comes back exactly as it was. Only then does it believe "divergence" and "n
 A run that goes back becomes longer by the steps that it takes back: the schedule goes back with the
 weights, and ends where it should. --max-cures bounds the number of cures.
 
-Every rank holds the same report (autopsy.agree) and takes the same turn. This file is wiring:
-train.py calls it. notice.py notices a run that is lost with finite numbers, capsule.py takes a
-recorded step to another machine, resume.py restores a state.
+Every rank holds the same report (autopsy.agree) and takes the same turn. notice.py notices a run
+that is lost with finite numbers, capsule.py takes a recorded step to another machine, resume.py
+restores a state.
 """
 
 from __future__ import annotations

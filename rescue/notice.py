@@ -19,7 +19,7 @@ ends "done".
 
 One rank of several that trains on noise leaves the gradient finite, and wrong. So the ranks' losses
 travel with the guard's flags. A warning names a rank whose loss parts from the others' for long.
-This file is wiring: train.py calls it; evidence.py judges a run at its end.
+evidence.py judges a run at its end.
 """
 
 from __future__ import annotations

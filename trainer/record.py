@@ -2,7 +2,7 @@
 Record: what a run is, and all that changes in it: typed data; and what a run asks of rescue/.
 
 This file holds each fact once. No field carries a message from one function to another: a function
-returns what it finds. All wiring may import this file.
+returns what it finds. Every file may import this one, except those that are copied alone.
 
 `Plain` is the one seam between the trainer and the folder rescue/: it says when train.py asks, and
 what happens if nobody answers. rescue.Rescue has the same methods. Delete rescue/ and autopsy/, and

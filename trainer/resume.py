@@ -6,7 +6,6 @@ left out, a learning rate halved, a verdict not answered yet. A checkpoint witho
 failure that they answer. And a state may be of another level than the run: O2 keeps half weights
 with fp32 masters, fp32 keeps fp32 weights. So a checkpoint holds the masters in place of the half
 weights: a master, rounded, is its half weight to the bit. schema.py says what a file must hold.
-This file is wiring.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ run checks both: it computes the metrics with fp32 weights and autocast off, the
 images both ways and compares.
 
 Every image counts once on any number of ranks: the ranks' shares differ in size, so they add up
-sums, never means. This file is wiring: train.py calls it.
+sums, never means.
 """
 
 from __future__ import annotations
