@@ -7,14 +7,14 @@ No other file of the trainer knows this folder. Delete it, and autopsy/ with it,
 on. The order in a step: begin(), watch(), findings() of the verdict, respond() to each.
 """
 
+import statistics
+
 import torch
 
 import ranks
 from checkpoint import CheckpointError
 from rescue import capsule, evidence, heal, inject, notice, probes, verify
-from trainer.record import Finding, Kind, Plain, StepWatch
-
-CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer: notice.is_look
+from trainer.record import Finding, Kind, Plain, StepWatch, loss_names
 
 
 def is_due(step, every):
@@ -60,6 +60,8 @@ class Rescue(Plain):
         run.injector = inject.Injector(run.net, spec, run.model, run.rank, run.policy.scales)
 
     def begin(self, run, images, labels):
+        if not run.args.inject:
+            return images, labels
         run.injector.begin(run.step, run.optimizers, run.scaler.scale_tensor)
         return run.injector.batch(images, labels)
 
@@ -70,9 +72,8 @@ class Rescue(Plain):
         # After a bad step the next ones are recorded before they run: examine() needs them whole.
         recording = self.reads_at_once(run) and not self.retaking
         self.record = heal.record_step(run, step, images, labels) if recording else None
-        args = run.args
-        every = CHECK_EVERY, args.verify_every, args.probe_every
-        inspects = notice.is_look(run, step) or any(is_due(step, n) for n in every)
+        verifies = is_due(step, run.args.verify_every)
+        inspects = verifies or is_due(step, run.args.probe_every) or notice.is_look(run, step)
         watch = Inspection(run, step, images, labels) if inspects else StepWatch()
         watch.eager = watch.eager or recording
         return watch
@@ -97,11 +98,15 @@ class Rescue(Plain):
             run.healing.hunt_until = step + 50
             return [Finding(Kind.REJECTED, step, verdict)]
         findings = []
-        if verify.differs(carried):
+        ranks_differ = carried["checksum"] != -carried["negative_checksum"]
+        if carried["unsure_rank"] or ranks_differ:
             findings.append(Finding(Kind.MISMATCH, step, verdict))
-        if warning := notice.parted_rank(run, carried):
-            run.log.warn(step, warning)
-        loss = notice.mean_loss(run, carried, stats["loss"])
+        loss = stats["loss"]
+        if run.world_size > 1:
+            losses = [carried[name] for name in loss_names(run.world_size)]
+            loss = statistics.mean(losses)
+            if warning := notice.parted_rank(run, losses):
+                run.log.warn(step, warning)
         if reason := notice.judge_loss(run, loss, stats["grad_norm"]):
             findings.append(Finding(Kind.LOST, step, verdict, reason))
         return findings

@@ -35,10 +35,11 @@ import optim
 from autopsy import Verdict
 from rescue import movement, probes, verify
 from trainer import validation
-from trainer.record import Run, loss_names
+from trainer.record import Run
 
 FIRST = 10  # losses from which the start is known
 PARTED = 30  # steps in a row
+CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer
 
 
 class Suspicion(Enum):
@@ -92,20 +93,13 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
     return ""
 
 
-def mean_loss(run: Run, carried: dict[str, float], loss: float) -> float:
-    """The mean loss of all ranks, the same on each; of one process its own."""
-    losses = [carried[name] for name in loss_names(run.world_size)]
-    return statistics.mean(losses) if losses else loss
-
-
-def parted_rank(run: Run, carried: dict[str, float]) -> str:
+def parted_rank(run: Run, losses: list[float]) -> str:
     """Take in the ranks' losses of an accepted step. Says once if one rank has parted from the
     others; or "".
 
     Ranks draw from one permutation, so which of them has the highest loss is chance: of two, the
     same 30 times in a row once in a billion.
     """
-    losses = [carried[name] for name in loss_names(run.world_size)] or [0.0]
     known = run.healing.trend.extremes
     # Of two ranks the lower one may be the one that trains on a single image: both are told.
     for kind, loss in [("highest", max(losses)), ("lowest", min(losses))][: len(losses) - 1]:
@@ -130,7 +124,7 @@ def is_suspicious(run: Run) -> bool:
 
 def between_looks(run: Run) -> int:
     """Steps between two looks. A run has at least ten, so a short one shows what stops midway."""
-    return max(1, min(100, run.total_steps // 10))
+    return max(1, min(CHECK_EVERY, run.total_steps // 10))
 
 
 def is_look(run: Run, step: int) -> bool:

@@ -105,12 +105,6 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     return not difference > 0.01 * get_total_norm(a)
 
 
-def differs(carried: dict[str, float]) -> bool:
-    """Whether a pass differed from itself, or a rank from the others, as the verdict carries it."""
-    ranks_differ = carried["checksum"] != -carried["negative_checksum"]
-    return carried["unsure_rank"] > 0 or ranks_differ
-
-
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     """Find out which rank is right, and count: the fifth difference ends the run. Every rank calls
     this, at the same step."""

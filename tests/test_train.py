@@ -98,6 +98,30 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
 
 
+@needs_rescue
+def test_an_ordinary_step_runs_two_files_of_rescue_and_no_more_functions_than_it_needs(
+        run, monkeypatch):
+    seen = set()
+    end_of_step, wing = train.end_of_step, Path(train.__file__).with_name("rescue")
+
+    def note(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == wing and frame.f_code.co_name[0] != "<":
+            seen.add((path.name, frame.f_code.co_qualname))
+
+    def profiled(run, end, began):
+        sys.setprofile(None)
+        ended = end_of_step(run, end, began)
+        if run.step == 12:  # a look is at each fourth step, a pass is run twice at each tenth
+            sys.setprofile(note)
+        return ended
+
+    monkeypatch.setattr(train, "end_of_step", profiled)
+    assert run("--max-steps", 40)[0] == 0
+    assert {name for name, _ in seen} == {"__init__.py", "notice.py"}
+    assert len(seen) <= 8, seen
+
+
 def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
     """Its verdict is a step late, and a GPU works on when the host has given it all."""
     now = [0.0]
@@ -422,7 +446,7 @@ def test_an_average_that_runs_away_from_its_weights_is_a_warning(run, monkeypatc
 
 @needs_rescue
 def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
-    monkeypatch.setattr("rescue.CHECK_EVERY", 5)
+    monkeypatch.setattr("rescue.notice.CHECK_EVERY", 5)
     code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
     skip, *_ = events(lines, "skip")
     assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10

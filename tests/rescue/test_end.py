@@ -16,7 +16,6 @@ import checkpoint
 import train
 from data import Dataset, batches
 from rescue import notice
-from trainer import record
 
 
 def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
@@ -267,9 +266,7 @@ def test_a_run_that_goes_on_with_another_validation_set_warns_and_compares_no_sc
 
 def said_of_ranks(losses):
     run = train.Run(world_size=len(losses[0]))
-    names = record.loss_names(len(losses[0]))
-    return [sentence for row in losses
-            if (sentence := notice.parted_rank(run, dict(zip(names, row, strict=True))))]
+    return [sentence for row in losses if (sentence := notice.parted_rank(run, row))]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
