@@ -175,32 +175,34 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bo
         guess = metrics.pop("guess", None)
         if guess is not None and rows is not None:
             rows.append((y, guess, metrics["loss"]))
-        pairs, differ = same_label_pairs(x, y, metrics["loss"])
-        table = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
+        counts = same_label_pairs(x, y, metrics["loss"])
+        counts["images"] = torch.ones_like(metrics["loss"])
+        added_up = metrics | counts  # by name, of each image: (B,)
+        table = torch.stack([*added_up.values()])
         total += table.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
     if together() and not alone:
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
-    count, pairs, differ, *sums = total.tolist()
+    sums = dict(zip(added_up, total.tolist(), strict=True))
     # Six digits: what is printed is what is compared.
-    scores = {f"val_{name}": float(f"{x / count:.6g}")
-              for name, x in zip(metrics, sums, strict=True)}
-    if pairs and not differ and scores["val_loss"] > 1e-6:
+    scores = {f"val_{name}": float(f"{sums[name] / sums['images']:.6g}") for name in metrics}
+    if sums["pairs"] and not sums["differ"] and scores["val_loss"] > 1e-6:
         scores[INDEPENDENT] = 1.0
     return scores
 
 
-def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Of neighbours in the order of labels, (B,) each: have they one label and different images?
-    And different losses besides?"""
+def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Compare each image with the next one in the order of labels. (B,) each; the last image has no
+    next one. "pairs": the two have one label and different contents. "differ": these two have
+    different losses as well."""
     if y.is_floating_point():
-        return torch.zeros_like(loss), torch.zeros_like(loss)
+        return dict.fromkeys(("pairs", "differ"), torch.zeros_like(loss))
     order = y.argsort()
     content = x.float().flatten(1).square().mean(1)[order]
     pairs = (y[order].diff() == 0) & (content.diff() != 0)
     differ = pairs & ~(loss[order].diff().abs() <= 1e-6 * loss.abs().max())  # NaN is different
-    return F.pad(pairs, (0, 1)), F.pad(differ, (0, 1))
+    return {"pairs": F.pad(pairs, (0, 1)), "differ": F.pad(differ, (0, 1))}
 
 
 def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
