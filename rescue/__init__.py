@@ -22,6 +22,11 @@ def is_due(step, every):
     return bool(every) and step % every == 0
 
 
+def is_one_image(run):
+    """Whether a micro-batch cannot be halved."""
+    return 2 * run.accum > run.args.batch_size // run.world_size
+
+
 class Inspection(StepWatch):
     """A step that is looked at: its weights and moments, a piece of it run twice, probes."""
 
@@ -78,19 +83,13 @@ class Rescue(Plain):
         watch.eager = watch.eager or recording
         return watch
 
-    def out_of_memory(self, run):
-        heal.out_of_memory(run)
-
-    def make_room(self, run, error):
-        heal.make_room(run, error)
-
     def findings(self, run, verdict):
         step, carried, stats = verdict.step, verdict.carried, verdict.stats
         if carried["micro_batches"]:
             run.accum = max(run.accum, int(carried["micro_batches"]))
             run.log.warn(step, f"out of memory at step {step}: from now on {run.accum} "
                                "micro-batches a step on each rank")
-        if "veto" in verdict.reasons:  # see heal.out_of_memory
+        if "veto" in verdict.reasons:  # see out_of_memory()
             return [Finding(Kind.NO_MEMORY, step, verdict)]
         if not verdict.accepted:
             if run.args.on_nonfinite != "heal":
@@ -126,6 +125,37 @@ class Rescue(Plain):
             cure = heal.examine_and_heal(run, step, self.record if made_before else None)
         heal.log_cure(run, cure)
         return cure.end, []
+
+    # --- Memory that ends
+
+    def out_of_memory(self, run):
+        """This rank's memory ended while DDP averaged: no rank uses this average, and all retake
+        the step."""
+        if is_one_image(run):
+            raise torch.OutOfMemoryError("one image a micro-batch does not fit into memory")
+        run.guard.carry("veto", run.rank + 1)
+        run.guard.carry("micro_batches", 2 * run.accum)
+
+    def make_room(self, run, error):
+        """This rank's memory ended before any collective of the step. Half the micro-batch, twice
+        as many of them: the update stays the same within rounding. A CUDA graph gives back its
+        pool, and there is no other: memory that ends in a recording ends the run. This rank begins
+        the step again at once; the others follow at the verdict.
+
+        Raises the error where it is another one, and where no room can be made: after the decision,
+        with one image a micro-batch, and while a CUDA graph was recorded (CUDA's random numbers do
+        not outlive that).
+        """
+        graph = run.graph
+        recording = graph and graph.graph is None and graph.calls > graph.warm_up
+        too_late = run.guard.state != "open" or recording
+        if not ranks.out_of_memory(error) or too_late or is_one_image(run):
+            raise error
+        run.net.zero_grad()
+        run.graph = None
+        run.guard.restart()
+        run.accum *= 2
+        run.guard.carry("micro_batches", run.accum)
 
     def retry_smaller(self, run, step, again):
         """Repeat a step that did not fit into memory on some rank, in smaller micro-batches. Return

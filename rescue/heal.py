@@ -242,36 +242,3 @@ def log_cure(run: Run, cure: Cure) -> None:
                       rank=about.rank, module=about.module, op=about.op, samples=about.indices,
                       reason=about.symptom, action=cure.action)
         run.log.say(f"{about}\n  -> {cure.action}")
-
-
-# --- Memory that ends
-
-def out_of_memory(run: Run) -> None:
-    """This rank's memory ended while DDP averaged: no rank uses this average, and all retake the
-    step."""
-    if 2 * run.accum > run.args.batch_size // run.world_size:
-        raise torch.OutOfMemoryError("one image a micro-batch does not fit into memory")
-    run.guard.carry("veto", run.rank + 1)
-    run.guard.carry("micro_batches", 2 * run.accum)
-
-
-def make_room(run: Run, error: Exception) -> None:
-    """This rank's memory ended before any collective of the step. Half the micro-batch, twice as
-    many of them: the update stays the same within rounding. A CUDA graph gives back its pool, and
-    there is no other: memory that ends in a recording ends the run. This rank begins the step again
-    at once; the others follow at the verdict.
-
-    Raises the error where it is another one, and where no room can be made: after the decision,
-    with one image a micro-batch, and while a CUDA graph was recorded (CUDA's random numbers do not
-    outlive that).
-    """
-    graph = run.graph
-    recording = graph and graph.graph is None and graph.calls > graph.warm_up
-    one_image = 2 * run.accum > run.args.batch_size // run.world_size
-    if not ranks.out_of_memory(error) or run.guard.state != "open" or recording or one_image:
-        raise error
-    run.net.zero_grad()
-    run.graph = None
-    run.guard.restart()
-    run.accum *= 2
-    run.guard.carry("micro_batches", run.accum)
