@@ -45,12 +45,12 @@ class End(NamedTuple):
 class Kind(Enum):
     """Of a finding."""
 
-    SIGNAL = auto()  # the run was asked to stop
-    TOO_MANY = auto()  # of the steps in a row were rejected
-    LOST = auto()  # what the run has learnt
+    SIGNAL = auto()  # the run is to stop
+    TOO_MANY = auto()  # too many steps in a row were rejected
+    LOST = auto()  # the run has lost what it learnt
     # What rescue/ finds
-    REJECTED = auto()
-    NO_MEMORY = auto()  # on some rank
+    REJECTED = auto()  # this step
+    NO_MEMORY = auto()  # memory has ended on some rank
     MISMATCH = auto()  # a pass differed from itself, or a rank from the others
 
 
@@ -101,7 +101,7 @@ class Plain:
         return False
 
     def watch(self, run, step, images, labels):
-        """Before each attempt at a step: what is looked at in it."""
+        """Before a step: what is looked at in it."""
         return StepWatch()
 
     def out_of_memory(self, run):
