@@ -23,7 +23,6 @@ Written to be read from top to bottom and changed: no trainer class, no callback
 
 import contextlib
 import errno
-import functools
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from data import NAMES, batches
 from extras import graphs
 from models import MODELS
 from trainer import flags, prepare, resume, validation
-from trainer.record import End, Finding, Run
+from trainer.record import End, Finding, Kind, Run
 
 # --- The step
 
@@ -69,7 +68,7 @@ def train_step(run, images, labels, inspect=None, eager=False):
             guard.see_loss(loss)
             # backward: of the scaled loss
             part = loss if share == 1 else loss * share
-            ranks.backward(scaler.scale(part), run.ddp, lambda: run.rescue.out_of_memory(run))
+            ranks.backward(scaler.scale(part), run.ddp, run.veto)
         # for the log: means over the batch
         for name, value in (metrics | {"loss": loss.detach()}).items():
             mean = value.mean() if value.ndim else value
@@ -101,24 +100,26 @@ def train_step(run, images, labels, inspect=None, eager=False):
 def take_step(run, step, images, labels, signal=0):
     """One step between open() and verdict(): as a CUDA graph, or kernel by kernel. Returns the
     verdict on the step before, or None."""
-    with run.rescue.watching(run, step, images, labels) as (inspect, eager):
-        # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
-        torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
-        run.guard.open(step)
-        while True:  # until the step fits into memory
-            if signal:
-                run.guard.carry("signal", signal)
-            try:
-                if run.graph and not inspect and not eager:
-                    run.graph(images, labels)
-                else:
-                    train_step(run, images, labels, inspect, eager)
-                break
-            except RuntimeError as error:
-                run.rescue.make_room(run, error)  # raises what is not about memory
-        torch.backends.cudnn.benchmark = False
-        # 5. What happened reaches the host one step late: the device never waits for a question.
-        return run.guard.verdict()
+    watch = run.rescue.watch(run, step, images, labels)
+    # cuDNN looks for its fastest kernels where a step is taken, and nowhere else: 40 searches.
+    torch.backends.cudnn.benchmark = run.device.type == "cuda" and not run.args.deterministic
+    run.guard.open(step)
+    while True:  # until the step fits into memory
+        if signal:
+            run.guard.carry("signal", signal)
+        try:
+            if run.graph and not watch.inspect and not watch.eager:
+                run.graph(images, labels)
+            else:
+                train_step(run, images, labels, watch.inspect, watch.eager)
+            break
+        except RuntimeError as error:
+            run.rescue.make_room(run, error)  # raises what is not about memory
+    torch.backends.cudnn.benchmark = False
+    # 5. What happened reaches the host one step late: the device never waits for a question.
+    verdict = run.guard.verdict()
+    watch.end()
+    return verdict
 
 
 # --- The loop
@@ -162,7 +163,7 @@ def train(run, stop):
             images, labels = run.rescue.begin(run, *run.stream.at(run.step - 1))
             # shortly after a bad step each verdict is read at once; what was under way comes first
             findings = []
-            lag = run.step > run.healing.hunt_until
+            lag = not run.rescue.reads_at_once(run)
             if lag != run.guard.lag:
                 findings = log_verdict(run, run.guard.flush())
                 run.guard.set_lag(lag)
@@ -191,9 +192,9 @@ def log_verdict(run, verdict):
         if run.args.on_nonfinite == "stop" or in_a_row >= run.args.max_skips:
             why = f"{in_a_row} steps in a row were rejected, the last one for "
             why += ", ".join(verdict.reasons)
-            findings.append(Finding("too many", step, verdict, why))
+            findings.append(Finding(Kind.TOO_MANY, step, verdict, why))
     if verdict.carried["signal"]:
-        findings.append(Finding("signal", step, verdict))
+        findings.append(Finding(Kind.SIGNAL, step, verdict))
     if step % run.args.log_every == 0:
         run.log.write(step=step, **stats, skipped=run.guard.skipped)
         run.bar.set_postfix({name: f"{value:.4g}" for name, value in stats.items()})
@@ -209,13 +210,13 @@ def respond(run, findings):
     """Respond to what was found. Returns the end of the run, or None."""
     end = None
     for finding in findings:  # it may grow
-        if finding.kind == "signal":
+        if finding.kind is Kind.SIGNAL:
             number = int(finding.verdict.carried["signal"])
             end = end or End(f"stopped by signal {number}", 128 + number)
-        elif finding.kind == "too many":
+        elif finding.kind is Kind.TOO_MANY:
             end = End("diverged", 3, finding.reason)
         elif goes_on(end):
-            other, more = run.rescue.respond(run, finding, functools.partial(again, run))
+            other, more = run.rescue.respond(run, finding, again)
             end = other or end
             findings += more
     return end
@@ -250,14 +251,8 @@ def end_of_step(run, end, began):
 
 
 def validate(run):
-    """Validate and log. Go back if the validation says that the model is lost."""
-    if warning := validation.validate(run):
-        run.log.warn(run.step, warning)
-    trend = run.healing.trend
-    epoch = run.step / run.epoch_steps
-    run.log.write(step=run.step, epoch=epoch, train_loss=trend.mean, **run.scores)
-    shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
-    run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {trend.mean:.4g}  {shown}")
+    """Validate. Go back if the validation says that the model is lost."""
+    validation.validate(run)
     return turn_back_if(run, run.rescue.unsound(run))
 
 
@@ -265,7 +260,7 @@ def turn_back_if(run, reason):
     """Respond to a run that has lost what it learnt; reason "": it has not."""
     if not reason:
         return None
-    return respond(run, [Finding("lost", run.step, None, reason)])
+    return respond(run, [Finding(Kind.LOST, run.step, None, reason)])
 
 
 def save(run, good):
@@ -316,7 +311,7 @@ def finish(run, end):
         "dataset": args.dataset,
         "precision": run.policy.name if run.policy else args.precision,
         "steps": run.step, "updates": run.updates,
-        "skipped": run.guard.skipped if run.guard else 0, "healed": run.healing.healed,
+        "skipped": run.guard.skipped if run.guard else 0, **run.rescue.summary(run),
         "quarantined": sorted(run.stream.quarantine) if run.stream else [], **run.scores,
         "warnings": run.log.warnings if run.log else [],
         "seconds": round(time.time() - run.began, 1),

@@ -4,7 +4,7 @@ Capsule: a bad step in one file, to be examined again on any machine.
 A step that went bad on a GPU at night is gone in the morning. So the first time that a run examines
 a step, the guilty rank writes it down: weights, moments, buffers, random numbers, micro-batches,
 and the verdict. `python train.py --replay FILE` rebuilds the step, on a CPU too, examines it, and
-prints both verdicts. It runs no code in the file. This file is wiring: heal.py calls it.
+prints both verdicts. It runs no code in the file.
 """
 
 from __future__ import annotations

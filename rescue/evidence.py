@@ -2,14 +2,15 @@
 Evidence: "done" is a claim. What speaks against it at the end of a run?
 
 Some signs are certain, and end the run "diverged": half of the weights did not move and the loss
-did not fall, the loss is high at the end, most steps were rejected. A task may be too hard, and you
-may freeze a backbone on purpose. A sign that fits these too stops nothing: the last line lists it
-in `warnings` (`doubts`). Nor is the validation believed: some outputs are counted again, without
-its code. This file is wiring: train.py calls it.
+did not fall, the loss is high at the end, most steps were rejected. Other signs may also come from
+a task that is too hard, or from a backbone that you froze on purpose. They stop nothing: the last
+line lists them in `warnings` (`doubts`). The validation may be wrong, too: some outputs are counted
+again, without its code.
 """
 
 from __future__ import annotations
 
+from autopsy import Verdict
 from rescue import movement, notice
 from trainer import validation
 from trainer.record import Run
@@ -89,8 +90,9 @@ def doubts(run: Run) -> list[str]:
 
 
 def lifeless(run: Run) -> list[str]:
-    """Tensors without movement, gradient or learning rate at the last three looks or more. (The
-    label that a diffusion model drops is used now and then.)"""
+    """Tensors that at the last three looks, or more, did not move, had no gradient, or had a
+    learning rate of 0. One or two looks say nothing: a diffusion model uses the embedding of its
+    dropped label in some batches only."""
     trend = run.healing.trend
     if trend.mean <= 1e-3 * trend.start:  # nothing is left to learn
         return []
@@ -121,7 +123,7 @@ def ended_high(run: Run) -> str:
     if not trend.first:
         return ""
     untrained = trend.first[0]
-    if "divergence" in run.healing.cures and val_loss > 1.5 * untrained:
+    if Verdict.DIVERGENCE in run.healing.cures and val_loss > 1.5 * untrained:
         return (f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
                 f"step had {untrained:.4g}")
     suspected = any(steps >= 3 for steps in trend.suspicions.values())

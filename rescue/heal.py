@@ -27,9 +27,9 @@ that comes back exactly as it was. Only then does it believe "divergence" and "n
 A run that goes back becomes longer by the steps that it takes back: the schedule goes back with the
 weights, and ends where it should. --max-cures bounds the number of cures.
 
-Every rank holds the same report (autopsy.agree) and takes the same turn. This file is wiring:
-train.py calls it. notice.py notices a run that is lost with finite numbers, capsule.py takes a
-recorded step to another machine, resume.py restores a state.
+Every rank holds the same report (autopsy.agree) and takes the same turn. notice.py notices a run
+that is lost with finite numbers, capsule.py takes a recorded step to another machine, resume.py
+restores a state.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ from autopsy.facts import Where
 from fp32 import fp32_eval, keep_fp32, pinned
 from rescue import capsule
 from trainer import resume, schema
-from trainer.record import End, Run
+from trainer.record import EAGER_MODE, End, Run
 
 # Verdicts that change the run
 LASTING = (Verdict.PRECISION, Verdict.WEIGHTS, Verdict.DIVERGENCE, Verdict.COMPILER)
+# Verdicts that suspect the hardware at the fifth time; calibration where the scale is at its floor
+OF_HARDWARE = (Verdict.NOT_REPRODUCIBLE, Verdict.CALIBRATION)
 
 
 class Cure(NamedTuple):
@@ -165,15 +167,15 @@ def respond(run: Run, report: autopsy.Report) -> Cure:
             action += ", these samples are never drawn again"
     elif verdict is Verdict.COMPILER:
         run.compiled = run.ddp
-        run.healing.healed.append("eager mode")
+        run.healing.healed.append(EAGER_MODE)
         action = "the run goes on in eager mode: --compile is given up"
     elif verdict is Verdict.PRECISION:
         action = more_precise(run, report)
-    elif verdict in LASTING:  # weights, divergence
+    elif verdict in (Verdict.WEIGHTS, Verdict.DIVERGENCE):
         action = rewind(run, slower=verdict is Verdict.DIVERGENCE)
-    else:  # not reproducible; an error when it ran again; calibration at the lowest loss scale
+    else:  # an error when it ran again, too: --max-skips bounds what no branch answers
         action = "passed over"
-        if verdict is not Verdict.ERROR and cures.count(verdict) >= 5:
+        if verdict in OF_HARDWARE and cures.count(verdict) >= 5:
             end = End("suspected hardware", 5, report.symptom)
     return Cure(report, action, end)
 
@@ -240,36 +242,3 @@ def log_cure(run: Run, cure: Cure) -> None:
                       rank=about.rank, module=about.module, op=about.op, samples=about.indices,
                       reason=about.symptom, action=cure.action)
         run.log.say(f"{about}\n  -> {cure.action}")
-
-
-# --- Memory that ends
-
-def out_of_memory(run: Run) -> None:
-    """This rank's memory ended while DDP averaged: no rank uses this average, and all retake the
-    step."""
-    if 2 * run.accum > run.args.batch_size // run.world_size:
-        raise torch.OutOfMemoryError("one image a micro-batch does not fit into memory")
-    run.guard.carry("veto", run.rank + 1)
-    run.guard.carry("micro_batches", 2 * run.accum)
-
-
-def make_room(run: Run, error: Exception) -> None:
-    """This rank's memory ended before any collective of the step. Half the micro-batch, twice as
-    many of them: the update stays the same within rounding. A CUDA graph gives back its pool, and
-    there is no other: memory that ends in a recording ends the run. This rank begins the step again
-    at once; the others follow at the verdict.
-
-    Raises the error where it is another one, and where no room can be made: after the decision,
-    with one image a micro-batch, and while a CUDA graph was recorded (CUDA's random numbers do not
-    outlive that).
-    """
-    graph = run.graph
-    recording = graph and graph.graph is None and graph.calls > graph.warm_up
-    one_image = 2 * run.accum > run.args.batch_size // run.world_size
-    if not ranks.out_of_memory(error) or run.guard.state != "open" or recording or one_image:
-        raise error
-    run.net.zero_grad()
-    run.graph = None
-    run.guard.restart()
-    run.accum *= 2
-    run.guard.carry("micro_batches", run.accum)

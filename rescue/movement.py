@@ -11,8 +11,7 @@ for. Now and then (notice.is_look) this file reads up to 199 elements of each te
     walked      the sum of the squared updates: in random directions they would lead as far as its
                 root, and learning leads farther
 
-What moves at each look and is put back between them is at the end where it was at the start. This
-file is wiring: notice.py and evidence.py call it.
+What moves at each look and is put back between them is at the end where it was at the start.
 """
 
 from __future__ import annotations

@@ -19,29 +19,44 @@ ends "done".
 
 One rank of several that trains on noise leaves the gradient finite, and wrong. So the ranks' losses
 travel with the guard's flags. A warning names a rank whose loss parts from the others' for long.
-This file is wiring: train.py calls it; evidence.py judges a run at its end.
+evidence.py judges a run at its end.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from enum import Enum
 
 import torch
 
 import guards
 import optim
+from autopsy import Verdict
 from rescue import movement, probes, verify
 from trainer import validation
-from trainer.record import Run, loss_names
+from trainer.record import Run
 
 FIRST = 10  # losses from which the start is known
-HIGH = "the loss has been far above its past"
-UNLEARNT = "the model has lost what it learnt: the loss has been near its start"
-DEAD = "the gradient norm has been below 1e-12"
-# Steps in a row. A rate ten times too high brings a loss back to its start, and it recovers.
-PATIENCE = {HIGH: 20, UNLEARNT: 50, DEAD: 20}
 PARTED = 30  # steps in a row
+CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer
+
+
+class Suspicion(Enum):
+    """That a run is lost. A checkpoint holds these values, with the steps in a row."""
+
+    HIGH = "high"
+    UNLEARNT = "unlearnt"
+    DEAD = "dead"
+
+
+# Steps in a row. A rate ten times too high brings a loss back to its start, and it recovers.
+PATIENCE = {Suspicion.HIGH: 20, Suspicion.UNLEARNT: 50, Suspicion.DEAD: 20}
+WORDS = {
+    Suspicion.HIGH: "the loss has been far above its past",
+    Suspicion.UNLEARNT: "the model has lost what it learnt: the loss has been near its start",
+    Suspicion.DEAD: "the gradient norm has been below 1e-12",
+}
 
 
 def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
@@ -63,33 +78,28 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
     has_learnt = learnt > 0.2 * trend.start
     nothing_left = loss <= 1e-3 * trend.start
     seen = {
-        HIGH: far_above,
-        UNLEARNT: has_learnt and loss > trend.start - 0.1 * learnt,
-        DEAD: grad_norm < 1e-12 and not nothing_left,
+        Suspicion.HIGH: far_above,
+        Suspicion.UNLEARNT: has_learnt and loss > trend.start - 0.1 * learnt,
+        Suspicion.DEAD: grad_norm < 1e-12 and not nothing_left,
     }
+    # What an older checkpoint calls otherwise ends here: that count begins again.
     before = trend.suspicions
-    trend.suspicions = {reason: before.get(reason, 0) + 1 for reason in seen if seen[reason]}
-    for reason, steps in trend.suspicions.items():
-        if steps >= PATIENCE[reason]:
-            return (f"{reason} for {steps} steps: loss {loss:.4g}, {trend.start:.4g} at the start "
-                    f"and {trend.lowest:.4g} at best; gradient norm {grad_norm:.3g}")
+    trend.suspicions = {s.value: before.get(s.value, 0) + 1 for s in seen if seen[s]}
+    for suspicion, patience in PATIENCE.items():
+        steps = trend.suspicions.get(suspicion.value, 0)
+        if steps >= patience:
+            return (f"{WORDS[suspicion]} for {steps} steps: loss {loss:.4g}, {trend.start:.4g} at "
+                    f"the start and {trend.lowest:.4g} at best; gradient norm {grad_norm:.3g}")
     return ""
 
 
-def mean_loss(run: Run, carried: dict[str, float], loss: float) -> float:
-    """The mean loss of all ranks, the same on each; of one process its own."""
-    losses = [carried[name] for name in loss_names(run.world_size)]
-    return statistics.mean(losses) if losses else loss
-
-
-def parted_rank(run: Run, carried: dict[str, float]) -> str:
+def parted_rank(run: Run, losses: list[float]) -> str:
     """Take in the ranks' losses of an accepted step. Says once if one rank has parted from the
     others; or "".
 
     Ranks draw from one permutation, so which of them has the highest loss is chance: of two, the
     same 30 times in a row once in a billion.
     """
-    losses = [carried[name] for name in loss_names(run.world_size)] or [0.0]
     known = run.healing.trend.extremes
     # Of two ranks the lower one may be the one that trains on a single image: both are told.
     for kind, loss in [("highest", max(losses)), ("lowest", min(losses))][: len(losses) - 1]:
@@ -107,14 +117,14 @@ def parted_rank(run: Run, carried: dict[str, float]) -> str:
 
 def is_suspicious(run: Run) -> bool:
     """Whether a suspicion is open: then last_good does not move."""
-    enough = 1 if "divergence" in run.healing.cures else 10  # after a cure one step is enough
+    enough = 1 if Verdict.DIVERGENCE in run.healing.cures else 10  # after a cure one step is enough
     suspected = any(steps >= enough for steps in run.healing.trend.suspicions.values())
     return suspected or run.guard.skipped_in_a_row > 0
 
 
 def between_looks(run: Run) -> int:
     """Steps between two looks. A run has at least ten, so a short one shows what stops midway."""
-    return max(1, min(100, run.total_steps // 10))
+    return max(1, min(CHECK_EVERY, run.total_steps // 10))
 
 
 def is_look(run: Run, step: int) -> bool:

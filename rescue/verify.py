@@ -1,22 +1,23 @@
 """
 Verify: find hardware that returns wrong finite numbers.
 
-A guard sees a NaN at once. A chip that multiplies wrongly once an hour, or a bit that flips in
-memory, gives a number that looks like any other, and the run ends well with wrong weights (Dixit et
-al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) this file compares two
-things to the bit:
+A guard sees a NaN at once. It cannot see a wrong number that is finite: of a chip that multiplies
+wrongly once an hour, or of a bit that flips in memory. The run then ends well with wrong weights
+(Dixit et al. 2021, arXiv 2102.11245). So every --verify-every steps (once an epoch) this file
+compares two things to the bit:
 
     a pass run twice   Up to 32 images of the batch go forward and backward twice. The fifth time
                        that the gradients differ the run ends: exit 5, with the rank's name.
-    the replicas       All ranks hold the same weights and moments. A checksum of them travels with
-                       the guard's flags, in the same all-reduce. Where ranks differ, the majority
-                       is right, and the others take its tensors. Two ranks have no majority: all
-                       go back to last_good.
+    the replicas       All ranks must hold the same weights and moments. Each rank sends a checksum
+                       of its own with the guard's flags, in the same all-reduce. Where checksums
+                       differ, the majority is right, and the other ranks take its tensors. Two
+                       ranks have no majority: all go back to last_good.
 
-Not every device gives the same bits twice. The first comparison at an image size and a precision
-runs three times: where these differ, later comparisons are within rounding, and a warning says so.
+Not every device gives the same bits twice. At each new image size and precision the pass first runs
+three times. Where these passes differ, later ones are compared within rounding, and a warning says
+so.
 What one process cannot see: a flipped bit in its own weights (there is no second copy), and a chip
-that makes the same mistake each time. This file is wiring: train.py calls it.
+that makes the same mistake each time.
 """
 
 from __future__ import annotations
@@ -102,12 +103,6 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two gradients differ by less than 1 % of their norm, or both are non-finite."""
     difference = get_total_norm(torch._foreach_sub(a, b))
     return not difference > 0.01 * get_total_norm(a)
-
-
-def differs(carried: dict[str, float]) -> bool:
-    """Whether a pass differed from itself, or a rank from the others, as the verdict carries it."""
-    ranks_differ = carried["checksum"] != -carried["negative_checksum"]
-    return carried["unsure_rank"] > 0 or ranks_differ
 
 
 def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:

@@ -98,6 +98,30 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
 
 
+@needs_rescue
+def test_an_ordinary_step_runs_two_files_of_rescue_and_no_more_functions_than_it_needs(
+        run, monkeypatch):
+    seen = set()
+    end_of_step, wing = train.end_of_step, Path(train.__file__).with_name("rescue")
+
+    def note(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == wing and frame.f_code.co_name[0] != "<":
+            seen.add((path.name, frame.f_code.co_qualname))
+
+    def profiled(run, end, began):
+        sys.setprofile(None)
+        ended = end_of_step(run, end, began)
+        if run.step == 12:  # a look is at each fourth step, a pass is run twice at each tenth
+            sys.setprofile(note)
+        return ended
+
+    monkeypatch.setattr(train, "end_of_step", profiled)
+    assert run("--max-steps", 40)[0] == 0
+    assert {name for name, _ in seen} == {"__init__.py", "notice.py"}
+    assert len(seen) <= 8, seen
+
+
 def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
     """Its verdict is a step late, and a GPU works on when the host has given it all."""
     now = [0.0]
@@ -111,6 +135,24 @@ def test_the_clock_counts_the_last_step_of_an_epoch(run, monkeypatch):
     monkeypatch.setattr(guards.Guard, "flush", waits)
     last = run("--ckpt-every", 5)[1]  # steps 5, 10 and 12, of 40 images each
     assert last["images_per_second"] == pytest.approx(12 * 40 / 3)
+
+
+def test_another_answer_to_trouble_says_which_verdicts_are_read_at_once(run, monkeypatch):
+    """train.py asks run.rescue, and knows nothing of healing."""
+    assert "healing" not in Path(train.__file__).read_text()
+    late = {}
+
+    class FromStepSix(record.Plain):
+        def reads_at_once(self, run):
+            return run.step >= 6
+
+        def findings(self, run, verdict):
+            late[verdict.step] = run.step - verdict.step
+            return super().findings(run, verdict)
+
+    monkeypatch.setattr(train.prepare, "rescuer", FromStepSix)
+    assert run("--max-steps", 9)[0] == 0
+    assert late == {step: 1 if step < 6 else 0 for step in range(1, 10)}
 
 
 # --- What fails says so: the traceback of a bug, and the summary all the same
@@ -404,7 +446,7 @@ def test_an_average_that_runs_away_from_its_weights_is_a_warning(run, monkeypatc
 
 @needs_rescue
 def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
-    monkeypatch.setattr("rescue.CHECK_EVERY", 5)
+    monkeypatch.setattr("rescue.notice.CHECK_EVERY", 5)
     code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
     skip, *_ = events(lines, "skip")
     assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10

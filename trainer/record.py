@@ -2,7 +2,7 @@
 Record: what a run is, and all that changes in it: typed data; and what a run asks of rescue/.
 
 This file holds each fact once. No field carries a message from one function to another: a function
-returns what it finds. All wiring may import this file.
+returns what it finds. Every file may import this one, except those that are copied alone.
 
 `Plain` is the one seam between the trainer and the folder rescue/: it says when train.py asks, and
 what happens if nobody answers. rescue.Rescue has the same methods. Delete rescue/ and autopsy/, and
@@ -12,8 +12,9 @@ train.py still trains: a bad step is skipped, and --max-skips of them in a row e
 import argparse
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +42,22 @@ class End(NamedTuple):
     reason: str = ""
 
 
+class Kind(Enum):
+    """Of a finding."""
+
+    SIGNAL = auto()  # the run is to stop
+    TOO_MANY = auto()  # too many steps in a row were rejected
+    LOST = auto()  # the run has lost what it learnt
+    # What rescue/ finds
+    REJECTED = auto()  # this step
+    NO_MEMORY = auto()  # memory has ended on some rank
+    MISMATCH = auto()  # a pass differed from itself, or a rank from the others
+
+
 class Finding(NamedTuple):
     """What the host has learnt about a step and must respond to."""
 
-    kind: str  # signal, too many, lost; and what rescue/ finds: rejected, no memory, mismatch
+    kind: Kind
     step: int
     verdict: Verdict | None = None
     reason: str = ""
@@ -53,6 +66,16 @@ class Finding(NamedTuple):
 def loss_names(world_size: int) -> tuple[str, ...]:
     """Names for the guard, by which each rank's loss travels to all; () in one process."""
     return tuple(f"loss of rank {rank}" for rank in range(world_size)) if world_size > 1 else ()
+
+
+class StepWatch:
+    """What is looked at in one step: nothing."""
+
+    inspect: Callable[[], None] | None = None  # call it between the last backward and the decision
+    eager = False  # whether to run the step without compiled code
+
+    def end(self):
+        """After the step."""
 
 
 class Plain:
@@ -73,10 +96,13 @@ class Plain:
         """Before a step: the batch to train on."""
         return images, labels
 
-    def watching(self, run, step, images, labels):
-        """Around a step. Inside: (what to call between the last backward and the decision, or None;
-        whether to run the step without compiled code)."""
-        return nullcontext((None, False))
+    def reads_at_once(self, run):
+        """Whether the verdict on this step is read at once, and not a step late."""
+        return False
+
+    def watch(self, run, step, images, labels):
+        """Before a step: what is looked at in it."""
+        return StepWatch()
 
     def out_of_memory(self, run):
         """In the middle of DDP's average: veto the step on all ranks, or raise."""
@@ -94,7 +120,7 @@ class Plain:
         return []
 
     def respond(self, run, finding, again):
-        """Respond. Returns (the end of the run or None, what was found meanwhile). again(step,
+        """Respond. Returns (the end of the run or None, what was found meanwhile). again(run, step,
         images, labels) takes a step once more and returns what was found."""
         return End("diverged", 3, finding.reason), []
 
@@ -113,6 +139,10 @@ class Plain:
         mostly = skipped > 0.5 * steps
         return [f"{skipped} of {steps} steps were rejected"] if mostly else []
 
+    def summary(self, run):
+        """For the last line: what was done about trouble."""
+        return {"healed": run.healing.healed}
+
 
 @dataclass
 class Trend:
@@ -124,11 +154,14 @@ class Trend:
     mean: float = math.nan  # moving mean of all losses
     lowest: float = math.inf  # the lowest moving mean
     chance_since: int = 0  # the step from which on all validations were at chance; 0: none
-    suspicions: dict[str, int] = field(default_factory=dict)  # open ones: steps in a row
+    suspicions: dict[str, int] = field(default_factory=dict)  # notice.Suspicion: steps in a row
     # "highest", "lowest": the rank with that loss, and for how many steps in a row
     extremes: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)  # of the last validation
     same_since: int = 0  # the step from which on all validations had these scores
+
+
+EAGER_MODE = "eager mode"  # in Healing.healed: what is compiled is used no more
 
 
 @dataclass
@@ -207,3 +240,7 @@ class Run:
     best: list[float] | None = None  # its score and -loss: among equal scores the lower loss wins
     speed: Speed = field(default_factory=Speed)
     healing: Healing = field(default_factory=Healing)
+
+    def veto(self) -> None:
+        """For ranks.backward(): memory has ended in the middle of DDP's average."""
+        self.rescue.out_of_memory(self)

@@ -6,7 +6,6 @@ left out, a learning rate halved, a verdict not answered yet. A checkpoint witho
 failure that they answer. And a state may be of another level than the run: O2 keeps half weights
 with fp32 masters, fp32 keeps fp32 weights. So a checkpoint holds the masters in place of the half
 weights: a master, rounded, is its half weight to the bit. schema.py says what a file must hold.
-This file is wiring.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 
 from . import schema, validation
-from .record import Healing, Run, Trend, loss_names
+from .record import EAGER_MODE, Healing, Run, Trend, loss_names
 
 # Arguments by which a run that is resumed is known again.
 IDENTIFYING = (
@@ -241,7 +240,7 @@ def load_whole_state(run: Run, state: dict) -> str:
         run.stream.leave_out(state["quarantine"])
         keep_fp32(run.net, state["pinned"])  # first: these modules have fp32 weights
         keep_fp32(run.net, state["keep_output"], keep_output=True)
-        if "eager mode" in run.healing.healed:
+        if EAGER_MODE in run.healing.healed:
             run.compiled = run.ddp
         run.guard.watch(run.net)  # pinning may have exchanged buffers
         # As it began; it may have been given up.

@@ -7,7 +7,7 @@ run checks both: it computes the metrics with fp32 weights and autocast off, the
 images both ways and compares.
 
 Every image counts once on any number of ranks: the ranks' shares differ in size, so they add up
-sums, never means. This file is wiring: train.py calls it.
+sums, never means.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def evaluated_weights(run: Run) -> Iterator[None]:
         yield
 
 
-def validate(run: Run) -> str:
-    """Set run.scores, keep the best weights. Returns a warning or "".
+def validate(run: Run) -> None:
+    """Set run.scores and log them; keep the best weights.
 
     Every rank takes rank 0's buffers. Only rank 0 compares the precisions, shows what the model
     makes, and writes.
@@ -87,10 +87,19 @@ def validate(run: Run) -> str:
             if hasattr(run.model, "show"):
                 path = show(run)
                 run.log.write(event="shown", step=run.step, file=f"shown/{path.name}")
-    if run.rank or run.policy.dtype not in HALF:
-        return ""
-    gap = both_ways(run)
-    return f"{run.policy.name} and fp32 evaluation differ: {gap}" if gap.parted else ""
+    if run.rank == 0 and run.policy.dtype in HALF:
+        gap = both_ways(run)
+        if gap.parted:
+            run.log.warn(run.step, f"{run.policy.name} and fp32 evaluation differ: {gap}")
+    log_scores(run)
+
+
+def log_scores(run: Run) -> None:
+    epoch = run.step / run.epoch_steps
+    loss = run.healing.trend.mean
+    run.log.write(step=run.step, epoch=epoch, train_loss=loss, **run.scores)
+    shown = "  ".join(f"{name} {x:.4g}" for name, x in run.scores.items())
+    run.log.say(f"epoch {epoch:.2f}  step {run.step}  loss {loss:.4g}  {shown}")
 
 
 def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
@@ -166,32 +175,34 @@ def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bo
         guess = metrics.pop("guess", None)
         if guess is not None and rows is not None:
             rows.append((y, guess, metrics["loss"]))
-        pairs, differ = same_label_pairs(x, y, metrics["loss"])
-        table = torch.stack([torch.ones_like(metrics["loss"]), pairs, differ, *metrics.values()])
+        counts = same_label_pairs(x, y, metrics["loss"])
+        counts["images"] = torch.ones_like(metrics["loss"])
+        added_up = metrics | counts  # by name, of each image: (B,)
+        table = torch.stack([*added_up.values()])
         total += table.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)
     model.train()
     if together() and not alone:
         total = total.to(next(model.parameters()).device)
         dist.all_reduce(total)
-    count, pairs, differ, *sums = total.tolist()
+    sums = dict(zip(added_up, total.tolist(), strict=True))
     # Six digits: what is printed is what is compared.
-    scores = {f"val_{name}": float(f"{x / count:.6g}")
-              for name, x in zip(metrics, sums, strict=True)}
-    if pairs and not differ and scores["val_loss"] > 1e-6:
+    scores = {f"val_{name}": float(f"{sums[name] / sums['images']:.6g}") for name in metrics}
+    if sums["pairs"] and not sums["differ"] and scores["val_loss"] > 1e-6:
         scores[INDEPENDENT] = 1.0
     return scores
 
 
-def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Of neighbours in the order of labels, (B,) each: have they one label and different images?
-    And different losses besides?"""
+def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    """Compare each image with the next one in the order of labels. (B,) each; the last image has no
+    next one. "pairs": the two have one label and different contents. "differ": these two have
+    different losses as well."""
     if y.is_floating_point():
-        return torch.zeros_like(loss), torch.zeros_like(loss)
+        return dict.fromkeys(("pairs", "differ"), torch.zeros_like(loss))
     order = y.argsort()
     content = x.float().flatten(1).square().mean(1)[order]
     pairs = (y[order].diff() == 0) & (content.diff() != 0)
     differ = pairs & ~(loss[order].diff().abs() <= 1e-6 * loss.abs().max())  # NaN is different
-    return F.pad(pairs, (0, 1)), F.pad(differ, (0, 1))
+    return {"pairs": F.pad(pairs, (0, 1)), "differ": F.pad(differ, (0, 1))}
 
 
 def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,

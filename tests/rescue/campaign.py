@@ -35,11 +35,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
-import rescue  # noqa: E402
 import train  # noqa: E402
 from data import Dataset, synthetic  # noqa: E402
 from models import RECIPE  # noqa: E402
-from rescue import inject  # noqa: E402
+from rescue import inject, notice  # noqa: E402
 from trainer import prepare as preparation  # noqa: E402
 
 PLACES, PRECISIONS = inject.PLACES, ("fp32", "bf16", "O1", "O2")
@@ -93,10 +92,10 @@ def run_cell(where, kind, precision, folder, rank=None):
     """One run; on rank 0 the outcome as a dict, elsewhere {}."""
     on = "" if rank is None else f",rank={rank}"
     steps, every, more = STEPS, 5, "--verify-every 3"
-    rescue.CHECK_EVERY = 1
+    notice.CHECK_EVERY = 1
     spec = f"{kind}:{where}@step={STEP}{on}"
     if kind in MOMENTS:
-        rescue.CHECK_EVERY = 100  # as users run it
+        notice.CHECK_EVERY = 100  # as users run it
         spec = f"nan:{where}@step={MOMENTS[kind]}{on}"
         every, more = 6, "--verify-every 0"
     elif kind == "every 70":

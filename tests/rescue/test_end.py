@@ -9,14 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import events, run_ranks, script
+from helpers import events, last_state, run_ranks, script
 from torch import nn
 
 import checkpoint
 import train
 from data import Dataset, batches
 from rescue import notice
-from trainer import record
 
 
 def test_a_run_whose_steps_were_mostly_skipped_did_not_train(run):
@@ -267,9 +266,7 @@ def test_a_run_that_goes_on_with_another_validation_set_warns_and_compares_no_sc
 
 def said_of_ranks(losses):
     run = train.Run(world_size=len(losses[0]))
-    names = record.loss_names(len(losses[0]))
-    return [sentence for row in losses
-            if (sentence := notice.parted_rank(run, dict(zip(names, row, strict=True))))]
+    return [sentence for row in losses if (sentence := notice.parted_rank(run, row))]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -336,6 +333,29 @@ def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not(losses, r
     assert not any(said[:-1]) and reason in said[-1]
     said, trend = judged(LEARNT + losses[5:] + [0.9] * 100)
     assert not any(said) and not trend.suspicions
+
+
+def test_suspicions_are_saved_under_short_names_and_other_names_of_old_begin_again():
+    old = "the loss has been far above its past"
+    run = train.Run()
+    for loss in LEARNT + [80.0] * 15:
+        assert not notice.judge_loss(run, loss, 1.0)
+    trend = run.healing.trend
+    assert trend.suspicions == {"high": 15, "unlearnt": 15}
+    trend.suspicions = {old: 19}
+    assert not any(notice.judge_loss(run, 80.0, 1.0) for _ in range(19))
+    assert trend.suspicions == {"high": 19, "unlearnt": 19}
+    assert old in notice.judge_loss(run, 80.0, 1.0)
+
+
+def test_a_checkpoint_with_suspicions_of_old_names_is_gone_on_from(run):
+    assert run("--max-steps", 12)[0] == 0
+    state = last_state(run)
+    state["healing"]["trend"]["suspicions"] = {"the loss has been far above its past": 3}
+    torch.save(state, run.folder / "old.pt")
+    again = run("--max-steps", 16, "--resume", run.folder / "old.pt", out="new")
+    assert again[0] == 0 and again[1]["updates"] == 16
+    assert last_state(run, "new")["healing"]["trend"]["suspicions"] == {}
 
 
 def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_left_to_learn():

@@ -142,6 +142,23 @@ def test_only_samples_that_were_named_are_said_to_be_left_out(indices, said):
     assert heal.respond(run, report).action.endswith(said) and left_out == set(indices)
 
 
+ANSWERED = ("precision", "data", "weights", "divergence", "compiler")
+FIFTH = ("not reproducible", "calibration")
+
+
+@pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict not in ANSWERED])
+def test_only_what_the_hardware_may_have_done_ends_the_run_at_the_fifth_time(verdict):
+    """A verdict that no branch answers is passed over, however often."""
+    run = Run(args=SimpleNamespace(max_cures=8))
+    ends = []
+    for step in range(9):
+        cure = heal.respond(run, Report(verdict=verdict, step=step, symptom="it was bad"))
+        assert cure.action == "passed over"
+        ends.append(cure.end and cure.end.code)
+    fifth = 5 if verdict in FIFTH else None
+    assert ends == [None] * 4 + [fifth] * 5
+
+
 # --- Weights, data, divergence
 
 
