@@ -2,8 +2,9 @@
 Events: what the watch tells whoever looks for faults that make no NaN.
 
 `Events` names each event once, and does nothing. A check in the folder silent/ (or in a folder of
-it) is a file with one subclass of it, which overrides the events that it needs. Delete that file,
-and nothing else notices; delete the folder, and autopsy finds NaN and inf as before.
+it) is a file with one subclass of it, which overrides the events that it needs; or a folder, with
+that subclass in its __init__.py. Delete that file, or that folder, and nothing else notices. Delete
+silent/, and autopsy finds NaN and inf as before.
 """
 
 import importlib

@@ -231,6 +231,31 @@ def test_each_wing_and_each_check_can_be_deleted(tmp_path):
         assert code == 1 and f"autopsy/{name}/" in said
 
 
+SILENT = ROOT / "autopsy" / "silent"
+SHARED = SILENT / "shared"
+
+
+def module_of(path):
+    """Its name, as Python has it."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def check_of(path):
+    """What one deletes with this file: the file, or its folder if that is one check."""
+    tree = ast.parse((path.parent / "__init__.py").read_text())
+    is_one = any(isinstance(node, ast.ClassDef) for node in tree.body)
+    return path.parent if is_one else path
+
+
+def test_no_check_imports_another_one_and_what_they_share_imports_none():
+    for path in SILENT.rglob("*.py"):
+        for name in imported(path):
+            if f"{name}.".startswith(f"{module_of(SHARED)}."):
+                assert path.parent != SHARED, (path, name)
+            elif name.startswith(f"{module_of(SILENT)}."):
+                assert name.startswith(f"{module_of(check_of(path))}."), (path, name)
+
+
 def test_no_name_crosses_a_room_with_an_underscore():
     ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", "".join(p.read_text() for p in AUTOPSY)))
     for path in AUTOPSY:

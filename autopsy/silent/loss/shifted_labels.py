@@ -26,7 +26,7 @@ from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.forward import Forward
 from ...watch.graph import nodes_of
-from .losses import NEAR, NLL
+from ..shared.classification import NEAR, labels_of
 
 PASSES = 12  # backward passes
 OFTEN = 3  # of them
@@ -191,17 +191,6 @@ def _no_summaries(part, lengths):
 
 def _zeros(slopes):
     return tuple(slope if slope is None else torch.zeros_like(slope) for slope in slopes)
-
-
-def labels_of(node):
-    """Of a cross-entropy, also one that is made by gather(); those that do not count are -1."""
-    if node.name() in NLL:
-        ignored = node._saved_ignore_index
-        ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign
-        return node._saved_target.masked_fill(node._saved_target == ignored, -1)
-    if node.name() == "GatherBackward0" and node._saved_index.shape[-1] == 1:
-        return node._saved_index
-    return None
 
 
 def _shifts(labels, ids):
