@@ -4,8 +4,9 @@ Silent: faults that make no NaN. Weights that do not move, a loss that jumps.
 A check is one file: a class that overrides events of watch/events.py. A check of several files is a
 folder, and its class stands in __init__.py: weights/stalled/, data/same_numbers/ and spikes/. No
 check imports another one: delete a check, and the others work as before. What several of them need
-is in shared/. Delete all of silent/, and autopsy finds NaN and inf as before. The first line of
-each file is the question that it answers.
+is in shared/. Delete a file there, and the report says which checks are off without it. Delete all
+of silent/, and autopsy finds NaN and inf as before. The first line of each file is the question
+that it answers.
 
     loop/        what a loop does, and in which order: clear, backward, clip, step, schedule
     weights/     weights that do not move
