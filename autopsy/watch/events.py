@@ -2,8 +2,10 @@
 Events: what the watch tells whoever looks for faults that make no NaN.
 
 `Events` names each event once, and does nothing. A check in the folder silent/ (or in a folder of
-it) is a file with one subclass of it, which overrides the events that it needs. Delete that file,
-and nothing else notices; delete the folder, and autopsy finds NaN and inf as before.
+it) is a file with one subclass of it, which overrides the events that it needs; or a folder, with
+that subclass in its __init__.py. Delete that file, or that folder, and nothing else notices. If a
+check needs a file that is not there, a sentence at the end says that it is off. Delete silent/, and
+autopsy finds NaN and inf as before.
 """
 
 import importlib
@@ -13,6 +15,7 @@ from functools import partial
 
 from ..frames import line_now, said
 from ..modes import is_compiled
+from ..tensors import few
 from .budget import FIRST
 from .following import Follower
 from .interrupts import came_from_another_thread, no_evidence
@@ -266,22 +269,40 @@ class Listeners:
         return contexts
 
 
-def silent_faults(watch, more=()):
-    """All checks of the folder silent/ and of its folders, if it is there, and these."""
+def find_checks():
+    """The classes of all checks of the folder silent/ and of its folders, if it is there; and
+    sentences on checks that lack a file."""
     try:
         from .. import silent
     except ImportError:
-        return Listeners(more, watch.hooks)
-    found = [*more]
+        return [], []
+    found, off = [], {}  # off: missing module: the checks that need it
     for entry in pkgutil.walk_packages(silent.__path__, f"{silent.__name__}."):
         try:
             module = importlib.import_module(entry.name)
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith(silent.__name__):
+            name = error.name or ""  # of what is missing
+            if not name.startswith(silent.__name__):
                 raise
-            continue  # somebody has deleted a file that this check needs: it goes with it
+            check = entry.name.removeprefix(f"{silent.__name__}.")
+            off.setdefault(name, []).append(check.replace(".", "/"))
+            continue
         for value in vars(module).values():
             is_check = isinstance(value, type) and issubclass(value, Events)
             if is_check and value.__module__ == module.__name__:
-                found.append(value(watch))
-    return Listeners(found, watch.hooks)
+                found.append(value)
+    return found, [_off(checks, missing) for missing, checks in off.items()]
+
+
+def _off(checks, missing):
+    """A sentence on the checks that need a missing module."""
+    which = f"check {checks[0]} is" if len(checks) == 1 else f"checks {few(checks)} are"
+    return f"the {which} off: {missing.replace('.', '/')} is not there"
+
+
+def silent_faults(watch, more=()):
+    """All checks that are found, and these."""
+    found, off = find_checks()
+    listeners = Listeners([*more, *(check(watch) for check in found)], watch.hooks)
+    listeners.failures += off
+    return listeners

@@ -1,6 +1,7 @@
 """The folder autopsy/: who imports whom, what can be carried away, and what can be deleted."""
 
 import ast
+import json
 import os
 import py_compile
 import re
@@ -209,19 +210,12 @@ def test_the_check_of_the_page_for_contributors_works(tmp_path):
         assert ("the first loss was exactly 0" in report_of(tmp_path, script)[1]) == said
 
 
-def test_each_wing_and_each_check_can_be_deleted(tmp_path):
-    script, report = tmp_path / "script.py", ""
+def test_each_wing_can_be_deleted(tmp_path):
+    script = tmp_path / "script.py"
     script.write_text(paste_block(ROOT / "autopsy" / "__init__.py"))
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     whole = report_of(tmp_path, script)
     assert whole[0] == 3 and "aten.log" in whole[1]
-    checks = [p for p in (tmp_path / "autopsy/silent").rglob("*.py") if p.stem != "__init__"]
-    assert len(checks) > 3
-    for path in checks:
-        report = path.read_text()
-        path.unlink()
-        assert report_of(tmp_path, script) == whole, path
-        path.write_text(report)
     wings = {"silent": "", "before": "--would-overflow", "describe": "--describe"}
     for name in wings:
         shutil.rmtree(tmp_path / "autopsy" / name)
@@ -229,6 +223,94 @@ def test_each_wing_and_each_check_can_be_deleted(tmp_path):
     for name, flag in wings.items():
         code, said = report_of(tmp_path, script, flag) if flag else (1, "autopsy/silent/")
         assert code == 1 and f"autopsy/{name}/" in said
+
+
+SILENT = ROOT / "autopsy" / "silent"
+SHARED = SILENT / "shared"
+
+
+def module_of(path):
+    """Its name, as Python has it."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def check_of(path):
+    """What one deletes with this file: the file, or its folder if that is one check."""
+    tree = ast.parse((path.parent / "__init__.py").read_text())
+    is_one = any(isinstance(node, ast.ClassDef) for node in tree.body)
+    return path.parent if is_one else path
+
+
+def test_no_check_imports_another_one_and_what_they_share_imports_none():
+    for path in SILENT.rglob("*.py"):
+        for name in imported(path):
+            if f"{name}.".startswith(f"{module_of(SHARED)}."):
+                assert path.parent != SHARED, (path, name)
+            elif name.startswith(f"{module_of(SILENT)}."):
+                assert name.startswith(f"{module_of(check_of(path))}."), (path, name)
+
+
+WITHOUT = """import importlib, json, sys
+from pathlib import Path
+from autopsy.watch.events import find_checks
+
+sys.dont_write_bytecode = False  # to compile each file once
+
+def found():
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.startswith("autopsy.silent.")]:
+        del sys.modules[name]
+    checks, off = find_checks()
+    return [(check.__module__, check.__name__) for check in checks], off
+
+all_of_them = {"": found()}
+for path in sorted(Path("autopsy/silent").rglob("*.py")):
+    away = path.rename(path.with_suffix(".away"))
+    all_of_them[path.as_posix()] = found()
+    away.rename(path)
+print(json.dumps(all_of_them))
+"""
+
+
+def test_each_check_can_be_deleted_and_what_lacks_a_file_is_told(tmp_path):
+    """Without a file exactly its own check is missing, or those that import it from shared/."""
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    (tmp_path / "without.py").write_text(WITHOUT)
+    code, out, err = run_script(["without.py"], tmp_path)
+    assert code == 0, err
+    found = {path: ({tuple(check) for check in checks}, off)
+             for path, (checks, off) in json.loads(out).items()}  # fmt: skip
+    whole, off = found.pop("")
+    assert len(whole) > 50 and not off
+    importers = {}  # module: those of the checks that import it
+    for path in SILENT.rglob("*.py"):
+        for name in imported(path):
+            importers.setdefault(name, set()).add(module_of(check_of(path)))
+    for path, (checks, off) in found.items():
+        file = ROOT / path
+        gone, module = {name for name, _ in whole - checks}, module_of(file)
+        if file.parent == SHARED and file.stem != "__init__":
+            assert gone == importers[module] and len(off) == 1, path
+        elif check_of(file) != file or file.stem != "__init__":
+            assert gone == {module_of(check_of(file))}, path
+            assert len(off) == (module not in gone), path
+        assert not off or off[0].endswith(f" off: {module.replace('.', '/')} is not there"), off
+
+
+def test_a_check_that_lacks_a_file_is_told_at_the_end(tmp_path):
+    shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
+    script = tmp_path / "script.py"
+    script.write_text(WRONG.replace("99 if step == 2 else -1", "-1"))
+    assert " off: " not in report_of(tmp_path, script)[1]
+    (tmp_path / "autopsy/silent/spikes/rows.py").unlink()
+    (tmp_path / "autopsy/silent/shared/syntax.py").unlink()
+    code, said = report_of(tmp_path, script)
+    assert code == 0, said
+    assert "the check spikes is off: autopsy/silent/spikes/rows is not there" in said
+    assert (
+        "the checks network/unused, weights/one_in_list are off: autopsy/silent/shared/syntax is "
+        "not there"
+    ) in said
 
 
 def test_no_name_crosses_a_room_with_an_underscore():

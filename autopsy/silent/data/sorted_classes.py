@@ -11,8 +11,8 @@ from torch.utils.data import SequentialSampler
 
 from ...watch.events import FirstPasses
 from ...watch.graph import nodes_of
-from ..loop.passes import Loops
-from ..loss.losses import NEAR, classes_of
+from ..shared.classification import NEAR, classes_of
+from ..shared.passes import Loops
 
 OFTEN = 6  # batches
 CLASSES = 4

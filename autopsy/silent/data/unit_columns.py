@@ -13,9 +13,9 @@ from collections import Counter
 from ...frames import line_of
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of, nodes_of
-from ..loss.losses import MOST
 
 OFTEN = 3  # backward passes of one line
+MOST = 1024  # nodes, of a whole episode, say
 ROWS = 4
 NORMS = ("LinalgVectorNormBackward0", "NormBackward1", "NormBackward2")
 BEFORE = ("Expand", "ClampMin", "Clamp", "Maximum", "Add", "Sqrt", "Unsqueeze")  # a divisor

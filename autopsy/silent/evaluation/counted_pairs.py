@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...frames import call_at, line_now, script_frames_now
 from ...tensors import flat_tensors, storage_of
 from ...watch.events import FirstFunctions
-from ..loss.products import ON_PURPOSE
 
 OFTEN = 2  # sums
 MOST = 8  # that are looked at
@@ -22,6 +21,7 @@ CASTS = ("float", "long", "int", "to", "type", "cpu", "double")
 TOTALS = ("sum", "mean")
 CHOICES = ("argmax", "max", "topk", "round", "sort")
 VIEWS = ("view", "reshape", "squeeze", "t", "view_as", "detach", "__getitem__")
+ON_PURPOSE = ("None", "unsqueeze", "newaxis", "outer")
 
 
 class CountedPairs(FirstFunctions):

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...frames import line_now
 from ...watch.events import FirstFunctions
-from ..loss.losses import SIGMOID, SIGMOID_TWICE, SOFTMAX_TWICE
+from ..shared.classification import SIGMOID, SIGMOID_TWICE, SOFTMAX_TWICE
 
 OFTEN = 2  # calls
 VIEWS = ("view", "reshape", "flatten", "squeeze", "float", "to", "detach", "__getitem__", "cpu")

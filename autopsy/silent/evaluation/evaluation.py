@@ -11,7 +11,6 @@ beside it.
 
 import ast
 import linecache
-import re
 import textwrap
 from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -23,10 +22,10 @@ from ...modes import is_compiled
 from ...tensors import few, flat_tensors
 from ...watch.events import Events
 from ...watch.following import Follower, drops
+from ..shared.eval_mode import MEANT
 
 LOOKS = 2
 NEAR = 4  # lines
-MEANT = re.compile(r"prenet|mc[ _-]?drop|monte|bayes|uncertain|always|stays on|at inference", re.I)
 
 
 class Evaluation(Events):

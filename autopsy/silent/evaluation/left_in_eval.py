@@ -9,14 +9,11 @@ first evaluations, and from some step on never again, the last epochs are meant 
 
 from weakref import WeakKeyDictionary
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-
 from ...frames import line_now
 from ...tensors import storage_of
 from ...watch.deferred import moved_by
 from ...watch.events import Events
+from ..shared.eval_mode import differs
 
 OFTEN = 3  # steps
 
@@ -102,12 +99,3 @@ class LeftInEval(Events):
                     f"eval() at {seen.since} was for an evaluation, and no train() came after it: "
                     f"{kinds} did not work as in training"
                 )
-
-
-def differs(part):
-    """Whether its mode makes a difference."""
-    if isinstance(part, _DropoutNd):
-        return part.p > 0
-    if isinstance(part, nn.RNNBase):
-        return part.dropout > 0
-    return isinstance(part, _BatchNorm) and part.track_running_stats

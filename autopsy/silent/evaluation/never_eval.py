@@ -22,8 +22,7 @@ from ...frames import code_of, line_now, script_frames_now
 from ...tensors import batched, flat_tensors, numbers_of
 from ...watch.events import FirstFunctions
 from ...watch.following import LOSSES
-from .evaluation import MEANT
-from .left_in_eval import differs
+from ..shared.eval_mode import MEANT, differs
 
 OFTEN = 3  # calls that follow each other, or rows with one batch
 SAMPLE, MOST = 16, 1000  # numbers of a batch, batches that are kept

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...frames import code_of, line_now, script_frames_now
 from ...tensors import few
 from ...watch.events import Events
-from .passes import Loops
+from ..shared.passes import Loops
 
 FIRST = 3  # steps; then the schedulers are built
 MOST = 8  # optimizers: some scripts build one for each task

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...watch.deferred import params_of
 from ...watch.events import Events
-from .passes import Loop, Loops, writes_to
+from ..shared.passes import Loop, Loops, writes_to
 
 OFTEN = 2  # returns: three passes begin with the same rate
 RISES = 3  # steps of a pass with a higher rate than the step before

@@ -22,7 +22,7 @@ from ...watch.deferred import params_of
 from ...watch.events import Events
 from ...watch.following import Follower, is_loss
 from ...watch.forward import Forward
-from ..weights.gradient_path import DetachFinder
+from ..shared.graph_ends import DetachFinder
 
 LOOKS = (2, 5)  # recorded steps of an optimizer, at the earliest
 MOST = 4  # looks in all

@@ -20,28 +20,24 @@ from ...frames import line_of
 from ...tensors import few
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of, nodes_of
+from ..shared.classification import (
+    NEAR,
+    NLL,
+    SIGMOID,
+    SIGMOID_TWICE,
+    SOFTMAX_TWICE,
+    classes_of,
+    node_before,
+)
 
 OFTEN = 3  # of one line
-NEAR = 64  # operations between a loss and what it is a sum of
 MOST = 1024  # of a whole episode, say
 SURE = 3.0  # times ln(C)
-MEAN = 1  # of nll_loss's reduction
-NLL = ("NllLossBackward0", "NllLoss2DBackward0")
-SAME_NUMBERS = [
-    f"{view}Backward0"
-    for view in ("View", "ReshapeAlias", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze",
-                 "ToCopy", "Slice", "Select", "Clone", "Alias", "UnsafeView")
-]  # fmt: skip
 LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
-SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
-SIGMOID_TWICE = (
-    "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
-)
 SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
-SIGMOID = "a sigmoid keeps each logit in 0..1 before it: leave it out after the last layer"
 SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
 SOFTMAX = "SoftmaxBackward0"
@@ -102,15 +98,6 @@ def _has_other_half(nodes):
     return any(node.name() == "LogsumexpBackward0" for node in nodes)
 
 
-def _before(node):
-    """The node that made its input, apart from views and casts."""
-    while node and node.next_functions:
-        node = node.next_functions[0][0]
-        if not node or node.name() not in SAME_NUMBERS:
-            return node
-    return None
-
-
 def _other_dimension(node):
     """(the dimension over which its input was normalised, that of the classes), if they differ."""
     is_loss, before = node.name() in NLL, node.next_functions[0][0]
@@ -131,7 +118,7 @@ def _other_dimension(node):
 
 def _misused(node):
     """A sentence, or ""."""
-    name, before = node.name(), _before(node)
+    name, before = node.name(), node_before(node)
     made = before.name() if before else ""
     if name == "BinaryCrossEntropyWithLogitsBackward0":
         return {"SigmoidBackward0": SIGMOID_TWICE, "ReluBackward0": RELU}.get(made, "")
@@ -142,7 +129,7 @@ def _misused(node):
     if name not in NLL:
         return ""
     if made == "LogSoftmaxBackward0":
-        logits = _before(before)
+        logits = node_before(before)
         made = logits.name() if logits else ""
         return {SOFTMAX: SOFTMAX_TWICE, "ReluBackward0": RELU, "SigmoidBackward0": SIGMOID}.get(
             made, ""
@@ -152,15 +139,6 @@ def _misused(node):
     if made in LINEAR and bool((node._saved_self > 0).any()):
         return LINEAR_AS_LOGARITHM
     return ""
-
-
-def classes_of(node):
-    """Of a mean cross-entropy; 0 for any other node."""
-    if node.name() not in NLL or node._saved_reduction != MEAN or node._saved_weight is not None:
-        return 0
-    before, scores = _before(node), node._saved_self
-    several = scores.dim() > 1 and scores.shape[1] > 1
-    return scores.shape[1] * (several and before and before.name() == "LogSoftmaxBackward0")
 
 
 def _is_of_choices(node):
@@ -174,7 +152,7 @@ def _is_of_choices(node):
 def _first(node, line):
     """A sentence if the mean is far above that of equal guesses."""
     scores, target, classes = node._saved_self, node._saved_target, classes_of(node)
-    logits = _before(_before(node)) if classes else None
+    logits = node_before(node_before(node)) if classes else None
     if not classes or (logits and logits.name() in SCALED):
         return ""
     ignored = node._saved_ignore_index

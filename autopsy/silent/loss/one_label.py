@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...watch.events import Events
 from ...watch.graph import graph_of, nodes_of
-from .losses import NEAR, NLL
+from ..shared.classification import NEAR, NLL
 
 OFTEN = 18  # losses of a layer
 NODES = 12  # between a loss and the layer

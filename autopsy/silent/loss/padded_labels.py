@@ -15,8 +15,8 @@ import torch
 from ...frames import line_of
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of, nodes_of
-from .losses import MEAN, NEAR, NLL
-from .padding import padding_of
+from ..shared.classification import MEAN, NEAR, NLL
+from ..shared.padding import padding_of
 
 OFTEN = 2  # backward passes of one line
 MUCH = 0.1  # of the labels

@@ -19,10 +19,11 @@ from ...frames import line_of
 from ...tensors import flat_tensors
 from ...watch.deferred import params_of
 from ...watch.events import Events
-from .constant_term import ADDS, SCALES
 
 OFTEN = 3  # backward passes
 CREATES = 4  # where create_graph stands among the arguments
+ADDS = ("add", "radd", "iadd", "stack", "cat", "sum")
+SCALES = ("mul", "rmul", "imul", "div", "truediv")
 SUBTRACTS = ("sub", "rsub", "isub")
 SIZES = ("pow", "square", "abs", "mean", "sum", "norm", "mse_loss", "l1_loss", "smooth_l1_loss",
          "huber_loss")  # fmt: skip

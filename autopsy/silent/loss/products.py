@@ -17,13 +17,14 @@ from ...frames import call_at, line_of, script_frames
 from ...tensors import PLAIN, flat_tensors, storage_of
 from ...watch.events import Events
 from ...watch.graph import graph_of
-from .pairs import OF_ALL, SUMS
 
 FIRST = 12  # backward passes; then those of each step that is a power of 2
 MOST = 24
 OFTEN = 3  # of one line
 NODES = 64  # between a loss and a product
 NAMES = ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide")
+OF_ALL = ("MeanBackward0", "SumBackward0")
+SUMS = ("AddBackward0", "SubBackward0")
 PRODUCTS = ("MulBackward0", "DivBackward0")
 BOUNDS = [
     f"{name}Backward0"

@@ -16,6 +16,7 @@ are meant so.
 import re
 from collections import Counter
 from contextlib import contextmanager, suppress
+from enum import Enum
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.forward import Forward
 from ...watch.graph import nodes_of
-from .losses import NEAR, NLL
+from ..shared.classification import NEAR, labels_of
 
 PASSES = 12  # backward passes
 OFTEN = 3  # of them
@@ -34,13 +35,30 @@ LONG = 8  # ids in a row
 MANY = 16  # labels
 FAR = 64  # how many labels more than ids: of an image before the text, say
 ALIKE = 0.9  # share of labels that are ids at any other shift
-RIGHT = "the next id"
 ON_PURPOSE = re.compile(r"\[[^\]\n]*(?<![-\w.])2 *:(?!:)|horizon|ahead|delay|\bgap\b|\blag\b"
                         r"|\boffset\b|speculat|:-[A-Za-z_]", re.I)  # fmt: skip
 OTHER = re.compile(r"(shape|size\(\)|argv)\[2 *:")  # slices
 DRAWS = ("randn", "randn_like", "normal", "normal_", "argmin", "argmax", "multinomial", "bernoulli",
          "round")  # fmt: skip
 CAUSAL = re.compile(r"causal|\btril\b|\btriu\b|subsequent")
+
+
+class Learnt(Enum):
+    """Which id each position learns, and what to say of labels that teach it."""
+
+    NEXT = "the next ids"  # as it is meant
+    NEXT_BUT_ONE = (
+        "the ids two places on: a position that sees the ids up to t learns id t + 2, and none "
+        "learns the next one: they are shifted twice, so leave one shift out"
+    )
+    LAST = (
+        "the last ids that a position sees, and it sees none after them: it learns to copy: shift "
+        "the labels"
+    )
+    SEEN = (
+        "the next ids, and each position sees its own: it learns to copy: hide what comes later "
+        "from it (a causal mask; one direction of a recurrent layer)"
+    )
 
 
 class ShiftedLabels(Events):
@@ -52,7 +70,7 @@ class ShiftedLabels(Events):
         self.recorder = watch.recorder
         self.passes, self.shifts = 0, Counter()  # passes in which labels are moved so far
         self.is_meant = self.is_due = False
-        self.text = ""
+        self.found = None  # (what is learnt, line of the loss), if all losses say the same
 
     def backward(self, losses):
         if self.is_meant or self.passes == PASSES:
@@ -70,7 +88,7 @@ class ShiftedLabels(Events):
         found = {shift for t in labels for ids in tables for shift, *_ in _shifts(t, ids)}
         self.shifts.update(found)
         self.is_meant = len(self.shifts) > 1 or (bool(found - {1}) and _is_written())
-        self.is_due = not self.text and max(self.shifts.values(), default=0) >= OFTEN
+        self.is_due = max(self.shifts.values(), default=0) >= OFTEN
 
     def before_step(self, optimizer, losses, norm, moved):
         self._look_closely()
@@ -87,12 +105,13 @@ class ShiftedLabels(Events):
                 seen = Seen()
                 with seen:
                     again()
-                texts = {*seen.texts()} - {""}
-                self.text = texts.pop() if len(texts) == 1 else ""
+                found = {(learnt, line) for learnt, line in seen.learnt() if learnt}
+                self.found = found.pop() if len(found) == 1 else None
 
     def sentences(self):
-        if self.text not in ("", RIGHT) and not self.is_meant:
-            yield self.text
+        learnt, line = self.found or (Learnt.NEXT, "")
+        if learnt is not Learnt.NEXT and not self.is_meant:
+            yield f"the labels of the loss at {line} are {learnt.value}"
 
 
 class Seen(Follower):
@@ -119,14 +138,14 @@ class Seen(Follower):
             self.is_causal |= bool(CAUSAL.search(code))
 
     @torch.enable_grad()
-    def texts(self):
-        """A sentence for each loss and embedding, "" where nothing is known."""
+    def learnt(self):
+        """(what is learnt, line) for each loss and embedding; None where that is not known."""
         for scores, labels, line in self.losses:
             for ids, rows in self.tables if scores.requires_grad else ():
                 for shift, dim, moved in _shifts(labels, ids):
-                    yield self._text(scores.flatten(0, -2), rows, shift, dim, moved, line)
+                    yield self._learnt(scores.flatten(0, -2), rows, shift, dim, moved), line
 
-    def _text(self, scores, rows, shift, dim, labels, line):
+    def _learnt(self, scores, rows, shift, dim, labels):
         ids, length = rows.shape[dim], labels.shape[1]
         first, end = max(0, -shift), min(length, ids - shift)
         end = min(end, int((labels >= 0).any(0).nonzero()[-1]) + 1)  # the longest row may be short
@@ -147,23 +166,12 @@ class Seen(Follower):
                 with _no_summaries(part, {length, ids, length * len(labels), ids * len(labels)}):
                     seen &= t + shift in _depends(part, rows, dim)
         if gaps == {2}:
-            return (
-                f"the labels of the loss at {line} are the ids two places on: a position that sees "
-                "the ids up to t learns id t + 2, and none learns the next one: they are shifted "
-                "twice, so leave one shift out"
-            )
+            return Learnt.NEXT_BUT_ONE
         if gaps == {0} and copied:
-            return (
-                f"the labels of the loss at {line} are the last ids that a position sees, and it "
-                "sees none after them: it learns to copy: shift the labels"
-            )
+            return Learnt.LAST
         if seen:
-            return (
-                f"the labels of the loss at {line} are the next ids, and each position sees its "
-                "own: it learns to copy: hide what comes later from it (a causal mask; one "
-                "direction of a recurrent layer)"
-            )
-        return RIGHT if gaps == {1} else ""
+            return Learnt.SEEN
+        return Learnt.NEXT if gaps == {1} else None
 
 
 def _depends(part, rows, dim):
@@ -191,17 +199,6 @@ def _no_summaries(part, lengths):
 
 def _zeros(slopes):
     return tuple(slope if slope is None else torch.zeros_like(slope) for slope in slopes)
-
-
-def labels_of(node):
-    """Of a cross-entropy, also one that is made by gather(); those that do not count are -1."""
-    if node.name() in NLL:
-        ignored = node._saved_ignore_index
-        ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign
-        return node._saved_target.masked_fill(node._saved_target == ignored, -1)
-    if node.name() == "GatherBackward0" and node._saved_index.shape[-1] == 1:
-        return node._saved_index
-    return None
 
 
 def _shifts(labels, ids):

@@ -17,7 +17,7 @@ from ...tensors import is_sharded, numbers_of
 from ...watch.deferred import params_of
 from ...watch.events import Events
 from ...watch.graph import nodes_of
-from .losses import NEAR, classes_of
+from ..shared.classification import NEAR, classes_of
 
 FIRST = 12  # backward passes
 AS_GUESSES = 0.1  # of ln(C)

@@ -22,7 +22,7 @@ from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.forward import Forward
 from ...watch.graph import graph_of
-from ..weights.gradient_path import DetachFinder
+from ..shared.graph_ends import DetachFinder
 
 FIRST, LATER = range(2, 6), 1024  # steps; then those that are a power of 2, up to here
 OFTEN = 3

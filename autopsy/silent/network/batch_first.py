@@ -24,7 +24,7 @@ from ...tensors import batched, few, flat_tensors, storage_of
 from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.graph import nodes_of
-from ..loss.losses import NEAR, NLL
+from ..shared.classification import NEAR, NLL
 
 LOOKS = (1, 4)  # steps
 FEW = 4  # steps in time

@@ -22,9 +22,8 @@ from ...watch.budget import FIRST
 from ...watch.calls import named_arguments
 from ...watch.events import Events
 from ...watch.graph import nodes_of
-from ..loss.losses import NEAR, NLL
-from ..loss.padding import ROWS, padding_of
-from ..loss.shifted_labels import labels_of
+from ..shared.classification import NEAR, NLL, labels_of
+from ..shared.padding import ROWS, padding_of
 
 OFTEN = 4  # steps
 OTHER = re.compile("loss|label|target|tgt|causal|head|mlm|drop|span|action|legal|valid")

@@ -12,7 +12,7 @@ from functools import cache
 
 from ...frames import line_of, script_frames_now
 from ...watch.events import FirstFunctions
-from ..weights.one_in_list import covers, tree_of
+from ..shared.syntax import covers, tree_of
 
 OFTEN = 3  # calls
 ARITHMETIC = {

@@ -14,10 +14,10 @@ import torch
 
 from ...frames import line_now
 from ...watch.events import FirstFunctions
-from ..loss.padding import padding_of
-from .batch_first import HIDDEN
+from ..shared.padding import padding_of
 
 OFTEN = 3  # calls at one line
+HIDDEN = -1e4  # scores that a mask has left
 
 
 class WrongSide(FirstFunctions):

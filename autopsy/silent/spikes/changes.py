@@ -3,7 +3,7 @@ Changes: what has the script done before this step that it had not done before?
 
 Before each optimizer step it notes a few things that cost nothing: how large the batch is, how many
 backward passes lead to it, train() or eval(), writes into weights by hand, and the optimizer's
-state. They may explain a jump of the loss. It reads no number and judges nothing.
+state. They may explain a jump of the loss.
 """
 
 from weakref import ref

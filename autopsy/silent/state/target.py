@@ -129,7 +129,7 @@ class Target(Events):
         lost = {}
         for average in self.averages.values():
             stands = self.deferred.norms([average.copy])[0] == average.norm
-            learns = average.copy.grad is not None  # then it is no copy: stalled.py tells
+            learns = average.copy.grad is not None  # then it is no copy: stalled/ tells
             if average.times >= OFTEN and stands and not learns:
                 lost.setdefault(average.line, []).append(self.names.of(average.copy))
         for line, names in lost.items():

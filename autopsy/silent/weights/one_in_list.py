@@ -11,12 +11,12 @@ iterations mean it.
 import ast
 import linecache
 import re
-from functools import cache
 from weakref import WeakKeyDictionary
 
 from ...frames import line_of, script_frames_now
 from ...watch.events import Events
 from ...watch.names import modules
+from ..shared.syntax import covers, tree_of
 
 MEANT = re.compile(
     "shar(e|ing)|tied|tying|siamese|albert|universal|reus(e|ing)|recurr|recursi|unroll|iterati"
@@ -83,14 +83,6 @@ def _learns(module):
     return any(p.requires_grad for p in matrices)
 
 
-@cache
-def tree_of(file):
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # a cell of a notebook with magic in it
-        return ast.Module([], [])
-
-
 def _multiplied(file, number, kind):
     """The list of calls that this line multiplies to build a container; or ""."""
     around = [node for node in ast.walk(tree_of(file)) if covers(node, number)]
@@ -115,10 +107,6 @@ def _multiplied(file, number, kind):
         code = ast.unparse(products[0][0])
         return re.sub(r"\s+", " ", code)
     return ""
-
-
-def covers(node, number):
-    return getattr(node, "lineno", number + 1) <= number <= node.end_lineno
 
 
 def _name(call):

@@ -13,7 +13,7 @@ from ...tensors import few, is_sharded, storage_of
 from ...watch.deferred import moved_by, params_of
 from ...watch.events import Events
 from ...watch.names import is_target
-from .gradient_path import leaves
+from ..shared.graph_ends import leaves
 
 STEPS = (2, 3)  # of which the reads are noted
 MOST = 2000  # operations between weights and a number

@@ -1,91 +1,25 @@
 """
 Gradient path: where does the gradient end on its way from the loss to some weights?
 
-It repeats the forward pass of a step, and finds the operation whose result has no graph though it
-was made of these weights, or the one whose backward makes 0 of a gradient. It also finds weights
-that a forward makes anew at each step.
+It finds modules that are called without a graph, and the operation whose backward makes 0 of a
+gradient. (graph_ends.py finds the operation whose result has no graph.) It also finds weights that
+a forward makes anew at each step.
 """
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import inf
-from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ...frames import frames_in, frames_now, line_now, line_of
-from ...tensors import flat_tensors
-from ...watch.graph import nodes_of
-from ...watch.recorder import READS
+from ....frames import frames_in, frames_now, line_of
+from ....watch.graph import nodes_of
+from ...shared.graph_ends import leaves
 from .weight_history import READ
 
 PADDING = ", where only its padding_idx is reached: does a mask hide all but the padding?"
-
-class End(NamedTuple):
-    """An operation whose result has no graph, though it was made of weights."""
-
-    name: str
-    line: str
-    no_grad: bool
-
-    def __str__(self):
-        what = "runs under torch.no_grad()" if self.no_grad else "gives no gradient"
-        return f"{self.name} at {self.line} {what}"
-
-    @property
-    def is_cut(self):
-        """Whether it had one if the script had not said that it shall have none."""
-        return self.no_grad or self.name in ("detach", "data")
-
-
-class DetachFinder(TorchFunctionMode):
-    """Follow what is computed from these weights; of(t) is where t lost its graph to them."""
-
-    def __init__(self, params):
-        super().__init__()
-        self.live = WeakIdKeyDictionary(dict.fromkeys(params, True))  # what has a graph to them
-        self.ends = WeakIdKeyDictionary()  # what was made of them without: {End: True}
-        self.read = {}  # where Python read a number that was made of them
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = flat_tensors((args, kwargs))
-        out = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        live = any(t in self.live for t in given)
-        ends = {end: True for t in given for end in self.ends.get(t, ())}
-        made = flat_tensors(out)
-        lost = {}
-        if live and not (made and all(t.requires_grad for t in made)):
-            if name == "__get__":
-                name = func.__self__.__name__
-            end = End(name.strip("_"), line_now(), not torch.is_grad_enabled())
-            lost[end] = True
-            if not made and name in READS:
-                self.read[end] = True
-        elif name in READS:
-            self.read |= ends
-        for t in made:
-            if live and t.requires_grad:
-                self.live[t] = True
-            if mine := ends if t.requires_grad else ends | lost:
-                self.ends[t] = mine
-        return out
-
-    def of(self, losses):
-        """Say which operations give no gradient, or which one reads a number in Python; or ""."""
-        if any(t in self.live for t in losses):
-            return ""
-        ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
-        ends.sort(key=lambda end: not end.is_cut)  # a draw has no gradient by its nature
-        if not ends and len(self.read) == 1:
-            ends = [*self.read]
-        return str(ends[0]) if ends else ""
 
 
 @contextmanager
@@ -103,11 +37,6 @@ def without_graph(modules):
         for module in modules:
             stack.enter_context(module.register_forward_pre_hook(begins))
         yield found
-
-
-def leaves(tensors, most=inf):
-    """What these tensors were made of, in at most so many operations."""
-    return [node.variable for node in nodes_of(tensors, most) if hasattr(node, "variable")]
 
 
 class RecreatedParameters:

@@ -1,7 +1,7 @@
 """
 Reasons: which weights do not move, though they should, and why?
 
-At the end of the script it looks once at what stalled.py read. It ignores what you may have
+At the end of the script it looks once at what __init__.py read. It ignores what you may have
 intended (a frozen part, an optimizer for the head alone).
 """
 
@@ -13,8 +13,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from ...tensors import HALF, few
-from ...watch.names import is_target
+from ....tensors import HALF, few
+from ....watch.names import is_target
 from .outside import Outside
 from .weight_history import READ, names_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...step import attributes_of
-from .gradient_path import leaves
+from ....step import attributes_of
+from ...shared.graph_ends import leaves
 from .weight_history import WeightHistory
 
 FEW = 8  # operations

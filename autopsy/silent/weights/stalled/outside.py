@@ -5,7 +5,7 @@ It ignores what is done on purpose: an optimizer for the last modules alone, a n
 image that is trained through a network, the first layers frozen, or all of a kind.
 """
 
-from ...watch.names import is_target
+from ....watch.names import is_target
 from .weight_history import READ, names_of
 
 

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.utils.data import IterableDataset, RandomSampler
 
-from ...frames import line_now, script_frames_now
-from ...watch.events import Events
-from ..loop.passes import Loop, Loops, writes_to
+from ....frames import line_now, script_frames_now
+from ....watch.events import Events
+from ...shared.passes import Loop, Loops, writes_to
 from .workers import Report, are_forks, in_place, states
 
 OFTEN = 3  # passes in a row

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.utils.data._utils import fetch
 
-from ...watch.loop import seeders
+from ....watch.loop import seeders
 
 KINDS = ("torch", "numpy", "random")
 ROW = struct.Struct("<7Q")  # of a worker: its seed, the states at its start, those after a batch

@@ -1,14 +1,14 @@
 """
 Weight history: what was read of one weight, and of one optimizer, and what that shows of them.
 
-stalled.py fills it in, reasons.py asks it. What is read of a weight stays on its device.
+__init__.py fills it in, reasons.py asks it. What is read of a weight stays on its device.
 """
 
 from weakref import ref
 
 import torch
 
-from ...tensors import few, numbers_of
+from ....tensors import few, numbers_of
 
 READ = 3  # times at least
 FAR = 100  # steps

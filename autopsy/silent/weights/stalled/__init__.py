@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...frames import line_now
-from ...tensors import numbers_of, type_of
-from ...watch.deferred import moved_by, params_of
-from ...watch.events import Events
-from ...watch.forward import Forward
-from .gradient_path import DetachFinder, RecreatedParameters, leaves, where_zero, without_graph
+from ....frames import line_now
+from ....tensors import numbers_of, type_of
+from ....watch.deferred import moved_by, params_of
+from ....watch.events import Events
+from ....watch.forward import Forward
+from ...shared.graph_ends import DetachFinder, leaves
+from .gradient_path import RecreatedParameters, where_zero, without_graph
 from .reasons import Reasons
 from .weight_history import READ, Followed
 from .weight_list import WeightList

@@ -1,0 +1,23 @@
+"""
+Syntax: what does Python read in a file of the script?
+
+one_in_list.py and unused.py ask which statement stands on a line.
+"""
+
+import ast
+import linecache
+from functools import cache
+
+
+@cache
+def tree_of(file):
+    """What is written in it; nothing, if that is no Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # a cell of a notebook with magic in it
+        return ast.Module([], [])
+
+
+def covers(node, number):
+    """Whether this line is a part of it."""
+    return getattr(node, "lineno", number + 1) <= number <= node.end_lineno
