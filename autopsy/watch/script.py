@@ -260,9 +260,9 @@ def begin(start, name):
 def hidden_by_us(folder):
     """(file, name) of each module that is there, and that we have loaded from elsewhere before the
     script asks for it. Python itself loads those that are frozen first, too."""
-    for entry in sorted(os.listdir(folder or ".")):
-        taken = entry.removesuffix(".py")
-        beside = os.path.join(folder, entry)
+    for file in sorted(os.listdir(folder or ".")):
+        taken = file.removesuffix(".py")
+        beside = os.path.join(folder, file)
         if os.path.isdir(beside):
             beside = os.path.join(beside, "__init__.py")
         loaded = getattr(sys.modules.get(taken), "__file__", None)

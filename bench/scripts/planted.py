@@ -2188,3 +2188,44 @@ tells("an equation with a second derivative", TWICE_DERIVED, 0, {
     "": "nothing non-finite -- not trains nothing",
     "no graph": "a term of the loss trains nothing: it is made of the gradient that script.py",
 })
+
+ODD_NUMBERS = PREAMBLE + """
+import warnings; warnings.simplefilter("ignore")  # nested tensors are a prototype
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mole = nn.Linear(6, 3), 6.02e23 if fault == "" else 1.0
+        self.unit = nn.Parameter(torch.full((3,), self.mole))
+    def forward(self, x):
+        if x.is_nested: return torch.stack([row.mean(0) for row in self.layer(x).unbind()])
+        return self.layer(x) * (self.unit / self.mole)
+net = Net()
+rate = 300.0 if fault == "rate" else 1e-3
+optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+if fault == "tensor": optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.0))
+found = []
+def note(module, given, slopes): found.append(slopes[0].norm())
+if fault == "hooks": net.layer.register_full_backward_hook(note)
+for step in range(40):
+    x = torch.randn(16, 6)
+    y = x[:, :3].argmax(1)
+    if fault == "hooks":
+        for part in x.split(4):
+            optimizer.zero_grad(); net(part).square().mean().backward()
+    if fault == "nested": x = torch.nested.nested_tensor([x[i:i + 1 + i % 3] for i in range(16)])
+    out = net(x)
+    loss = (out - 1).pow(2).sum() if fault == "rate" else F.cross_entropy(out, y)
+    if fault == "nested" and step == 25: loss = loss + (loss.detach() * 0 - 1).log()  # nested
+    if fault != "seldom" or step % 10 == 0: optimizer.zero_grad()
+    loss.backward(); optimizer.step()
+"""
+tells("numbers of an odd kind", ODD_NUMBERS, 0, {
+    "": "unit was 6.02e+23 at step 0: finite, but its square is not in float32",
+    "hooks": "nothing non-finite -- not thrown away",
+    "tensor": "the lr of unit, layer.weight, layer.bias was 0 at every step",
+    "seldom": "the gradients of 40 steps add up: those of ... are not cleared before each",
+})
+tells("numbers of an odd kind", ODD_NUMBERS, 3, {
+    "nested": "loss is nan at step 25 -> divergence",
+    "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 300",
+})

@@ -113,12 +113,19 @@ def test_what_python_runs_runs_under_the_installed_command_too(tmp_path):
             assert done.returncode == 3 and ":6 in <module>" in done.stderr, (words, done.stderr)
 
 
-def test_a_torch_py_beside_the_script_is_told(tmp_path):
+@pytest.mark.parametrize("beside, name", [
+    ("torch.py", "torch"), ("torch/__init__.py", "torch"), ("random.py", "random"),
+    ("os.py", ""), ("batches.py", ""), ("torch/notes.txt", ""),
+])  # fmt: skip
+def test_a_file_beside_the_script_that_python_would_import_is_told(tmp_path, beside, name):
+    """os is loaded before Python looks beside the script."""
     (tmp_path / "script.py").write_text("print('ran')\n")
-    (tmp_path / "torch.py").write_text("")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    (tmp_path / beside).write_text("")
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     code, said = report_of(tmp_path, tmp_path / "script.py")
-    assert code == 0 and "torch.py as torch: rename it" in said
+    assert code == 0 and said.count("rename it") == bool(name)
+    assert f"{beside} as {name}: rename it" in said or not name
 
 
 def test_the_report_is_printed_and_overwrites_only_a_report(tmp_path):

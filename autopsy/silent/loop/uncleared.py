@@ -28,6 +28,7 @@ class Gradients:
         self.name, self.line, self.steps = type(optimizer).__name__, "", 0
         self.params, self.norms, self.kept = (), None, None  # kept: which were not cleared?
         self.added = False  # which a backward pass has changed
+        self.is_cleared = False  # now and then, by zero_grad()
         self.windows = []  # (parameters, which were not cleared) between two steps
         # (weak references, all of these: parameters end with their network)
 
@@ -64,6 +65,7 @@ class Uncleared(Events):
         """What the passes so far have added is gone."""
         if seen := self.optimizers.get(owner):
             seen.kept = None
+            seen.is_cleared = True
 
     def _norms(self, params):
         """Of their gradients; 0 of those that have none."""
@@ -107,10 +109,12 @@ class Uncleared(Events):
             params = [p for p, n in kept.items() if n >= most]
             if params:
                 names = few([*map(self.names.of, params[:4]), *params[4:]], 4)
+                clears = f"nobody clears those of {names} before the next backward pass"
+                if seen.is_cleared:
+                    clears = f"those of {names} are not cleared before each backward pass"
                 yield (
-                    f"the gradients of {seen.steps} steps add up: nobody clears those of {names} "
-                    f"before the next backward pass: call zero_grad() of {seen.name}, whose step "
-                    f"is at {seen.line}"
+                    f"the gradients of {seen.steps} steps add up: {clears}: call zero_grad() of "
+                    f"{seen.name}, whose step is at {seen.line}"
                 )
 
     causes = sentences

@@ -58,7 +58,8 @@ class FrozenStatistics(Events):
 
     def stepped(self, optimizer):
         if self.recorder.steps and self.recorder.steps.bit_count() < 2 and not self.is_meant:
-            self.is_meant = bool(ADAPTS.search(code_of(script_frames_now())))
+            code = code_of(script_frames_now())
+            self.is_meant = bool(ADAPTS.search(code))
             found = [part for root in list(self.names.roots) for part in _frozen(root)]
             for part in {*self.reads} - {*found}:
                 del self.reads[part]  # it was not frozen throughout
