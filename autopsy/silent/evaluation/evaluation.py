@@ -13,29 +13,31 @@ import ast
 import linecache
 import textwrap
 from contextlib import suppress
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ...frames import call_at, line_of, script_frames_now
 from ...modes import is_compiled
-from ...tensors import few, flat_tensors
+from ...tensors import few, flat_tensors, numbers_of
 from ...watch.events import Events
 from ...watch.following import Follower, drops
 from ..shared.eval_mode import MEANT
 
 LOOKS = 2
+SAMPLE = 64  # numbers of a batch
 NEAR = 4  # lines
 
 
 class Evaluation(Events):
-    """What drops, and what is not ready, in modules that are called in eval mode without a
-    graph."""
+    """What drops, and what is not ready, in modules that are called in eval mode: without a graph,
+    or after they were called in training."""
 
     def __init__(self, watch):
         self.names, self.recorder = watch.names, watch.recorder
         self.looks = WeakKeyDictionary()  # module: how often it was looked at
-        self.last = WeakKeyDictionary()  # module: (step, the batch) of the last look
+        self.last = WeakKeyDictionary()  # module: (step, numbers it was given) at the last
         self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
         self.drops = WeakKeyDictionary()  # module: its lines, in their order
@@ -51,7 +53,7 @@ class Evaluation(Events):
                 self.trained.update(module.modules())
             return ()
         looks = self.looks[module] = self.looks.get(module, 0) + 1
-        if call.grad or looks > LOOKS:
+        if looks > LOOKS or (call.grad and module not in self.trained):
             return ()
         parts = [*module.modules()]
         if any(part.training for part in parts) or is_compiled(parts):
@@ -62,12 +64,12 @@ class Evaluation(Events):
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
-        batch = next(iter(flat_tensors((args, kwargs))), None)
-        step, last = self.last.get(module, (-1, lambda: None))
-        if batch is not None and step == self.recorder.steps and last() is batch:
+        now = [_some(t) for t in flat_tensors((args, kwargs))]
+        step, before = self.last.get(module, (-1, []))
+        same = step == self.recorder.steps and len(now) == len(before) > 0
+        if same and all(map(torch.equal, now, before)):
             self.sampled.add(module)
-        elif batch is not None:
-            self.last[module] = self.recorder.steps, ref(batch)
+        self.last[module] = self.recorder.steps, now
         return [Drops(self.drops.setdefault(module, {}))]
 
     def sentences(self):
@@ -83,6 +85,11 @@ class Evaluation(Events):
                 f"{few(unready, 4)} of spectral_norm were evaluated before the first forward pass "
                 "in training: until then they are divided by the norm of a random direction"
             )
+
+
+def _some(t):
+    flat = numbers_of(t.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
 
 
 class Drops(Follower):

@@ -26,7 +26,7 @@ LONG = 50  # steps in which a scheduler should step once
 PERIODS = 4  # of a cosine, each half of a wave
 FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
 BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|data|iter|_dl)")
-DEAD = 1e-6  # of the highest rate
+DEAD = 1e-4  # of the highest rate
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
 
@@ -151,12 +151,15 @@ class Schedules(Events):
         if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
         for (kind, line, length), (n, loop) in seen.moves.items():
-            of_batches = kind in FACTORS and loop and loop.begun > 1 and n > 0.9 * seen.steps
+            of_batches = kind in FACTORS and (not loop or loop.begun > 1) and n > 0.9 * seen.steps
             if of_batches and not often and 0 < seen.rate < DEAD * seen.highest:
+                once = "pass over the data meant?"
+                if loop:
+                    once = f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
                 yield (
                     f"{kind} at {line} has let the lr of {seen.name} fall from {seen.highest:.3g} "
                     f"to {seen.rate:.3g}: it made a step with each update, {n} in all: is once a "
-                    f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
+                    f"{once}"
                 )
             of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
             of_epochs = of_epochs and length != loop.batches
