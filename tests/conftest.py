@@ -113,7 +113,8 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
 
     Returns exit code, the JSON of the last line, standard error, the lines of metrics.jsonl.
     """
-    monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
+    for draw in ("draw_curves", "draw_confusion"):  # half a second each
+        monkeypatch.setattr(report, draw, lambda path: None)
     trial = plan.seconds_of
     # it is taken, and its seconds do not decide: they are other ones each time
     monkeypatch.setattr(plan, "seconds_of", lambda *args: [0.01, trial(*args)][0])
