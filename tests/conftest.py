@@ -23,8 +23,27 @@ SLOW = {
     "test_nodes", "test_readme", "test_resume", "test_time_to_accuracy", "test_train",
     "test_verify", "test_watch", "test_wings",
 }
+# Wings that these tests need: where one of them was deleted, the tests are left out.
+NEEDS = {
+    "rescue": ("rescue", "autopsy"),  # it responds to the verdicts of autopsy/
+    "failures": ("failures", "rescue", "autopsy"),
+    "bench": ("bench",),
+    "bench/test_bench.py": ("rescue", "autopsy"),  # runs that are healed, runs that are watched
+    "autopsy": ("autopsy",),
+    "autopsy/test_autopsy.py": ("bench",),  # its tables of faulty steps and faulty scripts
+    "autopsy/test_before.py": ("bench", "autopsy/before"),
+    "autopsy/test_describe.py": ("bench", "autopsy/describe"),
+    "autopsy/test_diagnosis.py": ("bench",),
+    "autopsy/test_folder.py": ("autopsy/silent", "autopsy/before", "autopsy/describe"),
+    "autopsy/test_public_reports.py": ("bench", "autopsy/silent"),
+    "autopsy/test_watch.py": ("bench", "autopsy/silent"),
+    "autopsy/test_wild.py": ("bench",),
+    "test_resume.py": ("bench",),  # what a killed run is compared with
+    "test_wings.py": helpers.WINGS,
+}
+collect_ignore = [tests for tests, wings in NEEDS.items() if not helpers.there(*wings)]
 if not helpers.FORKS:  # on Windows: what begins with os.fork, links and signals
-    collect_ignore = ["test_checkpoint.py", "test_imagefolder.py", "test_nodes.py"]
+    collect_ignore += ["test_checkpoint.py", "test_imagefolder.py", "test_nodes.py"]
 LONGEST = [  # they begin, so that no core idles at the end
     "test_wings", "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme",
     "test_verify",
@@ -94,7 +113,8 @@ def run(image_folder, decoded, tmp_path, capsys, monkeypatch):
 
     Returns exit code, the JSON of the last line, standard error, the lines of metrics.jsonl.
     """
-    monkeypatch.setattr(report, "draw_curves", lambda path: None)  # half a second each
+    for draw in ("draw_curves", "draw_confusion"):  # half a second each
+        monkeypatch.setattr(report, draw, lambda path: None)
     trial = plan.seconds_of
     # it is taken, and its seconds do not decide: they are other ones each time
     monkeypatch.setattr(plan, "seconds_of", lambda *args: [0.01, trial(*args)][0])

@@ -26,9 +26,22 @@ PACKAGES = str(Path(torch.__file__).resolve().parents[1])
 FORKS = hasattr(os, "fork")
 # `python *HIDDEN SCRIPT ...` runs without what Windows lacks; on Windows: as it is.
 HIDDEN = [ROOT / "tests" / "hidden.py"] if FORKS else []
+WINGS = (  # CONTRIBUTING.md; each can be deleted with its tests
+    "rescue", "autopsy", "failures", "bench",
+    "autopsy/silent", "autopsy/before", "autopsy/describe",
+)  # fmt: skip
 numbers = itertools.count()  # of files that scripts print to
+
+
+def there(*wings):
+    """Are all these wings there? Which tests need which: NEEDS in tests/conftest.py."""
+    return all((ROOT / wing).is_dir() for wing in wings)
+
+
 needs_unix = pytest.mark.skipif(not FORKS, reason="needs fork, or bash")
-needs_rescue = pytest.mark.skipif(not (ROOT / "rescue").is_dir(), reason="needs rescue/")
+needs_rescue = pytest.mark.skipif(
+    not there("rescue", "autopsy"), reason="needs rescue/, which needs autopsy/"
+)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 

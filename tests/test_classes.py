@@ -10,6 +10,7 @@ from PIL import Image
 import report
 from models import wrap
 from models.classifier import Classifier
+from report import draw_confusion  # the fixture `run` replaces report's own
 from trainer import classes, progress
 from trainer.record import Run
 
@@ -33,7 +34,7 @@ def test_each_class_has_its_accuracy_and_the_matrix_adds_up_to_the_score(run):
     assert len(losses) == 16
     assert losses == sorted(losses, reverse=True)
     assert Image.open(run.folder / "worst.png").size == (640, 760)
-    picture = report.draw_confusion(run.folder / "metrics.jsonl")
+    picture = draw_confusion(run.folder / "metrics.jsonl")
     assert Image.open(picture).width > 300
 
 
@@ -56,7 +57,7 @@ def test_odd_names_are_drawn_without_a_word(tmp_path, capfd):
         "confusion": [[1, 0, 2]] * 3,
     }
     (tmp_path / "metrics.jsonl").write_text(report.strict_json(line))
-    assert report.draw_confusion(tmp_path / "metrics.jsonl").exists()
+    assert draw_confusion(tmp_path / "metrics.jsonl").exists()
     assert capfd.readouterr() == ("", "")
 
 

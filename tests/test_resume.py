@@ -29,13 +29,10 @@ import checkpoint
 import guards
 import report
 import train
+from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from models.classifier import Classifier
 from trainer import prepare, resume, schema
-
-kill_resume = pytest.importorskip("bench.kill_resume")
-ROOT, Job, result = kill_resume.ROOT, kill_resume.Job, kill_resume.result
-children, differences = kill_resume.children, kill_resume.differences
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -44,7 +41,7 @@ FLAGS = ("--precision", "fp16", "--accum-steps", 2, "--ema", 0.9, *PACE)
 
 @pytest.fixture(scope="session")
 def few_images(tmp_path_factory):
-    return kill_resume.draw_images(tmp_path_factory.mktemp("few") / "images")
+    return draw_images(tmp_path_factory.mktemp("few") / "images")
 
 
 @pytest.fixture

@@ -1,16 +1,31 @@
-"""Delete every wing with its tests: what is left trains, and its tests pass."""
+"""Delete each wing with its tests, and all of them: what is left trains, and its tests pass."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-from helpers import HIDDEN, ROOT, needs_rescue, run_ranks, run_script
+from helpers import HIDDEN, ROOT, WINGS, run_ranks, run_script
+from test_house import OURS, imported
 
-pytestmark = [needs_rescue, pytest.mark.xdist_group("wings")]
-WINGS = ("rescue", "autopsy", "failures", "bench")
+pytestmark = pytest.mark.xdist_group("wings")
+TESTED = {  # a wing that was deleted: the folders of tests of which something is left
+    "rescue": {"autopsy", "bench"},
+    "autopsy": {"bench"},
+    "failures": {"autopsy", "bench", "rescue"},
+    "bench": {"autopsy", "failures", "rescue"},
+    "autopsy/silent": {"autopsy", "bench", "failures", "rescue"},
+    "autopsy/before": {"autopsy", "bench", "failures", "rescue"},
+    "autopsy/describe": {"autopsy", "bench", "failures", "rescue"},
+}
+COLLECT = """
+import sys
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]))
+"""
 SHORT = ("--dataset", "synthetic", "--model", "cifarnet-tiny", "--batch-size", 40,
          "--device", "cpu", "--precision", "bf16", "--log-every", 1)  # fmt: skip
 BAD_BATCHES = """
@@ -33,11 +48,19 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+def copied_without(wings, folder):
+    """The house without these wings and the folders of their tests."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+    for wing in wings:
+        shutil.rmtree(folder / wing)
+        shutil.rmtree(folder / "tests" / wing, ignore_errors=True)  # silent/ and the like have none
+    return folder
+
+
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("torn") / "house"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", *WINGS)
-    shutil.copytree(ROOT, folder, ignore=left_out)  # tests/autopsy and the like are left out, too
+    largest = [wing for wing in WINGS if "/" not in wing]
+    folder = copied_without(largest, tmp_path_factory.mktemp("torn") / "house")
     assert not [*folder.glob("*/autopsy"), *folder.glob("rescue")]
     return folder
 
@@ -54,12 +77,41 @@ def bad_batches(house, folder, first, end, *flags):
     return code, summary(out), int(out.splitlines()[0])
 
 
+@pytest.mark.parametrize("wing", WINGS)
+def test_without_one_wing_the_tests_of_the_others_are_collected_and_it_trains(wing, tmp_path):
+    house = copied_without([wing], tmp_path / "house")
+    (house / "collect.py").write_text(COLLECT)
+    code, out, err = run_script(["collect.py"], house)
+    assert code == 0, out[-3000:] + err
+    assert set(re.findall(r"^tests/(\w+)/", out, re.M)) == TESTED[wing]
+    if wing in ("rescue", "autopsy"):  # train.py imports no other
+        words = [house / "train.py", *SHORT, "--max-steps", 4, "--out-dir", tmp_path / "run"]
+        code, out, err = run_script(words, tmp_path)
+        assert code == 0 and summary(out)["updates"] == 4, err
+
+
+def meets_a_wing(path):
+    """Does a file import a wing, or what imports one?"""
+    return bool({name.split(".")[0] for name in imported(path)} & {"train", "trainer", *WINGS})
+
+
+def test_only_train_and_trainer_import_a_wing():
+    met = {path.relative_to(ROOT).parts[0] for path in OURS if meets_a_wing(path)}
+    assert met.difference(WINGS) == {"train.py", "trainer"}
+
+
 def test_the_quick_tests_of_what_is_left_pass(house):
+    """But for those that import nothing of train.py, start nothing and read no file of the house:
+    they cannot miss a wing, and take most of the time."""
+    starts_or_reads = re.compile(r"\b(run_script|run_ranks|two_ranks|subprocess|ROOT)\b")
+    apart = [path for path in house.glob("tests/test_*.py")
+             if not meets_a_wing(path) and not starts_or_reads.search(path.read_text())]
+    assert {"test_guards.py", "test_models.py"} < {path.name for path in apart}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0",
-               "-m", "quick"]  # fmt: skip
+               "-m", "quick", *(f"--ignore={path}" for path in apart)]  # fmt: skip
     done = subprocess.run(command, cwd=house, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert int(done.stdout.split(" passed")[0].split()[-1]) > 500
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 300
 
 
 def test_it_trains_and_goes_on_where_it_was_with_other_accumulation(house, tmp_path):
