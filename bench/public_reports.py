@@ -94,6 +94,17 @@ for i in range(90):
     x, y = data(i); loss = F.mse_loss(net(x), y)
     loss.backward(); opt.step()
 """, "loss.backward()", "opt.zero_grad(); loss.backward()"),
+    "zero_grad without parentheses": Row(
+        "lightning.ai/docs/pytorch/stable/common/lightning_module.html#on-before-zero-grad",
+        "order",
+        r"script.py:\d+ names a method and does not call it: write `opt.zero_grad\(\)`",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); loss = F.mse_loss(net(x), y)
+    loss.backward(); opt.step()
+    opt.zero_grad
+""", "    opt.zero_grad\n", "    opt.zero_grad()\n"),
     "zero_grad once an epoch": Row(
         "github.com/meta-pytorch/torchforge/pull/71", "order",
         r"gradients of 120 steps add up",

@@ -12,7 +12,9 @@ def came_from_another_thread(error):
     """Whether a thread of the script has raised this here (a time limit, say): no function that
     was called here knows an exception of its kind."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    called = frame.f_code.co_filename.startswith((HERE, TORCH, LIBRARY))
+    file = frame.f_code.co_filename
+    in_library = file.startswith(LIBRARY) and "-packages" not in file
+    called = in_library or file.startswith((HERE, TORCH))
     package = type(error).__module__.partition(".")[0]
     known = package in ("torch", *sys.stdlib_module_names) and type(error) is not TimeoutError
     return called and not known

@@ -2087,8 +2087,8 @@ for step in range(12):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
 tells("a mask before softmax", FUTURE, 0, {
-    "": "nothing non-finite -- not a mask hides",
-    "reversed": "a mask hides each step and all before it",
+    "": "nothing non-finite -- not a mask of",
+    "reversed": "hides the past from each position and shows the future",
 })
 
 BEGINNINGS = PREAMBLE + """

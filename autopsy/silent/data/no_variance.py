@@ -9,7 +9,7 @@ with the 256 levels of an image. Zeros, a norm after small weights, and what gro
 thing.
 """
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from ...tensors import PLAIN
 from ...watch.budget import FIRST
 from ...watch.events import Events
 from ...watch.hooks import without_modes
+from ...watch.interrupts import no_evidence
 
 NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
 LAYERS = (_ConvNd, nn.Linear)
@@ -67,7 +68,7 @@ class NoVariance(Events):
 
         def note(part, args):
             unseen = torch._C.DisableTorchFunction()
-            with suppress(Exception), unseen, without_modes(), torch.no_grad():
+            with no_evidence, unseen, without_modes(), torch.no_grad():
                 x = args[0].detach()
                 if not first:
                     first.append(None if args[0].requires_grad else x)

@@ -8,7 +8,6 @@ numbers, or one that lost its graph to weights of the optimizer by detach() or n
 constants may be meant (the loss of a frozen network); so is a term that has a graph in some steps.
 """
 
-from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +21,7 @@ from ...watch.deferred import params_of
 from ...watch.events import Events
 from ...watch.following import Follower, is_loss
 from ...watch.forward import Forward
+from ...watch.interrupts import no_evidence
 from ..shared.graph_ends import DetachFinder
 
 LOOKS = (2, 5)  # recorded steps of an optimizer, at the earliest
@@ -120,7 +120,7 @@ def _terms(recorder, optimizer, optimizers):
         return set()
     params = [p for p in params_of(optimizer) if p.requires_grad]
     others = [p for other in list(optimizers) for p in params_of(other)]
-    with suppress(Exception):  # what cannot be made again is no evidence
+    with no_evidence:  # what cannot be made again is no evidence
         with Forward(recorder) as again, DetachFinder(params) as cuts, Terms(cuts) as terms:
             again()
         linear = {node for loss in again.results.values() for node in _linear(loss.grad_fn)}

@@ -8,13 +8,13 @@ ids of the same rows are padded, as long as theirs (but for the one id that was 
 that are the ids themselves are those of an autoencoder, which may have to write the ends, too.
 """
 
-from contextlib import suppress
 
 import torch
 
 from ...frames import line_of
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of, nodes_of
+from ...watch.interrupts import no_evidence
 from ..shared.classification import MEAN, NEAR, NLL
 from ..shared.padding import padding_of
 
@@ -31,7 +31,7 @@ class PaddedLabels(FirstPasses):
         self.lines = {}  # the same: that of the loss, if it is known
 
     def first(self, losses, line):
-        with suppress(Exception), torch.no_grad():
+        with no_evidence, torch.no_grad():
             self._look(losses, line)
 
     def _look(self, losses, line):

@@ -9,7 +9,6 @@ results with each other as well (an energy distance) means all pairs.
 """
 
 from collections import Counter
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from ...frames import line_of
 from ...tensors import leaves, storage_of
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of
+from ...watch.interrupts import no_evidence
 
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
@@ -76,7 +76,7 @@ class Pairs(FirstPasses):
                 freed = {m.number for m in call.uses() if m not in alive} & quiet
                 for other in calls if freed else ():
                     if other.number in freed and _is_plain(other):  # a part of the targets
-                        with suppress(Exception):
+                        with no_evidence:
                             other.repeat(targets)
                 given = [targets.get(x, x) for x in leaves(call.args)]
                 shapes = [[*x.shape] for x in given if isinstance(x, torch.Tensor)]

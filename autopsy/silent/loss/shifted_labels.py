@@ -15,7 +15,7 @@ are meant so.
 
 import re
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
@@ -27,6 +27,7 @@ from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.forward import Forward
 from ...watch.graph import nodes_of
+from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, labels_of
 
 PASSES = 12  # backward passes
@@ -76,7 +77,7 @@ class ShiftedLabels(Events):
         if self.is_meant or self.passes == PASSES:
             return
         self.passes += 1
-        with suppress(Exception):
+        with no_evidence:
             self._look(losses)
 
     def _look(self, losses):
@@ -101,7 +102,7 @@ class ShiftedLabels(Events):
         alone = self.recorder.whole and self.recorder.hooks.world == 1
         if self.is_due and alone and not self.is_meant:
             self.is_due, self.passes = False, PASSES
-            with suppress(Exception), Forward(self.recorder, slope=True) as again:
+            with no_evidence, Forward(self.recorder, slope=True) as again:
                 seen = Seen()
                 with seen:
                     again()

@@ -10,7 +10,6 @@ is made again), and its weights' own optimizer clears them before it steps.
 """
 
 from collections import Counter
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.forward import Forward
 from ...watch.graph import graph_of
+from ...watch.interrupts import no_evidence
 from ..shared.graph_ends import DetachFinder
 
 FIRST, LATER = range(2, 6), 1024  # steps; then those that are a power of 2, up to here
@@ -83,7 +83,7 @@ class WastedTerm(Events):
         if not self.recorder.whole or is_compiled([m for root in called for m in root.modules()]):
             return ""
         params = [p for p in params_of(optimizer) if p.requires_grad]
-        with suppress(Exception):  # what cannot be made again is no evidence
+        with no_evidence:  # what cannot be made again is no evidence
             with Forward(self.recorder) as again, DetachFinder(params) as cuts, Made(cuts) as made:
                 again()
             terms = [term for loss in again.results.values() for term in _terms(loss.grad_fn)]

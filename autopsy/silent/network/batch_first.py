@@ -8,14 +8,12 @@ layers. In two steps of training the shapes of what is given are compared with t
 input and with the number of samples in the loss. Only where all three agree, and the second
 dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing.
 Whoever gives the same to a layer with batch_first=True knows the difference, labels that come in
-runs are those of frames, and one batch for all steps may be the nodes of a graph. A mask
-of an attention that lets each step see only those after it is told, too.
+runs are those of frames, and one batch for all steps may be the nodes of a graph.
 """
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from ...frames import line_now
@@ -24,14 +22,13 @@ from ...tensors import batched, few, flat_tensors, storage_of
 from ...watch.events import Events
 from ...watch.following import Follower
 from ...watch.graph import nodes_of
+from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, NLL
 
 LOOKS = (1, 4)  # steps
-FEW = 4  # steps in time
 RUNS = 0.8  # share of labels that are those of the sample before
-HIDDEN = -1e4  # scores that a mask has left
 LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-LOOKED_AT = ("softmax", "log_softmax", "view", "reshape", "scaled_dot_product_attention")
+LOOKED_AT = ("softmax", "log_softmax", "view", "reshape")
 
 
 class BatchFirst(Events):
@@ -74,7 +71,7 @@ class BatchFirst(Events):
         right = set()  # shapes
 
         def note(layer, args):
-            with suppress(Exception):
+            with no_evidence:
                 shape = args[0].shape
                 if batch_is_first(layer):
                     right.add(shape)
@@ -82,7 +79,7 @@ class BatchFirst(Events):
                     self.given.append((layer, names[layer], shape))
 
         def note_hidden(layer, args, out):
-            with suppress(Exception):
+            with no_evidence:
                 if args[0].dim() == 3 and not layer.batch_first:
                     calls.sequences.add(args[0].shape[:2])
                 calls.hidden.update((storage_of(t), t.shape) for t in flat_tensors(out[1]))
@@ -159,19 +156,6 @@ class Calls(Follower):
             if over and t.dim() > 2 and self.size == samples > 1 and shape.count(samples) == 1:
                 text = f"softmax at {line_now()} is over the {samples} samples of the batch "
                 self.note(f"{text}(dim=0 of {shape}): they read each other", samples)
-            elif _shows_the_future(t):
-                self.note(
-                    f"before softmax at {line_now()} a mask hides each step and all before it, and "
-                    "lets it see those after it: the other way round?"
-                )
-        elif name == "scaled_dot_product_attention":
-            mask = more[2] if len(more) > 2 else kwargs["attn_mask"]
-            square = mask.dtype == torch.bool and mask.shape[-2] == mask.shape[-1] > 1
-            if square and torch.equal(mask, torch.ones_like(mask).triu(1)):
-                self.note(
-                    f"the mask of {name} at {line_now()} lets each step see only those after it: "
-                    "True means that it takes part: pass ~mask"
-                )
         elif t.shape == self.hidden.get(storage_of(t)) and out.dim() < 4:
             layers, samples, _ = shape
             if layers != samples == len(out) and min(layers, samples) > 1:
@@ -190,14 +174,3 @@ def _in_runs(labels):
 def batch_is_first(layer):
     attention = getattr(layer, "self_attn", layer)
     return attention.batch_first
-
-
-def _shows_the_future(scores):
-    """Whether of scores [..., n, n] those of later steps stand alone in some sample, and in each
-    among others (padding)."""
-    n = scores.shape[-1]
-    if scores.dim() < 3 or scores.shape[-2] != n or n < FEW:
-        return False
-    future = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)
-    seen = (scores > HIDDEN).flatten(0, -3)
-    return bool((seen | ~future).all() and (seen == future).flatten(1).all(1).any())

@@ -12,7 +12,6 @@ A mask of weights is a buffer of their shape, in one module with them. That of a
 called, and that nothing reads within the network, nor the script in the same step, masks nothing.
 """
 
-from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +23,7 @@ from ...watch.calls import named_arguments
 from ...watch.events import Events
 from ...watch.graph import nodes_of
 from ...watch.hooks import calls_through
+from ...watch.interrupts import no_evidence
 
 LOOKS = (2, 5)  # steps
 ASKED = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "__len__",
@@ -67,7 +67,7 @@ class Masks(Events):
 
     def _reached(self, mask):
         def note(slopes):
-            with suppress(Exception), torch.no_grad():
+            with no_evidence, torch.no_grad():
                 moved = (slopes[0].detach() != 0).any(-1)
                 side = mask == mask.flatten()[0]
                 self.counts[id(mask)] = (moved & side).any() & (moved & ~side).any()
@@ -131,7 +131,7 @@ class Used(TorchFunctionMode):
         self.storages = set()
 
     def _note(self, args):
-        with suppress(Exception):
+        with no_evidence:
             self.storages.update(map(storage_of, flat_tensors(args)))
 
     def custom(self, function, apply, args, kwargs):

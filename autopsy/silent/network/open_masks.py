@@ -22,6 +22,7 @@ from ...watch.budget import FIRST
 from ...watch.calls import named_arguments
 from ...watch.events import Events
 from ...watch.graph import nodes_of
+from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, NLL, labels_of
 from ..shared.padding import ROWS, padding_of
 
@@ -62,7 +63,7 @@ class OpenMasks(Events):
             yield
 
     def _note(self, module, args, kwargs):
-        with suppress(Exception):
+        with no_evidence:
             for name, t in named_arguments(module, args, kwargs):
                 name = str(name)
                 is_mask = "mask" in name and not OTHER.search(name) and type(t) in PLAIN
@@ -76,7 +77,7 @@ class OpenMasks(Events):
     def backward(self, losses):
         given, self.given = self.given, {}
         if given and not self.hides:
-            with suppress(Exception):
+            with no_evidence:
                 self._look(given, losses)
 
     def _look(self, given, losses):
@@ -93,7 +94,7 @@ class OpenMasks(Events):
         step = self.recorder.steps
 
         def note(slopes):
-            with suppress(Exception), torch.no_grad():
+            with no_evidence, torch.no_grad():
                 reached = (slopes[0].detach()[padding.at] != 0).any()
                 about = step, padding.value, padding.side, tuple(names), (*ids.shape,)
                 self.reached.append((about, reached))

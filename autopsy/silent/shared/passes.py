@@ -7,11 +7,11 @@ may be built again for each pass. same_numbers/, sorted_classes.py, schedules.py
 count such passes.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import ref
 
 from ...frames import line_of, script_frames_now
+from ...watch.interrupts import no_evidence
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Loops:
         self._of[frames] = loops if same else [*loops, self.last]
         self.last.begun += 1
         self.last.sizes.add(getattr(loader, "batch_size", None))
-        with suppress(Exception):  # an IterableDataset has no length
+        with no_evidence:  # an IterableDataset has no length
             self.last.batches = len(loader)
         return self.last
 

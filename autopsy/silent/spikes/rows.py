@@ -5,13 +5,13 @@ It repeats the forward passes of the step; each time some rows replace the other
 shape stays. It names the rows without which the loss is ordinary, and what they alone hold.
 """
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ...tensors import extent, few, type_of
 from ...watch.forward import Forward
+from ...watch.interrupts import no_evidence
 
 ALL = 10.0  # times the highest of the past: carried by the whole batch
 BARE = 50.0  # by rows of which nothing else is known: rare ones are so in a replay buffer
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 def rows_of(recorder, times, own, slope):
     """Which rows carry the spike of this step: of the loss or (`slope`) of the gradient norm."""
-    with suppress(Exception), Forward(recorder, slope) as again:
+    with no_evidence, Forward(recorder, slope) as again:
         return _rows_of(again, times, own)
     return Rows()  # a service: whatever cannot be made again names no rows
 

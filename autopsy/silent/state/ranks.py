@@ -10,7 +10,6 @@ else the ranks may be meant to part.
 """
 
 import json
-from contextlib import suppress
 from math import inf
 from weakref import WeakSet
 
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...tensors import few, is_sharded, numbers_of
 from ...watch.deferred import moved_by
 from ...watch.events import Events
+from ...watch.interrupts import no_evidence
 
 EVERY = 64  # steps
 SAMPLE = 4  # numbers of a tensor
@@ -61,7 +61,7 @@ class Ranks(Events):
             self.wrappers.discard(wrapper)
         if self.hooks.world == 1 or self.found or self.first not in (None, id(optimizer)):
             return
-        with suppress(Exception):  # the process group may be gone
+        with no_evidence:  # the process group may be gone
             self._look(optimizer, dist.distributed_c10d._get_default_store())
 
     def _look(self, optimizer, store):

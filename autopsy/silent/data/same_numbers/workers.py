@@ -10,7 +10,7 @@ import multiprocessing
 import random
 import struct
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from itertools import takewhile
 from mmap import mmap
@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch.utils.data._utils import fetch
 
+from ....watch.interrupts import no_evidence
 from ....watch.loop import seeders
 
 KINDS = ("torch", "numpy", "random")
@@ -50,7 +51,7 @@ class Report:
     def __call__(self, worker):
         seed = torch.initial_seed()
         out = self.function(worker) if self.function else None
-        with suppress(Exception):
+        with no_evidence:
             self._begins(worker, seed)
         return out
 
@@ -68,7 +69,7 @@ class Report:
         def watched(original):
             def fetched(fetcher, indices):
                 out = original(fetcher, indices)
-                with suppress(Exception):
+                with no_evidence:
                     after_a_batch()
                 return out
 
@@ -108,12 +109,12 @@ class Report:
 @contextmanager
 def in_place(loader, report):
     """While the iterator is made."""
-    with suppress(Exception):
+    with no_evidence:
         loader.worker_init_fn = report
     try:
         yield
     finally:
-        with suppress(Exception):
+        with no_evidence:
             loader.worker_init_fn = report.function
 
 

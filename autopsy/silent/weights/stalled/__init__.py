@@ -9,7 +9,6 @@ Then, and while no optimizer has made a step, it looks for idle optimizers. reas
 says what all this means.
 """
 
-from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +20,7 @@ from ....tensors import numbers_of, type_of
 from ....watch.deferred import moved_by, params_of
 from ....watch.events import Events
 from ....watch.forward import Forward
+from ....watch.interrupts import no_evidence
 from ...shared.graph_ends import DetachFinder, leaves
 from .gradient_path import RecreatedParameters, where_zero, without_graph
 from .reasons import Reasons
@@ -204,7 +204,7 @@ class Still(Events):
 
         versions = torch.autograd._unsafe_preserve_version_counter(tuple(params))
         found, end = {}, ""
-        with suppress(Exception), versions:  # what cannot be made again proves nothing
+        with no_evidence, versions:  # what cannot be made again proves nothing
             try:
                 with Forward(self.recorder) as again, DetachFinder(params) as cuts, look as found:
                     loss = again()
@@ -247,7 +247,7 @@ class Still(Events):
 
         end, loss = "", 0.0
         anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-        with suppress(Exception), anomaly, Forward(self.recorder) as again:
+        with no_evidence, anomaly, Forward(self.recorder) as again:
             loss = again()
             end = where_zero([*again.results.values()], [w.p for w in dead])
         if lately and loss:

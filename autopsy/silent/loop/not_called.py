@@ -1,0 +1,48 @@
+"""
+Not called: does a statement name a method, and not call it?
+
+`optimizer.zero_grad` without parentheses does nothing, and nothing fails. Told is a statement of
+the script that is nothing but the name of a method: of those that a loop must call, or of a
+function that the same file defines (and that is no property).
+"""
+
+import ast
+import os
+import sys
+
+from ...frames import script_frames_now
+from ...watch.events import Events
+from ..shared.syntax import tree_of
+
+METHODS = {"zero_grad", "step", "backward", "eval", "train", "update", "unscale_", "set_epoch"}
+
+
+class NotCalled(Events):
+    """The files of the script in which steps are made, and its main one."""
+
+    def __init__(self, watch):
+        self.recorder, self.files = watch.recorder, {}
+
+    def stepped(self, optimizer):
+        if self.recorder.steps.bit_count() < 2:
+            main = getattr(sys.modules.get("__main__"), "__file__", None)
+            files = [main, *(file for file, *_ in script_frames_now()[-1:])]
+            self.files.update(dict.fromkeys(filter(None, files)))
+
+    def sentences(self):
+        for file in self.files:
+            tree = tree_of(file)
+            methods = METHODS | _methods(tree)
+            for node in ast.walk(tree):
+                value = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(value, ast.Attribute) and value.attr in methods:
+                    text = ast.unparse(value)
+                    line = f"{os.path.basename(file)}:{node.lineno}"
+                    yield f"{line} names a method and does not call it: write `{text}()`"
+
+
+def _methods(tree):
+    """The functions of all classes in a file, without its properties."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    functions = [node for c in classes for node in c.body if isinstance(node, ast.FunctionDef)]
+    return {f.name for f in functions} - {f.name for f in functions if f.decorator_list}
