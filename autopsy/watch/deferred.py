@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..frames import said
 from ..tensors import HALF, LIMIT, USUAL, numbers_of, storage_of
+from .interrupts import came_from_another_thread
 
 
 class DeferredChecks:
@@ -103,6 +104,8 @@ class DeferredChecks:
         try:
             return read(tensors)
         except Exception as error:
+            if came_from_another_thread(error):
+                raise
             if len(tensors) == 1:
                 kind = f"{type(tensors[0]).__name__}, {tensors[0].dtype}"
                 self.unread[kind] = said(error)
