@@ -283,6 +283,26 @@ for i in range(60):
     loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
     loss.backward(); opt.step()
 """, "std=1.0", "std=64 ** -0.5"),
+    "attention that drops in evaluation": Row(
+        "github.com/coleygroup/ms-pred/issues/38", "evaluation",
+        r"scaled_dot_product_attention at script.py:\d+ in forward drops in eval mode",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.dropout = 0.1
+        self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        p = self.dropout
+        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    if i % 30 == 29:
+        net.eval()
+        with torch.no_grad(): print(F.mse_loss(net(data(99)[0]), data(99)[1]).item())
+        net.train()
+""", "p = self.dropout", "p = self.dropout if self.training else 0.0"),
     "functional dropout in evaluation": Row(
         "github.com/rixwew/pytorch-fm/issues/21", "evaluation",
         r"dropout at script.py:\d+ in forward drops in eval mode",
@@ -1582,6 +1602,28 @@ class Net(nn.Module):
             h + 0.1
         ))
 net = Net(); loop(net, None, 60)
+""",
+    "attention that drops on purpose, and modules that know the mode": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.samples = False
+        self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+        self.mix = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        p = 0.1  # MC dropout: the spread of several passes is the uncertainty
+        h = F.scaled_dot_product_attention(q, k, v, None, p)
+        h = F.scaled_dot_product_attention(h, k, v, dropout_p=p * (self.training or self.samples))
+        return self.out(self.mix(h, h, h)[0].flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    if i % 30 == 29:
+        net.eval()
+        with torch.no_grad(): print(net(data(99)[0]).std().item())
+        net.samples = True
+        with torch.no_grad(): print(net(data(98)[0]).std().item())
+        net.train(); net.samples = False
 """,
     "dropout in evaluation on purpose, on two lines": """
 class Net(nn.Module):
