@@ -283,6 +283,45 @@ for i in range(60):
     loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
     loss.backward(); opt.step()
 """, "std=1.0", "std=64 ** -0.5"),
+    "a condition that is projected and then left out": Row(
+        "github.com/lucidrains/e2-tts-pytorch/issues/28", "experiment",
+        r"the input cond of Net at script.py:\d+ .*has no influence on the loss: .*"
+        r"script.py:\d+ in forward reads it first",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.proj, self.time = nn.Linear(4, 16), nn.Linear(1, 16)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+    def forward(self, x, times, cond):
+        h = self.first(x)
+        cond = self.proj(cond)
+        h = h + self.time(times)
+        return self.last(h.relu())
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); opt.zero_grad()
+    loss = F.mse_loss(net(x, torch.rand(16, 1), cond=torch.randn(16, 4)), y)
+    loss.backward(); opt.step()
+""", "h = h + self.time(times)", "h = h + self.time(times) + cond"),
+    "a mask that hides scores which nobody uses": Row(
+        "github.com/lucidrains/flamingo-pytorch/issues/10", "experiment",
+        r"the input mask of Net at script.py:\d+ .*has no influence on the loss",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.out = nn.Embedding(30, 16), nn.Linear(16, 3)
+        self.q = nn.Linear(16, 16)
+    def forward(self, ids, mask):
+        h = self.emb(ids); scores = self.q(h) @ h.transpose(1, 2)
+        hidden = scores.masked_fill(~mask[:, None], -1e9)
+        return self.out((scores.softmax(-1) @ h)[:, 0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    mask = torch.arange(9) < torch.randint(4, 10, (16, 1))
+    ids = torch.randint(1, 30, (16, 9)) * mask
+    loss = F.cross_entropy(net(ids, mask), ids[:, 1] % 3)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "(scores.softmax", "(hidden.softmax"),
     "attention that drops in evaluation": Row(
         "github.com/coleygroup/ms-pred/issues/38", "evaluation",
         r"scaled_dot_product_attention at script.py:\d+ in forward drops in eval mode",
@@ -1602,6 +1641,52 @@ class Net(nn.Module):
             h + 0.1
         ))
 net = Net(); loop(net, None, 60)
+""",
+    "inputs that matter rarely, elsewhere, or only in their sum": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(4, 16), nn.Linear(16, 3)
+        self.gate = nn.Parameter(torch.zeros(16)); self.register_buffer("bank", torch.zeros(64, 16))
+    def forward(self, x, cond, text, weight, rows, sizes, zeros):
+        h = self.a(x) + self.gate * self.b(cond)
+        if torch.rand(()) < 0.5: h = h + self.b(text)  # modality dropout
+        self.bank[rows] = h.detach()
+        if not self.training: return self.out(h) * sizes[:, None]
+        return self.out(h.relu()) * weight.mean()
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(70):
+    x, y = data(i); opt.zero_grad(); weight = torch.rand(16)
+    out = net(x, torch.randn(16, 4), torch.randn(16, 4), weight, torch.randperm(64)[:16],
+              torch.rand(16), torch.zeros(16, 2))
+    F.mse_loss(out, y).backward(); opt.step()
+""",
+    "inputs for another network, the loss, a result that is not used, or nobody": """
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x, adj, lengths): return self.net(x)
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x, adj, lengths):
+        h = adj @ x / lengths[:, None]
+        return self.net(x + h)
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net, self.state = mlp(), None
+    def forward(self, x, extra, gold, more, seen):
+        hidden = (gold * 2).sum()  # for a debugger
+        self.state = more.mean(1)
+        return self.net(x), extra.mean(1), seen.sum().item()
+nets = [MLP(), Graph(), Heads()]; log = []
+opt = torch.optim.Adam([p for net in nets for p in net.parameters()], 1e-3)
+for i in range(70):
+    x, y = data(i); opt.zero_grad(); adj, lengths = torch.rand(16, 16), torch.randint(1, 9, (16,))
+    loss = F.mse_loss(nets[0](x, adj, lengths), y) + F.mse_loss(nets[1](x, adj, lengths), y)
+    out, extra, seen = nets[2](x, torch.rand(16, 4), y, torch.rand(16, 4), torch.rand(16))
+    loss = loss + F.mse_loss(out, y); log.append(extra.sum().item())
+    loss.backward(); opt.step()
 """,
     "attention that drops on purpose, and modules that know the mode": """
 class Net(nn.Module):

@@ -1,0 +1,90 @@
+"""
+Experiment: what does a module return when one recorded call of it is made again with other inputs?
+
+What made its inputs is made once more, and then the call alone, as often as asked. Each time begins
+with the same random numbers, buffers and attributes; afterwards all is as it was before.
+"""
+
+import inspect
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from math import inf
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..modes import is_compiled
+from ..step import attributes_of, carried_by, copied_buffers, put_back, unchanged
+from ..tensors import leaves
+from .calls import ResultRef, is_packed, leading_to
+from .replay import net_of
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Experiment:
+    """Makes one recorded call of a module again. Use it inside of `with`. `evaluates`: in eval
+    mode."""
+
+    def __init__(self, recorder, call, evaluates=False):
+        self.call, self.net, self.evaluates = call, call.function, evaluates
+        self.before = leading_to(recorder.calls, {call.number}, inf)[:-1]
+        nets = net_of([*self.before, call])
+        self.unchanged = unchanged(nets, [*nets.parameters()])
+
+    def __enter__(self):
+        self.unchanged.__enter__()
+        made = {}
+        for call in self.before:
+            call.repeat(made)
+
+        def as_made(x):
+            return made[x] if isinstance(x, ResultRef) else x
+
+        call = self.call
+        args, kwargs = tree_map(as_made, (call.args, call.kwargs), is_leaf=is_packed)
+        self.given = inspect.signature(self.net.forward).bind(*args, **kwargs)
+        for part in self.net.modules():
+            part.training &= not self.evaluates
+        self.carried = carried_by(self.net)
+        self.buffers = copied_buffers(self.net)
+        return self
+
+    def __exit__(self, *error):
+        self.unchanged.__exit__(*error)
+
+    def __call__(self, **inputs):
+        """Returns all that the module returns, and all that it holds afterwards, in a list.
+        `inputs`: those that take the place of what was given."""
+        given = inspect.BoundArguments(self.given.signature, self.given.arguments | inputs)
+        results = []
+
+        def run(*args, **kwargs):
+            results.extend(leaves(self.net(*args, **kwargs)))
+            self.returned = len(results)
+            results.extend(leaves([attributes_of(part) for part in self.net.modules()]))
+            results.extend(self.net.buffers())
+
+        put_back(self.net, self.buffers)
+        call = replace(self.call, function=run, args=given.args, kwargs=given.kwargs, left=())
+        with redirect_stdout(io.StringIO()):
+            replace(call, carried=self.carried).repeat({})
+        return [x.detach().clone() if torch.is_tensor(x) else x for x in results]
+
+
+def can_be_made_again(module):
+    """Whether no code of the script hears of it beside the module, and torch sees all of it."""
+    parts = [*module.modules()]
+    return not (is_compiled(parts) or any(vars(p).get(name) for p in parts for name in HOOKS))
+
+
+def same(before, after):
+    """Whether two lists of results are the same, bit by bit."""
+    return len(before) == len(after) and all(map(_same, before, after))
+
+
+def _same(a, b):
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or (type(a) is type(b) and type(a) in (int, float, str, bool) and a == b)
