@@ -62,7 +62,7 @@ class Experiment:
 
         def run(*args, **kwargs):
             results.extend(leaves(self.net(*args, **kwargs)))
-            self.returned = len(results)
+            self.results = len(results)
             results.extend(leaves([attributes_of(part) for part in self.net.modules()]))
             results.extend(self.net.buffers())
 
@@ -71,6 +71,18 @@ class Experiment:
         with redirect_stdout(io.StringIO()):
             replace(call, carried=self.carried).repeat({})
         return [x.detach().clone() if torch.is_tensor(x) else x for x in results]
+
+
+    def returned(self, before, after):
+        """Pairs of the tensors of real numbers that the module has returned twice."""
+        pairs = [*zip(before, after, strict=True)][: self.results]
+        return [(a, b) for a, b in pairs if torch.is_tensor(a) and a.is_floating_point()]
+
+
+def inputs_of(call):
+    """{name: tensor, or what an earlier call made} of what a module was given directly."""
+    given = inspect.signature(call.function.forward).bind(*call.args, **call.kwargs).arguments
+    return {name: x for name, x in given.items() if isinstance(x, ResultRef | torch.Tensor)}
 
 
 def can_be_made_again(module):

@@ -2,11 +2,11 @@
 No influence: does an input of a network change anything that the network makes of a batch?
 
 A mask is applied to scores that nobody uses, a condition is projected and then left out, and
-nothing fails. In two of the first steps, and in ever fewer later ones, the call of a network is made
-again with the rows of one input exchanged among the samples. It is told if all that the network
-returns and holds stays the same bit by bit, also with one row for all samples. Labels, what the
-script itself uses afterwards, and what no function reads (an interface that several networks share)
-are no such thing; only lengths that nothing reads are, where no other network knows them.
+nothing fails. In two of the first steps, and in ever fewer later ones, the call of a network is
+made again with the rows of one input exchanged among the samples. It is told if all that the
+network returns and holds stays the same bit by bit, also with one row for all samples. Labels, what
+the script itself uses afterwards, and what no function reads (an interface that several networks
+share) are no such thing; only lengths that nothing reads are, where no other network knows them.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from ...frames import is_own, line_now, line_of
 from ...tensors import PLAIN, flat_tensors, storage_of
 from ...watch.calls import ResultRef
 from ...watch.events import Events
-from ...watch.experiment import Experiment, can_be_made_again, same
+from ...watch.experiment import Experiment, can_be_made_again, inputs_of, same
 from ...watch.following import Follower
 from ...watch.functions import COPIES
 
@@ -54,7 +54,7 @@ class NoInfluence(Events):
             if seen is None and len(self.inputs) < MOST and _is_looked_at(network):
                 seen = self.inputs[network] = {"": Input("")}
             mine = [call for call in calls if call.function is network]
-            if seen and len(mine) == 1 and _given(mine[0], 2):
+            if seen and len(mine) == 1 and len(inputs_of(mine[0])) > 1:
                 self._look(mine[0], seen)
 
     def _look(self, call, seen):
@@ -80,7 +80,7 @@ class NoInfluence(Events):
 
     def _is_used(self, call, name):
         """Whether the script gives it to something else, too."""
-        mine = self._sources(_given(call)[name])
+        mine = self._sources(inputs_of(call)[name])
         for other in self.recorder.calls:
             is_module = isinstance(other.function, nn.Module)
             if other is not call and (is_module or other.number > call.number):
@@ -157,13 +157,6 @@ def _source(network):
         return inspect.getsource(type(network).forward)
     except (OSError, TypeError):
         return ""
-
-
-def _given(call, least=0):
-    """{name: tensor, or what an earlier call made} of its inputs, or {}: they are fewer."""
-    given = inspect.signature(call.function.forward).bind(*call.args, **call.kwargs).arguments
-    found = {name: x for name, x in given.items() if isinstance(x, ResultRef | torch.Tensor)}
-    return found if len(found) >= least else {}
 
 
 def _rows(call, given):
