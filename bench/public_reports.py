@@ -283,6 +283,45 @@ for i in range(60):
     loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
     loss.backward(); opt.step()
 """, "std=1.0", "std=64 ** -0.5"),
+    "a sum without keepdim, between samples": Row(
+        "github.com/MarcoForte/FBA_Matting/issues/7", "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch, .* first after add at "
+        r"script.py:\d+ in forward: dim=0 is the batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Conv2d(3, 4, 3, padding=1)
+    def forward(self, images):
+        out = self.body(images); alpha, front = out[:, :1].sigmoid(), out[:, 1:]
+        many = torch.sum((images - front) * front, 1)
+        alpha = alpha * 0.1 + many
+        return torch.cat([alpha, front], 1)[:, :1]
+images = torch.rand(256, 3, 6, 6); goal = images.mean(1, keepdim=True)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(3):
+    for x, y in DataLoader(TensorDataset(images, goal), 16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+""", "* front, 1)", "* front, 1, keepdim=True)"),
+    "a sum over samples for one over times": Row(
+        "github.com/rish-16/aft-pytorch/issues/1", "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        weights = k.exp(); dim = 0
+        h = q.sigmoid() * (weights * v).sum(dim, True) / weights.sum(dim, True)
+        return self.out(h.flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+x, y = data(0, 256)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
+""", "dim = 0", "dim = 1"),
     "a condition that is projected and then left out": Row(
         "github.com/lucidrains/e2-tts-pytorch/issues/28", "experiment",
         r"the input cond of Net at script.py:\d+ .*has no influence on the loss: .*"
@@ -1687,6 +1726,60 @@ for i in range(70):
     out, extra, seen = nets[2](x, torch.rand(16, 4), y, torch.rand(16, 4), torch.rand(16))
     loss = loss + F.mse_loss(out, y); log.append(extra.sum().item())
     loss.backward(); opt.step()
+""",
+    "samples that may meet": """
+from torch.utils.data import DataLoader, TensorDataset
+class Former(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32)
+    def forward(self, x):
+        h = self.first(x)
+        if self.training: h = h + self.layer(h[:, None])[:, 0]
+        return self.last(h)
+class Sets(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x - x.mean(0))  # all of them are one set
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__(); self.a, self.b = mlp(), mlp()
+    def forward(self, x): return self.a(x) @ self.b(x).T
+class Largest(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x / x.norm(dim=1).max())
+x, y = data(0, 256)
+nets = [Former(), Sets(), Largest(), Both()]
+opt = torch.optim.Adam([p for net in nets for p in net.parameters()], 1e-3)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        loss = sum(F.mse_loss(net(a), b) for net in nets[:3])
+        loss = loss + F.cross_entropy(nets[3](a), torch.arange(16))
+        opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "samples that are apart, in rows that know each other": """
+from torch.utils.data import DataLoader, TensorDataset
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__(); self.lstm, self.last = nn.LSTM(2, 16), nn.Linear(16, 3)
+        self.hidden, self.norm, self.drop = None, nn.BatchNorm1d(8), nn.Dropout(0.1)
+    def forward(self, x):
+        x = self.drop(self.norm(x)).unflatten(1, (4, 2))
+        out, self.hidden = self.lstm(x.transpose(0, 1), self.hidden)
+        self.hidden = tuple(h.detach() for h in self.hidden)
+        return self.last(out[-1])
+class Ordered(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x.cumsum(0))
+x, y = data(0, 256); net, walk = Times(), Ordered()
+opt = torch.optim.Adam([*net.parameters(), *walk.parameters()], 1e-3)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
+for a, b in DataLoader(TensorDataset(x, y), batch_size=16):
+    opt.zero_grad(); F.mse_loss(walk(a), b).backward(); opt.step()
 """,
     "attention that drops on purpose, and modules that know the mode": """
 class Net(nn.Module):
