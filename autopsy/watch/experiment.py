@@ -2,16 +2,19 @@
 Experiment: what does a module return when one recorded call of it is made again with other inputs?
 
 What made its inputs is made once more, and then the call alone, as often as asked. Each time begins
-with the same random numbers, buffers and attributes; afterwards all is as it was before.
+with the same random numbers, buffers and attributes; afterwards all is as it was. What the module
+prints meanwhile is lost.
 """
 
 import inspect
 import io
-from contextlib import redirect_stdout
+import random
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from math import inf
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..modes import is_compiled
@@ -36,8 +39,9 @@ class Experiment:
     def __enter__(self):
         self.unchanged.__enter__()
         made = {}
-        for call in self.before:
-            call.repeat(made)
+        with Generators():
+            for call in self.before:
+                call.repeat(made)
 
         def as_made(x):
             return made[x] if isinstance(x, ResultRef) else x
@@ -68,7 +72,8 @@ class Experiment:
 
         put_back(self.net, self.buffers)
         call = replace(self.call, function=run, args=given.args, kwargs=given.kwargs, left=())
-        with redirect_stdout(io.StringIO()):
+        unseen = io.StringIO()
+        with redirect_stdout(unseen), redirect_stderr(unseen), Generators():
             replace(call, carried=self.carried).repeat({})
         return [x.detach().clone() if torch.is_tensor(x) else x for x in results]
 
@@ -77,6 +82,26 @@ class Experiment:
         """Pairs of the tensors of real numbers that the module has returned twice."""
         pairs = [*zip(before, after, strict=True)][: self.results]
         return [(a, b) for a, b in pairs if torch.is_tensor(a) and a.is_floating_point()]
+
+
+class Generators(TorchFunctionMode):
+    """At the end the script's own generators of random numbers are as they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = {}  # generator: its state before it was used
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.states:
+            self.states[generator] = generator.get_state()
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for generator, state in self.states.items():
+            generator.set_state(state)
 
 
 def inputs_of(call):
@@ -88,7 +113,15 @@ def inputs_of(call):
 def can_be_made_again(module):
     """Whether no code of the script hears of it beside the module, and torch sees all of it."""
     parts = [*module.modules()]
-    return not (is_compiled(parts) or any(vars(p).get(name) for p in parts for name in HOOKS))
+    held = leaves([attributes_of(part) for part in parts])
+    draws = any(isinstance(x, random.Random) or _is_of_numpy(x) for x in held)
+    hooked = any(vars(part).get(name) for part in parts for name in HOOKS)
+    return not (draws or hooked or is_compiled(parts))
+
+
+def _is_of_numpy(x):
+    """Whether it is a generator of NumPy's."""
+    return type(x).__module__.startswith("numpy.random")
 
 
 def same(before, after):

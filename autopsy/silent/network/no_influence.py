@@ -71,7 +71,8 @@ class NoInfluence(Events):
                 still = [name for name, t in inputs.items() if _is_still(again, before, name, t)]
                 if not is_first or len(still) < len(inputs):  # else it is the network that is dead
                     still = [name for name in still if not self._is_used(call, name)]
-                    found = {name: readers.lines.get(name, "") for name in still}
+                    lines = {name: readers.lines.get(name, "") for name in still}
+                    found = {name: line for name, line in lines.items() if line or "len" in name}
         known = {name: seen.get(name) or Input(line_of(call.frames)) for name in found}
         for name, line in found.items():
             known[name].see(self.recorder.steps, line)
@@ -109,7 +110,7 @@ class NoInfluence(Events):
                 kind = type(network).__name__
                 if one.reader:
                     why = f"{one.reader} reads it first, and nothing comes of that"
-                elif "len" in name and not _is_known(network, name):
+                elif not _is_known(network, name):
                     why = "nothing reads it: what it should leave out (padding, say) counts"
                 else:
                     continue
