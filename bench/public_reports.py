@@ -294,6 +294,104 @@ for i in range(60):
     loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
     loss.backward(); opt.step()
 """, "std=1.0", "std=64 ** -0.5"),
+    "a sum without keepdim, between samples": Row(
+        "github.com/MarcoForte/FBA_Matting/issues/7", "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch, .* first after add at "
+        r"script.py:\d+ in forward: dim=0 is the batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Conv2d(3, 4, 3, padding=1)
+    def forward(self, images):
+        out = self.body(images); alpha, front = out[:, :1].sigmoid(), out[:, 1:]
+        many = torch.sum((images - front) * front, 1)
+        alpha = alpha * 0.1 + many
+        return torch.cat([alpha, front], 1)[:, :1]
+images = torch.rand(256, 3, 6, 6); goal = images.mean(1, keepdim=True)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(3):
+    for x, y in DataLoader(TensorDataset(images, goal), 16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+""", "* front, 1)", "* front, 1, keepdim=True)"),
+    "a sum over samples for one over times": Row(
+        "github.com/rish-16/aft-pytorch/issues/1", "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        weights = k.exp(); dim = 0
+        h = q.sigmoid() * (weights * v).sum(dim, True) / weights.sum(dim, True)
+        return self.out(h.flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+x, y = data(0, 256)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
+""", "dim = 0", "dim = 1"),
+    "a condition that is projected and then left out": Row(
+        "github.com/lucidrains/e2-tts-pytorch/issues/28", "experiment",
+        r"the input cond of Net at script.py:\d+ .*has no influence on the loss: .*"
+        r"script.py:\d+ in forward reads it first",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.proj, self.time = nn.Linear(4, 16), nn.Linear(1, 16)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+    def forward(self, x, times, cond):
+        h = self.first(x)
+        cond = self.proj(cond)
+        h = h + self.time(times)
+        return self.last(h.relu())
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); opt.zero_grad()
+    loss = F.mse_loss(net(x, torch.rand(16, 1), cond=torch.randn(16, 4)), y)
+    loss.backward(); opt.step()
+""", "h = h + self.time(times)", "h = h + self.time(times) + cond"),
+    "a mask that hides scores which nobody uses": Row(
+        "github.com/lucidrains/flamingo-pytorch/issues/10", "experiment",
+        r"the input mask of Net at script.py:\d+ .*has no influence on the loss",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.out = nn.Embedding(30, 16), nn.Linear(16, 3)
+        self.q = nn.Linear(16, 16)
+    def forward(self, ids, mask):
+        h = self.emb(ids); scores = self.q(h) @ h.transpose(1, 2)
+        hidden = scores.masked_fill(~mask[:, None], -1e9)
+        return self.out((scores.softmax(-1) @ h)[:, 0])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    mask = torch.arange(9) < torch.randint(4, 10, (16, 1))
+    ids = torch.randint(1, 30, (16, 9)) * mask
+    loss = F.cross_entropy(net(ids, mask), ids[:, 1] % 3)
+    opt.zero_grad(); loss.backward(); opt.step()
+""", "(scores.softmax", "(hidden.softmax"),
+    "attention that drops in evaluation": Row(
+        "github.com/coleygroup/ms-pred/issues/38", "evaluation",
+        r"scaled_dot_product_attention at script.py:\d+ in forward drops in eval mode",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.dropout = 0.1
+        self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        p = self.dropout
+        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p).flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    if i % 30 == 29:
+        net.eval()
+        with torch.no_grad(): print(F.mse_loss(net(data(99)[0]), data(99)[1]).item())
+        net.train()
+""", "p = self.dropout", "p = self.dropout if self.training else 0.0"),
     "functional dropout in evaluation": Row(
         "github.com/rixwew/pytorch-fm/issues/21", "evaluation",
         r"dropout at script.py:\d+ in forward drops in eval mode",
@@ -1593,6 +1691,128 @@ class Net(nn.Module):
             h + 0.1
         ))
 net = Net(); loop(net, None, 60)
+""",
+    "inputs that matter rarely, elsewhere, or only in their sum": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(4, 16), nn.Linear(16, 3)
+        self.gate = nn.Parameter(torch.zeros(16)); self.register_buffer("bank", torch.zeros(64, 16))
+    def forward(self, x, cond, text, weight, rows, sizes, zeros):
+        h = self.a(x) + self.gate * self.b(cond)
+        if torch.rand(()) < 0.5: h = h + self.b(text)  # modality dropout
+        self.bank[rows] = h.detach()
+        if not self.training: return self.out(h) * sizes[:, None]
+        return self.out(h.relu()) * weight.mean()
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(70):
+    x, y = data(i); opt.zero_grad(); weight = torch.rand(16)
+    out = net(x, torch.randn(16, 4), torch.randn(16, 4), weight, torch.randperm(64)[:16],
+              torch.rand(16), torch.zeros(16, 2))
+    F.mse_loss(out, y).backward(); opt.step()
+""",
+    "inputs for another network, the loss, a result that is not used, or nobody": """
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x, adj, lengths): return self.net(x)
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x, adj, lengths):
+        h = adj @ x / lengths[:, None]
+        return self.net(x + h)
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net, self.state = mlp(), None
+    def forward(self, x, extra, gold, more, seen):
+        hidden = (gold * 2).sum()  # for a debugger
+        self.state = more.mean(1)
+        return self.net(x), extra.mean(1), seen.sum().item()
+nets = [MLP(), Graph(), Heads()]; log = []
+opt = torch.optim.Adam([p for net in nets for p in net.parameters()], 1e-3)
+for i in range(70):
+    x, y = data(i); opt.zero_grad(); adj, lengths = torch.rand(16, 16), torch.randint(1, 9, (16,))
+    loss = F.mse_loss(nets[0](x, adj, lengths), y) + F.mse_loss(nets[1](x, adj, lengths), y)
+    out, extra, seen = nets[2](x, torch.rand(16, 4), y, torch.rand(16, 4), torch.rand(16))
+    loss = loss + F.mse_loss(out, y); log.append(extra.sum().item())
+    loss.backward(); opt.step()
+""",
+    "samples that may meet": """
+from torch.utils.data import DataLoader, TensorDataset
+class Former(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32)
+    def forward(self, x):
+        h = self.first(x)
+        if self.training: h = h + self.layer(h[:, None])[:, 0]
+        return self.last(h)
+class Sets(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x - x.mean(0))  # all of them are one set
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__(); self.a, self.b = mlp(), mlp()
+    def forward(self, x): return self.a(x) @ self.b(x).T
+class Largest(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x / x.norm(dim=1).max())
+x, y = data(0, 256)
+nets = [Former(), Sets(), Largest(), Both()]
+opt = torch.optim.Adam([p for net in nets for p in net.parameters()], 1e-3)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        loss = sum(F.mse_loss(net(a), b) for net in nets[:3])
+        loss = loss + F.cross_entropy(nets[3](a), torch.arange(16))
+        opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "samples that are apart, in rows that know each other": """
+from torch.utils.data import DataLoader, TensorDataset
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__(); self.lstm, self.last = nn.LSTM(2, 16), nn.Linear(16, 3)
+        self.hidden, self.norm, self.drop = None, nn.BatchNorm1d(8), nn.Dropout(0.1)
+    def forward(self, x):
+        x = self.drop(self.norm(x)).unflatten(1, (4, 2))
+        out, self.hidden = self.lstm(x.transpose(0, 1), self.hidden)
+        self.hidden = tuple(h.detach() for h in self.hidden)
+        return self.last(out[-1])
+class Ordered(nn.Module):
+    def __init__(self):
+        super().__init__(); self.net = mlp()
+    def forward(self, x): return self.net(x.cumsum(0))
+x, y = data(0, 256); net, walk = Times(), Ordered()
+opt = torch.optim.Adam([*net.parameters(), *walk.parameters()], 1e-3)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
+for a, b in DataLoader(TensorDataset(x, y), batch_size=16):
+    opt.zero_grad(); F.mse_loss(walk(a), b).backward(); opt.step()
+""",
+    "attention that drops on purpose, and modules that know the mode": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.samples = False
+        self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+        self.mix = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        p = 0.1  # MC dropout: the spread of several passes is the uncertainty
+        h = F.scaled_dot_product_attention(q, k, v, None, p)
+        h = F.scaled_dot_product_attention(h, k, v, dropout_p=p * (self.training or self.samples))
+        return self.out(self.mix(h, h, h)[0].flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(60):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    if i % 30 == 29:
+        net.eval()
+        with torch.no_grad(): print(net(data(99)[0]).std().item())
+        net.samples = True
+        with torch.no_grad(): print(net(data(98)[0]).std().item())
+        net.train(); net.samples = False
 """,
     "dropout in evaluation on purpose, on two lines": """
 class Net(nn.Module):

@@ -37,3 +37,12 @@ def is_loss(func, name):
 def drops(func, kwargs):
     """Whether it is a dropout that drops now: torch's modules give all by name."""
     return func in DROPOUTS and bool(kwargs.get("training") and kwargs.get("p"))
+
+
+def drops_attention(name, args, kwargs):
+    """Whether it is an attention, of torch.nn.functional, that drops now."""
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    if name == "multi_head_attention_forward":
+        return bool(args[10] and kwargs.get("training", True))
+    return False

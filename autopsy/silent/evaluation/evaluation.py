@@ -1,16 +1,17 @@
 """
 Evaluation: does eval() reach all of the network?
 
-F.dropout(x) drops in evaluation, too, and so does a Dropout that forward() makes: nobody tells them
-of eval(). torch's spectral_norm divides by a number that only a forward pass in training computes.
-The first two evaluations of each network are looked at while they run; nothing is run again. A call
-that says when it drops means it, and so does a Dropout within that was set to train(), and whoever
-evaluates one batch twice in a row (to average over what drops). So does a source that says so
-beside it.
+F.dropout(x) drops in evaluation, too, and so do a Dropout that forward() makes, and the attention
+of torch.nn.functional with dropout_p=0.1: nobody tells them of eval(). torch's spectral_norm
+divides by a number that only a forward pass in training computes. The first two evaluations of each
+network are looked at while they run; nothing is run again. A call that says when it drops means it,
+and so does a Dropout within that was set to train(), and whoever evaluates one batch twice in a row
+(to average over what drops). So does a source that says so beside it.
 """
 
 import ast
 import linecache
+import re
 import textwrap
 from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,12 +23,13 @@ from ...frames import call_at, line_of, script_frames_now
 from ...modes import is_compiled
 from ...tensors import few, flat_tensors, numbers_of
 from ...watch.events import Events
-from ...watch.following import Follower, drops
+from ...watch.following import Follower, drops, drops_attention
 from ..shared.eval_mode import MEANT
 
 LOOKS = 2
 SAMPLE = 64  # numbers of a batch
 NEAR = 4  # lines
+ASKED = re.compile(r"training(?!\s*=\s*True)")  # in a call of an attention
 
 
 class Evaluation(Events):
@@ -40,7 +42,7 @@ class Evaluation(Events):
         self.last = WeakKeyDictionary()  # module: (step, numbers it was given) at the last
         self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
-        self.drops = WeakKeyDictionary()  # module: its lines, in their order
+        self.drops = WeakKeyDictionary()  # module: sentences on its lines, in their order
         self.unready = []  # (module, its weight)
 
     def loaded(self, module, state, answer):
@@ -73,12 +75,8 @@ class Evaluation(Events):
         return [Drops(self.drops.setdefault(module, {}))]
 
     def sentences(self):
-        told = [lines for module, lines in self.drops.items() if module not in self.sampled]
-        for line in dict.fromkeys(line for lines in told for line in lines):
-            yield (
-                f"dropout at {line} drops in eval mode, too: give it training=self.training, or "
-                "make the Dropout in __init__()"
-            )
+        told = [texts for module, texts in self.drops.items() if module not in self.sampled]
+        yield from dict.fromkeys(text for texts in told for text in texts)
         unready = [self.names.of(p) for part, p in self.unready if part in self.trained]
         if unready:
             yield (
@@ -93,22 +91,33 @@ def _some(t):
 
 
 class Drops(Follower):
-    """Notes the lines of the script that drop."""
+    """Notes what to say of the lines of the script that drop."""
 
-    def __init__(self, lines):
+    def __init__(self, texts):
         super().__init__()
-        self.lines = lines
+        self.texts = texts
 
     def look(self, func, name, args, kwargs, out):
-        if not drops(func, kwargs):
+        is_attention = drops_attention(name, args, kwargs)
+        if not (is_attention or drops(func, kwargs)):
             return
         frames = script_frames_now()
         file, number, function = frames[0]
         code = call_at(file, number)
         above = linecache.getlines(file)[max(0, number - NEAR - 1) : number]
         source_now = "".join([*above, function])
-        if code and not (_says_when(code) or MEANT.search(source_now)):
-            self.lines[line_of(frames)] = True
+        meant = ASKED.search(code) if is_attention else _says_when(code)
+        if code and not (meant or MEANT.search(source_now)):
+            at = f"{name if is_attention else 'dropout'} at {line_of(frames)}"
+            self.texts[f"{at} drops in eval mode, too: {_mended(name)}"] = True
+
+
+def _mended(name):
+    """What to do about it."""
+    if name == "scaled_dot_product_attention":
+        return "give it dropout_p=p if self.training else 0.0"
+    also = "" if name == "multi_head_attention_forward" else ", or make the Dropout in __init__()"
+    return f"give it training=self.training{also}"
 
 
 def _says_when(code):

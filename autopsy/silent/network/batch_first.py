@@ -24,10 +24,10 @@ from ...watch.following import Follower
 from ...watch.graph import nodes_of
 from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, NLL
+from ..shared.layers import LAYERS, batch_is_first
 
 LOOKS = (1, 4)  # steps
 RUNS = 0.8  # share of labels that are those of the sample before
-LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LOOKED_AT = ("softmax", "log_softmax", "view", "reshape")
 
 
@@ -169,8 +169,3 @@ class Calls(Follower):
 def _in_runs(labels):
     """Whether labels are those of frames: most are the same as the one before."""
     return labels.dim() == 1 and bool((labels.diff() == 0).float().mean() > RUNS)
-
-
-def batch_is_first(layer):
-    attention = getattr(layer, "self_attn", layer)
-    return attention.batch_first
