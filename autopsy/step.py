@@ -105,8 +105,8 @@ def attributes_of(module):
 
 
 def carried_by(net):
-    """Of each module: its attributes, and these as they are now: what lists and dicts hold, and the
-    numbers of small tensors, if something has written into them."""
+    """Of each module: its attributes, and these as they are now: what lists and dicts hold, the
+    states of generators, and the numbers of small tensors, if something has written into them."""
     return [
         (m, {name: (value, _as_it_is(value)) for name, value in attributes_of(m).items()})
         for m in net.modules()
@@ -116,6 +116,8 @@ def carried_by(net):
 def _as_it_is(value):
     if type(value) in KEPT:
         return copy(value)
+    if type(value) is torch.Generator:
+        return value.get_state()
     plain = type(value) is torch.Tensor and not (value.requires_grad or value.is_inference())
     if plain and value._version and value.numel() <= SMALL:
         return value.clone()
@@ -128,6 +130,8 @@ def carry_back(carried):
             vars(module)[name] = value
             if type(value) in KEPT:
                 carry(module, name, held)
+            elif type(value) is torch.Generator:
+                value.set_state(held)
             elif held is not value:
                 with torch.autograd._unsafe_preserve_version_counter(value):
                     value.copy_(held)

@@ -84,7 +84,6 @@ class Experiment:
             replace(call, carried=self.carried).repeat({})
         return [x.detach().clone() if torch.is_tensor(x) else x for x in results]
 
-
     def returned(self, before, after):
         """Pairs of the tensors of real numbers that the module has returned twice."""
         pairs = [*zip(before, after, strict=True)][: self.results]

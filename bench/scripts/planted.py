@@ -2229,3 +2229,21 @@ tells("numbers of an odd kind", ODD_NUMBERS, 3, {
     "nested": "loss is nan at step 25 -> divergence",
     "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 300",
 })
+
+GENERATOR = PREAMBLE + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+        self.noise = torch.Generator()
+    def forward(self, x):
+        h = self.first(x).relu()
+        h = h + 0.1 * torch.randn(h.shape, generator=self.noise)
+        return self.last(h) + self.spare(h).detach()  # cut: the forward pass is made again for it
+net = Net(); optimizer = torch.optim.Adam(net.parameters())
+for step in range(20):
+    x = torch.randn(16, 8); loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(loss.item(), net.noise.get_state().sum().item())
+"""
+tells("a generator of a module's own", GENERATOR, 0, {"": "no gradient has reached ... detach at"})
