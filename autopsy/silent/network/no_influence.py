@@ -52,7 +52,7 @@ class NoInfluence(Events):
         for network in dict.fromkeys(c.function for c in calls if c.function.training):
             seen = self.inputs.get(network)
             if seen is None and len(self.inputs) < MOST and _is_looked_at(network):
-                seen = self.inputs[network] = {"": Input("")}
+                seen = self.inputs[network] = {None: Input("")}
             mine = [call for call in calls if call.function is network]
             if seen and len(mine) == 1 and len(inputs_of(mine[0])) > 1:
                 self._look(mine[0], seen)
@@ -60,7 +60,7 @@ class NoInfluence(Events):
     def _look(self, call, seen):
         """Once more with each of the inputs exchanged. What raises there is no evidence."""
         found = {}  # name: the line that reads it
-        is_first = "" in seen
+        is_first = None in seen
         with no_evidence, Experiment(self.recorder, call) as again:
             rows = _rows(call, again.given)
             inputs = {name: t for name, t in rows if is_first or name in seen}
@@ -148,8 +148,8 @@ class Readers(Follower):
 
 def _is_looked_at(network):
     """Whether its forward is the script's, and can be made again."""
-    own = type(network) in own_kinds(network)
-    return own and can_be_made_again(network) and not MEANT.search(_source(network))
+    own, code = type(network) in own_kinds(network), _source(network)
+    return own and can_be_made_again(network) and not MEANT.search(code)
 
 
 def _source(network):
@@ -184,7 +184,8 @@ def _exchanges(t):
 
 def _is_known(network, name):
     """Whether its forward speaks of it, or that of another network of the script's does."""
-    if len(re.findall(rf"\b{name}\b", _source(network))) > 1:
+    code = _source(network)
+    if len(re.findall(rf"\b{name}\b", code)) > 1:
         return True
     left = [*nn.Module.__subclasses__()]
     for kind in left:
