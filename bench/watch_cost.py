@@ -7,23 +7,31 @@ alone.
 A transformer of 10.7 million parameters, and four kinds of small steps: an MLP, a cart-pole with a
 policy gradient (rl), an ODE solver (ode), a recurrent loop in Python (rnn), each with AdamW.
 `--model` takes one of them, or a network of eight convolutions with BatchNorm (conv). A script runs
-as a process of its own, alone and under autopsy in turns, and prints the seconds of each step. A
-ratio is that of the two means of one turn: only some of the small steps are recorded. The first
-four steps of each run, in which memory is allocated, do not count. On a GPU the transformer alone
-runs. It runs a third way, with a copy of autopsy that lacks silent/: what do these checks cost?
+as a process of its own, and prints the seconds of each step. A ratio is that of the two means of
+one turn: only some of the small steps are recorded. The first four steps of each run, in which
+memory is allocated, do not count.
+
+The transformer takes all cores: alone and under autopsy it runs in turns, and a third time with a
+copy of autopsy that lacks silent/: what do these checks cost? On a GPU it alone runs. Small steps
+take one core. A machine that is shared changes its speed within seconds, so both processes of a
+turn run at the same time, on a core each, and exchange the cores at the next turn.
 """
 
+import functools
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
-TURNS = {"cpu": 3, "cuda": 5}
+TURNS = {"cpu": 6, "cuda": 5}
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 WAYS = {
     "alone": ["script.py"],
     "watched": [str(record.ROOT / "autopsy"), "script.py"],
@@ -127,9 +135,11 @@ x, y = torch.randn(30, 32, 16), torch.randint(0, 10, (32,))
 }
 
 
-def steps(command, folder):
-    """(the losses as printed, mean seconds of a step)."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+def steps(command, folder, cores):
+    """(the losses as printed, mean seconds of a step) of a process that may use these cores."""
+    only = functools.partial(os.sched_setaffinity, 0, cores) if cores else None
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True,
+                          preexec_fn=only)  # fmt: skip
     rows = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 2]
     rows = [row for row in rows if row[0].replace(".", "").isdigit()]
     return [loss for loss, _ in rows], statistics.mean(float(second) for _, second in rows[4:])
@@ -159,15 +169,19 @@ def main(argv=None):
                 script = script.replace("DEVICE", args.device)
                 script = script.replace("BATCH", str(batch)).replace("STEPS", str(count))
                 Path(folder, "script.py").write_text(script)
-                printed, seconds = {}, {}
-                ways = list(WAYS)[: 2 if kind in STEPS else 3]
-                for way in ways[:: 1 if turn % 2 else -1]:
-                    printed[way], seconds[way] = steps([sys.executable, *WAYS[way]], folder)
-                    assert len(printed[way]) == count
-                same = all(losses == printed["alone"] for losses in printed.values())
-                assert same, "autopsy changed a printed figure"
-                print(f"turn {turn + 1}, {kind}: seconds a step {seconds}")
-                rounds[-1] |= {f"{kind} {way}": second for way, second in seconds.items()}
+                ways = list(WAYS)[: 2 if kind in STEPS else 3][:: 1 if turn % 2 else -1]
+                cores = [{core} for core in CORES[:2]] if kind in STEPS else []
+                together = len(cores) == 2
+                with ThreadPoolExecutor(2 if together else 1) as pool:
+                    commands = [[sys.executable, *WAYS[way]] for way in ways]
+                    cores = cores if together else [None] * len(ways)
+                    answers = [*pool.map(steps, commands, [folder] * len(ways), cores)]
+                printed = [losses for losses, _ in answers]
+                assert len(printed[0]) == count
+                assert printed.count(printed[0]) == len(ways), "autopsy changed a printed figure"
+                row = {f"{kind} {way}": s for way, (_, s) in zip(ways, answers, strict=True)}
+                print(f"turn {turn + 1}: seconds a step {row}", flush=True)
+                rounds[-1] |= row
             record.keep(head, args)
     ratios = {kind: record.ratio(rounds, f"{kind} watched", f"{kind} alone") for kind in kinds}
     head["watched / alone"] = ratios

@@ -74,10 +74,10 @@ class DetachFinder(TorchFunctionMode):
         if any(t in self.live for t in losses):
             return ""
         ends = [*dict.fromkeys(end for t in losses for end in self.ends.get(t, ()))]
-        ends.sort(key=lambda end: not end.is_cut)  # a draw has no gradient by its nature
+        cuts = [end for end in ends if end.is_cut]  # a draw has no gradient by its nature
         if not ends and len(self.read) == 1:
             ends = [*self.read]
-        return str(ends[0]) if ends else ""
+        return " and ".join(map(str, cuts[:2] or ends[:1]))
 
 
 def leaves(tensors, most=inf):
