@@ -27,8 +27,8 @@ from .replay import net_of
 
 # What a module may do that cannot be put back
 OUTWARD = re.compile(
-    r"\b(global|nonlocal|wandb|logg\w*|writer|env|envs|time|socket|requests|queue|subprocess)\b"
-    r"|\bopen\(|\.(write|put|send|add_scalar|dump|savez?|tofile)\("
+    r"\b(global|nonlocal) |\bopen\(|\.(write|put|send|add_scalar|dump|savez?|tofile)\("
+    r"|\b(wandb|logg\w*|writer|envs?|time|socket|requests|queue|subprocess)\.\w+\("
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
