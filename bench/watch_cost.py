@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import record
 
-TURNS = {"cpu": 6, "cuda": 5}
+TURNS = {"cpu": 4, "cuda": 5}
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 WAYS = {
     "alone": ["script.py"],
