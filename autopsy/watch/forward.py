@@ -44,6 +44,7 @@ class Forward:
         self.results = {}  # the losses of the last pass with all rows
         self.rows = {}  # tensor of the batch: its dimension of rows
 
+        # what may be moved, and is put back
         net = net_of(self.calls)
         self.params = [p for p in net.parameters() if p.requires_grad]
         self.params += in_no_module(self.calls, net)

@@ -18,12 +18,7 @@ import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import (
-    BuiltinImporter,
-    FrozenImporter,
-    SourceFileLoader,
-    SourcelessFileLoader,
-)
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +30,7 @@ from ..frames import HERE, PACK, TORCH, frames_in, line_of, said
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
+from .beside import hidden_by_us
 from .budget import SHARE
 from .files import MARK, save
 from .findings import Seen
@@ -255,21 +251,6 @@ def begin(start, name):
     for beside, taken in hidden_by_us(sys.path[0]) if name != "-" and not IS_SAFE else ():
         write_error(f"autopsy: without autopsy, Python imports {beside} as {taken}: rename it")
     exec(start.code(), vars(main))
-
-
-def hidden_by_us(folder):
-    """(file, name) of each module that is there, and that we have loaded from elsewhere before the
-    script asks for it. Python itself loads those that are frozen first, too."""
-    for file in sorted(os.listdir(folder or ".")):
-        taken = file.removesuffix(".py")
-        beside = os.path.join(folder, file)
-        if os.path.isdir(beside):
-            beside = os.path.join(beside, "__init__.py")
-        loaded = getattr(sys.modules.get(taken), "__file__", None)
-        if not loaded or taken == "encodings" or FrozenImporter.find_spec(taken):
-            continue
-        if os.path.isfile(beside) and os.path.realpath(loaded) != os.path.realpath(beside):
-            yield beside, taken
 
 
 def last_look(watch, failure):
